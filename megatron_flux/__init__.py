@@ -1,0 +1,37 @@
+"""Fused communication-GEMM tensor parallelism for Megatron.
+
+Public face::
+
+    import megatron_flux
+
+    megatron_flux.patch()                 # megatron-core's tensor-parallel linears now run the fused operators
+    megatron_flux.unpatch()               # the identical stock methods are back
+    with megatron_flux.patched(): ...     # both, as a context
+
+    megatron_flux.ops.all_gather_gemm     # the operators on their own
+    megatron_flux.ops.gemm_reduce_scatter
+
+Importing this package patches nothing and imports neither megatron-core, triton, TransformerEngine, apex nor wandb.
+"""
+
+from megatron_flux import ops
+from megatron_flux.config import FluxConfig
+from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
+from megatron_flux.patch import is_patched, patch, patched, report, unpatch
+from megatron_flux.version import __version__
+
+__all__ = [
+    "FallbackError",
+    "FluxConfig",
+    "FluxError",
+    "OperatorError",
+    "UnsupportedVersionError",
+    "UserError",
+    "__version__",
+    "is_patched",
+    "ops",
+    "patch",
+    "patched",
+    "report",
+    "unpatch",
+]

@@ -1,0 +1,1 @@
+"""Moving tensors between the ranks of a process group. This room knows no GEMM."""

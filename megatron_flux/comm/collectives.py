@@ -1,0 +1,70 @@
+"""The two collectives of sequence parallelism, over torch.distributed (NCCL or gloo).
+
+Rank ``r`` of a group of ``tp`` owns rows ``[r*m/tp, (r+1)*m/tp)`` of a matrix of ``m`` rows:
+
+* ``all_gather``: ``[m/tp, k]`` on every rank to ``[m, k]`` on every rank, in rank order.
+* ``reduce_scatter``: ``[m, n]`` partial sums on every rank to the summed ``[m/tp, n]`` of the rank's own rows.
+
+Both must be called by all ranks of the group with the same shape and dtype, in the same order. A failure (a peer that
+died, a transport error) is re-raised as :class:`~megatron_flux.errors.OperatorError` naming rank, operator, peers and
+shape. How long a lost peer goes unnoticed is the process group's own time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm.pending import Pending
+from megatron_flux.errors import OperatorError
+
+
+@contextmanager
+def _named(operator: str, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # torch.distributed's own errors derive from RuntimeError
+        raise OperatorError(describe_failure(operator, x, group, error)) from error
+
+
+def describe_failure(operator: str, x: torch.Tensor, group: dist.ProcessGroup, error: BaseException) -> str:
+    """One line that names rank, operator, peers, shape and the transport's own words."""
+    ranks = dist.get_process_group_ranks(group)
+    peers = [r for r in ranks if r != dist.get_rank()]
+    cause = " ".join(str(error).split())
+    return (
+        f"rank {dist.get_rank()} (tp rank {group.rank()} of {group.size()}): {operator} of "
+        f"{tuple(x.shape)} {x.dtype} on {x.device} with peer rank(s) {peers} failed: {cause}"
+    )
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:
+    """Start gathering ``x`` ``[m/tp, k]`` (contiguous) to ``[m, k]``; finished on return unless ``async_op``."""
+    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    with _named("all_gather", x, group):
+        work = dist.all_gather_into_tensor(gathered, x, group=group, async_op=async_op)
+    return _pending(gathered, work, "all_gather", x, group)
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:
+    """Start summing ``x`` ``[m, n]`` (contiguous) over ranks into ``[m/tp, n]``; finished unless ``async_op``."""
+    shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    with _named("reduce_scatter", x, group):
+        work = dist.reduce_scatter_tensor(shard, x, group=group, async_op=async_op)
+    return _pending(shard, work, "reduce_scatter", x, group)
+
+
+def _pending(
+    result: torch.Tensor, work: dist.Work | None, operator: str, x: torch.Tensor, group: dist.ProcessGroup
+) -> Pending:
+    if work is None:
+        return Pending(result)
+
+    def wait() -> None:
+        with _named(operator, x, group):
+            work.wait()
+
+    return Pending(result, wait, keep=(x,))

@@ -1,0 +1,20 @@
+"""What a user can choose about the patch itself; training and benchmark options live with their commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxConfig:
+    """How patched layers run.
+
+    Raises:
+        UserError: on first use of a layer, if ``backend`` is not a registered backend (the message lists them).
+    """
+
+    backend: str = "auto"
+    """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""
+
+    strict: bool = False
+    """Raise :class:`~megatron_flux.errors.FallbackError` where a layer would run stock, instead of saying so once."""

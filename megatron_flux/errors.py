@@ -1,0 +1,26 @@
+"""The errors this package raises, by who can act on them.
+
+A :class:`UserError` says in one line what was given, what is allowed and what to do; the command line prints that line
+and exits with code 2. An :class:`OperatorError` names the rank, the operator, the peers and the shape; it ends the
+process like any other exception.
+"""
+
+
+class FluxError(Exception):
+    """Base of every error raised on purpose by megatron_flux."""
+
+
+class UserError(FluxError):
+    """Bad input: an argument, a file, a version or a layout. The message is a single line for the user."""
+
+
+class UnsupportedVersionError(UserError):
+    """A torch or megatron-core outside the supported range, or one whose symbols are not the expected ones."""
+
+
+class FallbackError(FluxError):
+    """``strict=True`` and a layer that flux would have to leave to stock Megatron."""
+
+
+class OperatorError(FluxError):
+    """A fused operator failed on this rank: the message names rank, operator, peers and shape."""

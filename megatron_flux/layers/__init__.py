@@ -1,0 +1,24 @@
+"""Autograd for column- and row-parallel linears with sequence parallelism. This room knows no Megatron class.
+
+Per layer, with ``tp`` ranks, ``x`` and ``y`` as seen by one rank:
+
+=======  =========================  ==========================================================================
+layer    x, weight, y               work
+=======  =========================  ==========================================================================
+column   ``[s/tp, b, k]``           forward  ``y  = all_gather(x) @ weight.T``                all_gather_gemm
+         ``[n, k]``                 dgrad    ``dx = reduce_scatter(dy @ weight)``             gemm_reduce_scatter
+         ``[s, b, n]``              wgrad    ``dw = dy.T @ all_gather(x)``                    all_gather during dgrad
+row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)``            gemm_reduce_scatter
+         ``[n, k]``                 dgrad    ``dx = all_gather(dy) @ weight``                 all_gather_gemm
+         ``[s/tp, b, n]``           wgrad    ``dw = all_gather(dy).T @ x``                    reuses dgrad's gather
+=======  =========================  ==========================================================================
+
+The column layer saves its shard of ``x`` and gathers it again in backward: saving the gathered ``x`` would cost ``tp``
+times the activation memory. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv 2205.05198), section 4.2.2.
+"""
+
+from megatron_flux.layers.column import column_parallel_linear
+from megatron_flux.layers.row import row_parallel_linear
+
+__all__ = ["column_parallel_linear", "row_parallel_linear"]

@@ -1,0 +1,72 @@
+"""The row-parallel linear of sequence parallelism: reduce-scatter after the GEMM.
+
+Contract: as in :mod:`megatron_flux.layers.column`. Backward gathers ``dy`` once, inside the dgrad operator, and reuses
+the gathered ``dy`` for wgrad.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.layers.wgrad import main_grad_of, weight_gradient
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    """``y = reduce_scatter(x @ weight.T)``; shapes in :mod:`megatron_flux.layers`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        gradient_accumulation_fusion: bool,
+        backend: str,
+    ) -> torch.Tensor:
+        # A frozen weight needs no x in backward: not saving it frees the activation.
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+        ctx.group, ctx.backend = group, backend
+        return ops.gemm_reduce_scatter(x, weight, group, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dx = dw = None
+        if need_dx:
+            dx, dy = ops.all_gather_gemm(
+                dy, weight, ctx.group, transposed=True, return_gathered=True, backend=ctx.backend
+            )
+        elif need_dw:
+            dy = ops.all_gather(dy, ctx.group, backend=ctx.backend).wait()
+        if need_dw:
+            dw = weight_gradient(weight, ctx.main_grad, dy, x)
+        return dx, dw, None, None, None
+
+
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    gradient_accumulation_fusion: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``reduce_scatter(x @ weight.T)``, differentiable. The bias is the caller's: it is added once, after the sum.
+
+    Args:
+        x: ``[s, b, k]``, the rank's columns of the activation.
+        weight: ``[n, k]``, the rank's columns of the weight (Megatron's ``[out, in]``). May be frozen.
+        group: the tensor-parallel group.
+        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
+        backend: operator backend, see :func:`megatron_flux.ops.gemm_reduce_scatter`.
+
+    Returns:
+        ``[s/tp, b, n]``: the rank's rows of the sum.
+    """
+    return _RowParallelLinear.apply(x, weight, group, gradient_accumulation_fusion, backend)

@@ -1,0 +1,30 @@
+"""The operators: a collective of sequence parallelism and its GEMM as one call.
+
+``tp`` is the size of the process group; rank ``r`` owns the ``r``-th of ``tp`` equal blocks of rows.
+
+=====================  ================  ===========================  ============================================
+operator               x                 weight                       result
+=====================  ================  ===========================  ============================================
+all_gather_gemm        ``[m/tp, k]``     ``[n, k]``                   ``all_gather(x) @ weight.T``  ``[m, n]``
+  transposed=True      ``[m/tp, k]``     ``[k, n]``                   ``all_gather(x) @ weight``    ``[m, n]``
+gemm_reduce_scatter    ``[m, k]``        ``[n, k]``                   ``reduce_scatter(x @ weight.T)``  ``[m/tp, n]``
+  transposed=True      ``[m, k]``        ``[k, n]``                   ``reduce_scatter(x @ weight)``    ``[m/tp, n]``
+=====================  ================  ===========================  ============================================
+
+``n`` and ``k`` are the rank's own. Megatron stores weights ``[out, in]``: the forward pass uses the first form, dgrad
+the transposed one, and the weight is never copied. Source: FLUX (arXiv 2406.06858), section 2.
+"""
+
+from megatron_flux.ops.operators import all_gather, all_gather_gemm, gemm_reduce_scatter
+from megatron_flux.ops.registry import backend_names, register_backend
+from megatron_flux.ops.stats import OpStats, stats
+
+__all__ = [
+    "OpStats",
+    "all_gather",
+    "all_gather_gemm",
+    "backend_names",
+    "gemm_reduce_scatter",
+    "register_backend",
+    "stats",
+]

@@ -1,0 +1,32 @@
+"""What a backend implements. Operands arrive checked, two-dimensional and contiguous; ``tp`` is greater than one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm.pending import Pending
+
+
+class Backend(Protocol):
+    """One way to run the operators. Shapes are those of :mod:`megatron_flux.ops`."""
+
+    name: str
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """None if this backend can take these operands, else the reason; ``weight`` is None for a plain all_gather."""
+
+    def all_gather_gemm(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``([m, n], gathered x [m, k])``."""
+
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """``[m/tp, n]``, finished on return unless ``async_op``."""
+
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """``[m, k]``, finished on return unless ``async_op``."""

@@ -1,0 +1,227 @@
+"""The public operators: check, flatten leading dimensions, pick a backend, count.
+
+Leading dimensions: ``x`` may be ``[s, b, k]`` as in Megatron. It is read as a matrix of ``s*b`` rows, so the shards are
+blocks of the first dimension, and results get their leading dimensions back with the first one multiplied
+(all_gather) or divided (reduce_scatter) by ``tp``.
+
+With ``tp`` = 1 both operators are the GEMM alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm.pending import Pending
+from megatron_flux.errors import UserError
+from megatron_flux.ops.reference import gemm
+from megatron_flux.ops.registry import select
+from megatron_flux.ops.stats import stats
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def all_gather_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    return_gathered: Literal[False] = False,
+    backend: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def all_gather_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    return_gathered: Literal[True],
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def all_gather_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    return_gathered: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gather ``x`` over ``group`` and multiply: ``all_gather(x) @ weight.T (+ bias)``.
+
+    Args:
+        x: ``[m/tp, k]`` or ``[s/tp, ..., k]``; fp32, bf16 or fp16.
+        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Never copied.
+        group: process group of ``tp`` ranks; None is the default group.
+        bias: ``[n]``, added to every row.
+        transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
+        return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
+            caller may keep it until its next call of an operator on the same group.
+        backend: ``auto`` or a name from :func:`backend_names`.
+
+    Returns:
+        ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``.
+
+    Raises:
+        UserError: shapes, dtypes or devices that do not fit, or an unusable backend.
+        OperatorError: the communication failed; names rank, peers and shape.
+    """
+    group = _group(group)
+    k, n = _check("all_gather_gemm", x, weight, bias, transposed)
+    tp = group.size()
+    x2d = x.reshape(-1, k).contiguous()
+    if tp == 1:
+        y, gathered, used = gemm(x2d, weight, transposed=transposed), x2d, "none"
+    else:
+        chosen = select(backend, x2d, weight, group)
+        used = chosen.name
+        y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed)
+    stats.count("all_gather_gemm", used, (tp - 1) * x2d.numel() * x2d.element_size())
+    if bias is not None:
+        y = y.add_(bias)
+    lead = (x.shape[0] * tp, *x.shape[1:-1])
+    y = y.view(*lead, n)
+    return (y, gathered.view(*lead, k)) if return_gathered else y
+
+
+@overload
+def gemm_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    async_op: Literal[False] = False,
+    backend: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def gemm_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    async_op: Literal[True],
+    backend: str = "auto",
+) -> Pending: ...
+def gemm_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    async_op: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | Pending:
+    """Multiply and scatter the sum over ``group``: ``reduce_scatter(x @ weight.T) (+ bias)``.
+
+    Args:
+        x: ``[m, k]`` or ``[s, ..., k]`` with the first dimension divisible by ``tp``; fp32, bf16 or fp16.
+        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Never copied.
+        group: process group of ``tp`` ranks; None is the default group.
+        bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
+        transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
+        async_op: return a :class:`~megatron_flux.comm.pending.Pending` whose ``wait()`` gives the result; what is
+            enqueued in between may overlap the communication.
+        backend: ``auto`` or a name from :func:`backend_names`.
+
+    Returns:
+        ``[m/tp, n]`` or ``[s/tp, ..., n]``: this rank's rows of the sum.
+
+    Raises:
+        UserError: shapes, dtypes or devices that do not fit, or an unusable backend.
+        OperatorError: the communication failed; names rank, peers and shape.
+    """
+    group = _group(group)
+    k, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
+    tp = group.size()
+    if x.shape[0] % tp:
+        raise UserError(
+            f"gemm_reduce_scatter: the first dimension of x {tuple(x.shape)} must be divisible by the group size {tp}; "
+            "pad the sequence"
+        )
+    if async_op and bias is not None:
+        raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
+    x2d = x.reshape(-1, k).contiguous()
+    if tp == 1:
+        pending, used = Pending(gemm(x2d, weight, transposed=transposed)), "none"
+    else:
+        chosen = select(backend, x2d, weight, group)
+        used = chosen.name
+        pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
+    stats.count("gemm_reduce_scatter", used, (tp - 1) * (x2d.shape[0] // tp) * n * x2d.element_size())
+    lead = (x.shape[0] // tp, *x.shape[1:-1])
+    if async_op:
+        return pending.map(lambda t: t.view(*lead, n))
+    y = pending.wait()
+    if bias is not None:
+        y = y.add_(bias)
+    return y.view(*lead, n)
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto") -> Pending:
+    """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it.
+
+    Used for the gathered input that wgrad needs: it is enqueued before dgrad, so that it overlaps with it.
+
+    Raises:
+        UserError: a dtype that is not supported, or an unusable backend.
+        OperatorError: the communication failed.
+    """
+    group = _group(group)
+    tp = group.size()
+    if tp == 1:
+        return Pending(x)
+    x2d = x.reshape(-1, x.shape[-1]).contiguous()
+    chosen = select(backend, x2d, None, group)
+    stats.count("all_gather", chosen.name, (tp - 1) * x2d.numel() * x2d.element_size())
+    pending = chosen.all_gather(x2d, group, async_op=True)
+    return pending.map(lambda t: t.view(x.shape[0] * tp, *x.shape[1:]))
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise UserError("no process group: call torch.distributed.init_process_group first, or pass group=")
+    return dist.group.WORLD
+
+
+def _check(
+    operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> tuple[int, int]:
+    """Check the operands and return ``(k, n)``."""
+    if x.dim() < 2 or weight.dim() != 2:
+        raise UserError(
+            f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}"
+        )
+    k, n = tuple(weight.shape) if transposed else tuple(weight.shape)[::-1]
+    form = "[k, n]" if transposed else "[n, k]"
+    if x.shape[-1] != k:
+        raise UserError(
+            f"{operator}: the last dimension of x {tuple(x.shape)} must be k = {k} of weight {tuple(weight.shape)} "
+            f"{form}; is transposed={transposed} meant?"
+        )
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        raise UserError(
+            f"{operator}: x and weight must both be one of {[str(d) for d in DTYPES]}, got {x.dtype} and {weight.dtype}"
+        )
+    if weight.device != x.device:
+        raise UserError(f"{operator}: x is on {x.device} and weight on {weight.device}; move them to one device")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
+        raise UserError(
+            f"{operator}: bias must be [{n}] {x.dtype} on {x.device}, got {list(bias.shape)} {bias.dtype} on {bias.device}"
+        )
+    return k, n

@@ -1,0 +1,48 @@
+"""Which backends exist, and which one runs a call."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.errors import UserError
+from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.reference import ReferenceBackend
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Make ``backend`` known under its name. ``auto`` tries the one registered last first.
+
+    Raises:
+        UserError: if the name is taken.
+    """
+    if backend.name == "auto" or backend.name in _backends:
+        raise UserError(f"backend name {backend.name!r} is taken; registered: {', '.join(backend_names())}")
+    _backends[backend.name] = backend
+
+
+def backend_names() -> list[str]:
+    """What ``backend=`` accepts."""
+    return ["auto", *_backends]
+
+
+def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
+    """The backend that runs this call.
+
+    Raises:
+        UserError: unknown name, or a backend asked for by name that cannot take these operands.
+    """
+    if name == "auto":
+        return next(b for b in reversed(_backends.values()) if b.why_not(x, weight, group) is None)
+    backend = _backends.get(name)
+    if backend is None:
+        raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
+    reason = backend.why_not(x, weight, group)
+    if reason is not None:
+        raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
+    return backend
+
+
+register_backend(ReferenceBackend())

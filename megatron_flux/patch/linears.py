@@ -1,0 +1,158 @@
+"""The two replaced methods, ``ColumnParallelLinear._forward_impl`` and ``RowParallelLinear.forward``.
+
+Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
+checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
+Why these two: the column layer's gather happens inside ``_forward_impl``, the row layer's reduce-scatter in
+``forward``, after its ``_forward_impl``.
+
+Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers.
+Whatever is not recognised runs the stock method and is counted (:mod:`megatron_flux.patch.fallbacks`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_flux.config import FluxConfig
+from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+from megatron_flux.ops.operators import DTYPES
+from megatron_flux.patch.fallbacks import Fallbacks
+from megatron_flux.patch.line import MegatronCoreLine
+
+
+class LinearPatch:
+    """Makes the replacement methods and keeps what they saw.
+
+    ``config`` may be exchanged while patched: the methods read it at every call.
+    """
+
+    def __init__(self, config: FluxConfig, line: MegatronCoreLine, row_forward_impl: Callable[..., Any]) -> None:
+        """``row_forward_impl``: stock ``RowParallelLinear._forward_impl``; a subclass that overrides it is left alone."""
+        self.config = config
+        self.line = line
+        self.fallbacks = Fallbacks()
+        self._row_forward_impl = row_forward_impl
+        self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    def active_layers(self) -> int:
+        """Layers alive in this process that have run a flux operator."""
+        return len(self._active)
+
+    def column_forward_impl(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``ColumnParallelLinear._forward_impl``."""
+
+        def _forward_impl(
+            layer: torch.nn.Module, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            reason = self._why_stock_column(layer, input, weight, args, kwargs)
+            if reason is not None:
+                self.fallbacks.take("column", reason, layer, strict=self.config.strict)
+                return stock(layer, input, weight, *args, **kwargs)
+            self._active.add(layer)
+            return column_parallel_linear(
+                input,
+                weight,
+                kwargs["bias"],
+                kwargs["tp_group"],
+                gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
+                backend=self.config.backend,
+            )
+
+        return _forward_impl
+
+    def row_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``RowParallelLinear.forward``."""
+
+        def forward(
+            layer: torch.nn.Module, input_: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            reason = self._why_stock_row(layer, input_, args, kwargs)
+            if reason is not None:
+                self.fallbacks.take("row", reason, layer, strict=self.config.strict)
+                return stock(layer, input_, *args, **kwargs)
+            self._active.add(layer)
+            output = row_parallel_linear(
+                input_,
+                layer.weight,
+                layer.tp_group,
+                gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
+                backend=self.config.backend,
+            )
+            if layer.skip_bias_add:
+                return output, layer.bias
+            return (output if layer.bias is None else output + layer.bias), None
+
+        return forward
+
+    def _why_stock_column(
+        self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        if layer.explicit_expert_comm:
+            return "expert layer with explicit communication"
+        if args:
+            return f"_forward_impl was called with {len(args)} unknown positional argument(s)"
+        if not kwargs.get("sequence_parallel"):
+            return self._no_sequence_parallel(layer)
+        if kwargs.get("grad_output_buffer") is not None:
+            return "deferred embedding wgrad (defer_embedding_wgrad_compute)"
+        group = kwargs.get("tp_group")
+        if group is None or group.size() == 1:
+            return "tp = 1"
+        expected = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
+        for name, value in kwargs.items():
+            if name not in expected and value != self.line.neutral_keywords.get(name):
+                return f"unsupported keyword {name}={value!r}"
+        missing = expected - kwargs.keys()
+        if missing:
+            return f"_forward_impl was called without {', '.join(sorted(missing))}"
+        if kwargs["allreduce_dgrad"]:
+            return "allreduce_dgrad together with sequence parallelism"
+        bias = kwargs["bias"]
+        if bias is not None and bias.requires_grad and not weight.requires_grad:
+            return "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
+        return self._why_stock_common(layer, x, weight)
+
+    def _why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if layer.explicit_expert_comm:
+            return "expert layer with explicit communication"
+        if args or kwargs:
+            return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
+        if not layer.sequence_parallel:
+            return self._no_sequence_parallel(layer)
+        if layer.tp_group is None or layer.tp_group.size() == 1:
+            return "tp = 1"
+        if not layer.input_is_parallel:
+            return "input_is_parallel=False"
+        if getattr(type(layer), "_forward_impl", None) is not self._row_forward_impl:
+            return f"{type(layer).__name__} overrides _forward_impl"
+        return self._why_stock_common(layer, x, layer.weight)
+
+    @staticmethod
+    def _no_sequence_parallel(layer: Any) -> str:
+        group = layer.tp_group
+        return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
+
+    def _why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        for name, neutral in self.line.neutral_attributes.items():
+            if getattr(layer, name, neutral) != neutral:
+                return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
+        config = layer.config
+        if getattr(config, "fp8", None):
+            return f"fp8 ({config.fp8})"
+        if getattr(config, "fp4", None):
+            return f"fp4 ({config.fp4})"
+        if hasattr(weight, "__fsdp_param__"):
+            return "Megatron-FSDP weight"
+        offloading = getattr(config, "_cpu_offloading_context", None)
+        if offloading is not None and offloading.inside_context:
+            return "activation offloading to the CPU"
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast"
+        if x.dtype != weight.dtype or x.dtype not in DTYPES:
+            return f"dtypes {x.dtype} and {weight.dtype}"
+        return None

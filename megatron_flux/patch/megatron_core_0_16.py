@@ -1,0 +1,11 @@
+"""megatron-core 0.16 (0.16.1 is the newest release for Python 3.11)."""
+
+from packaging.specifiers import SpecifierSet
+
+from megatron_flux.patch.line import DEFERRED_WGRAD_OFF, MegatronCoreLine, linear_symbols
+
+LINE = MegatronCoreLine(
+    versions=SpecifierSet(">=0.16.1,<0.17"),
+    symbols=linear_symbols(),
+    neutral_keywords=DEFERRED_WGRAD_OFF,
+)

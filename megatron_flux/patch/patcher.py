@@ -1,0 +1,171 @@
+"""patch(), unpatch(), patched(): installing replacements so that they come off again.
+
+Contract
+    * idempotent: a second ``patch()`` replaces nothing; with another config it exchanges the config;
+    * reversible: ``unpatch()`` restores the identical stock objects and verifies it;
+    * all or nothing: every symbol is checked before the first one is replaced;
+    * if somebody replaced a method after us, ``unpatch()`` refuses rather than throw their replacement away.
+
+Hazard: the process has one megatron-core, so there is one patch; ``patched()`` nests and restores what was there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_flux.config import FluxConfig
+from megatron_flux.errors import FluxError
+from megatron_flux.ops import stats
+from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.patch.registry import checked_line, installed_megatron_core
+
+logger = logging.getLogger("megatron_flux")
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One attribute of one class, before and after."""
+
+    owner: type
+    name: str
+    stock: Callable[..., Any]
+    flux: Callable[..., Any]
+
+    @property
+    def path(self) -> str:
+        """The dotted name that was replaced."""
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
+
+@dataclass
+class _Installed:
+    replacements: tuple[Replacement, ...]
+    linears: LinearPatch
+
+
+_installed: _Installed | None = None
+
+
+def is_patched() -> bool:
+    """Whether megatron-core's layers currently run flux."""
+    return _installed is not None
+
+
+def patch(config: FluxConfig | None = None) -> None:
+    """Make megatron-core's tensor-parallel linears run the fused operators.
+
+    Reaches classes imported and layers built before the call. Logs one line per replacement and a total (logger
+    ``megatron_flux``, rank 0).
+
+    Args:
+        config: how patched layers run; None means the defaults, or, when already patched, no change.
+
+    Raises:
+        UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
+    """
+    global _installed
+    if _installed is not None:
+        if config is not None and config != _installed.linears.config:
+            _installed.linears.config = config
+            _log("megatron_flux: already patched, now with %s", config)
+        return
+    line = checked_line()
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear._forward_impl)
+    replacements = tuple(
+        _replacement(owner, name, make)
+        for owner, name, make in (
+            (ColumnParallelLinear, "_forward_impl", linears.column_forward_impl),
+            (RowParallelLinear, "forward", linears.row_forward),
+        )
+    )
+    for r in replacements:
+        setattr(r.owner, r.name, r.flux)
+        _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
+    _installed = _Installed(replacements, linears)
+    _log(
+        "megatron_flux: %d replacements in megatron-core %s, backend %s",
+        len(replacements),
+        installed_megatron_core(),
+        linears.config.backend,
+    )
+
+
+def unpatch() -> None:
+    """Put the stock methods back. Does nothing when not patched.
+
+    Raises:
+        FluxError: a method was replaced by somebody else after ``patch()``; nothing is changed then.
+    """
+    global _installed
+    if _installed is None:
+        return
+    for r in _installed.replacements:
+        current = r.owner.__dict__.get(r.name)
+        if current is not r.flux:
+            raise FluxError(
+                f"cannot unpatch: {r.path} was replaced after megatron_flux.patch() by {current!r}; "
+                "undo that replacement first"
+            )
+    for r in reversed(_installed.replacements):
+        setattr(r.owner, r.name, r.stock)
+    _log("megatron_flux: %d replacements undone", len(_installed.replacements))
+    _installed = None
+
+
+@contextmanager
+def patched(config: FluxConfig | None = None) -> Iterator[None]:
+    """Patch for the duration of a ``with`` block, then restore what was there before (stock, or an outer config).
+
+    Backward of a forward that ran inside the block is flux, wherever it is called: autograd remembers it.
+
+    Raises:
+        UnsupportedVersionError: as :func:`patch`.
+    """
+    outer = _installed.linears.config if _installed is not None else None
+    patch(config)
+    try:
+        yield
+    finally:
+        if outer is None:
+            unpatch()
+        else:
+            patch(outer)
+
+
+def report() -> dict[str, Any]:
+    """What the patch has done so far in this process, ready for JSON.
+
+    Returns:
+        ``patched``; ``active_layers``: layers that ran flux; ``fallbacks``: stock calls by ``"kind: reason"``;
+        ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators.
+    """
+    linears = _installed.linears if _installed is not None else None
+    return {
+        "patched": linears is not None,
+        "active_layers": linears.active_layers if linears is not None else 0,
+        "fallbacks": {f"{kind}: {why}": n for (kind, why), n in linears.fallbacks.counts.items()} if linears else {},
+        "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
+        "bytes_received": stats.bytes_received,
+    }
+
+
+def _replacement(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Replacement:
+    stock = owner.__dict__[name]
+    flux = make(stock)
+    flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+    flux.__doc__ = stock.__doc__
+    flux.__qualname__ = f"megatron_flux.{owner.__name__}.{name}"
+    return Replacement(owner, name, stock, flux)
+
+
+def _log(message: str, *args: object) -> None:
+    # Before torch.distributed is initialised only the launcher's variable tells the rank.
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(message, *args)

@@ -1,0 +1,109 @@
+"""The supported megatron-core lines, and the check that the installed one is what its line says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.patch import megatron_core_0_16, megatron_core_0_17, megatron_core_0_18, megatron_core_0_19
+from megatron_flux.patch.line import MegatronCoreLine, Symbol
+
+LINES: tuple[MegatronCoreLine, ...] = tuple(
+    module.LINE for module in (megatron_core_0_16, megatron_core_0_17, megatron_core_0_18, megatron_core_0_19)
+)
+SUPPORTED_MEGATRON_CORE = SpecifierSet(">=0.16.1,<0.20")
+SUPPORTED_TORCH = SpecifierSet(">=2.11")
+
+
+def installed_megatron_core() -> str:
+    """The installed version: distribution metadata, or a source checkout's own ``megatron.core.__version__``.
+
+    Raises:
+        UnsupportedVersionError: there is none.
+    """
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        pass
+    try:
+        return importlib.import_module("megatron.core").__version__
+    except (ImportError, AttributeError):
+        raise UnsupportedVersionError(
+            f"megatron-core is not installed; install a version {SUPPORTED_MEGATRON_CORE}: "
+            f"pip install 'megatron-core{SUPPORTED_MEGATRON_CORE}'"
+        ) from None
+
+
+def find_line(megatron_core: str) -> MegatronCoreLine:
+    """The line that a megatron-core version belongs to.
+
+    Raises:
+        UnsupportedVersionError: outside the supported range, which the message states.
+    """
+    # A release candidate of a supported version has that version's seam: prereleases are let in.
+    parsed = Version(megatron_core)
+    for line in LINES:
+        if line.versions.contains(parsed, prereleases=True):
+            return line
+    raise UnsupportedVersionError(
+        f"megatron-core {megatron_core} is not supported; supported is {SUPPORTED_MEGATRON_CORE}: "
+        f"pip install 'megatron-core{SUPPORTED_MEGATRON_CORE}'"
+    )
+
+
+def check_torch(torch_version: str) -> None:
+    """Refuse a torch outside the supported range.
+
+    Raises:
+        UnsupportedVersionError: with the range.
+    """
+    if not SUPPORTED_TORCH.contains(Version(torch_version), prereleases=True):
+        raise UnsupportedVersionError(
+            f"torch {torch_version} is not supported; supported is {SUPPORTED_TORCH}: "
+            f"pip install 'torch{SUPPORTED_TORCH}'"
+        )
+
+
+def resolve(symbol: Symbol) -> object:
+    """Import what ``symbol.path`` names and check its signature.
+
+    Raises:
+        UnsupportedVersionError: it is missing, or lacks one of the expected parameters.
+    """
+    module_name, _, qualified = symbol.path.partition(":")
+    try:
+        target = attrgetter(qualified)(importlib.import_module(module_name))
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedVersionError(
+            f"{symbol.path} is missing from the installed megatron-core ({error}); use an unmodified release "
+            f"{SUPPORTED_MEGATRON_CORE}"
+        ) from error
+    present = inspect.signature(target).parameters
+    missing = [name for name in symbol.parameters if name not in present]
+    if missing:
+        raise UnsupportedVersionError(
+            f"{symbol.path} of the installed megatron-core lacks the parameter(s) {', '.join(missing)} "
+            f"(it has {', '.join(present)}); use an unmodified release {SUPPORTED_MEGATRON_CORE}"
+        )
+    return target
+
+
+def checked_line() -> MegatronCoreLine:
+    """The installed megatron-core's line, with torch's version and all its symbols checked.
+
+    Raises:
+        UnsupportedVersionError: anything is not as the line says.
+    """
+    import torch
+
+    check_torch(torch.__version__)
+    line = find_line(installed_megatron_core())
+    for symbol in line.symbols:
+        resolve(symbol)
+    return line

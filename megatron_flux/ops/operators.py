@@ -222,6 +222,7 @@ def _check(
         raise UserError(f"{operator}: x is on {x.device} and weight on {weight.device}; move them to one device")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
         raise UserError(
-            f"{operator}: bias must be [{n}] {x.dtype} on {x.device}, got {list(bias.shape)} {bias.dtype} on {bias.device}"
+            f"{operator}: bias must be [{n}] {x.dtype} on {x.device}, got {list(bias.shape)} {bias.dtype} on "
+            f"{bias.device}"
         )
     return k, n

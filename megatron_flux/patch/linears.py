@@ -31,7 +31,7 @@ class LinearPatch:
     """
 
     def __init__(self, config: FluxConfig, line: MegatronCoreLine, row_forward_impl: Callable[..., Any]) -> None:
-        """``row_forward_impl``: stock ``RowParallelLinear._forward_impl``; a subclass that overrides it is left alone."""
+        """``row_forward_impl`` is the stock one of ``RowParallelLinear``: a subclass with its own is left alone."""
         self.config = config
         self.line = line
         self.fallbacks = Fallbacks()

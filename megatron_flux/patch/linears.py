@@ -105,7 +105,7 @@ class LinearPatch:
             return "tp = 1"
         expected = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
         for name, value in kwargs.items():
-            if name not in expected and value != self.line.neutral_keywords.get(name):
+            if name not in expected and not self._is_neutral(name, value):
                 return f"unsupported keyword {name}={value!r}"
         missing = expected - kwargs.keys()
         if missing:
@@ -116,6 +116,13 @@ class LinearPatch:
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
         return self._why_stock_common(layer, x, weight)
+
+    def _is_neutral(self, keyword: str, value: object) -> bool:
+        if keyword not in self.line.neutral_keywords:
+            return False
+        neutral = self.line.neutral_keywords[keyword]
+        # The types are compared first: == of a tensor is a tensor, and has no truth value.
+        return type(value) is type(neutral) and value == neutral
 
     def _why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if layer.explicit_expert_comm:

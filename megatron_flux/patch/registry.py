@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.patch import megatron_core_0_16, megatron_core_0_17, megatron_core_0_18, megatron_core_0_19
@@ -46,10 +46,9 @@ def find_line(megatron_core: str) -> MegatronCoreLine:
     Raises:
         UnsupportedVersionError: outside the supported range, which the message states.
     """
-    # A release candidate of a supported version has that version's seam: prereleases are let in.
-    parsed = Version(megatron_core)
+    release = _release(megatron_core)
     for line in LINES:
-        if line.versions.contains(parsed, prereleases=True):
+        if release is not None and release in line.versions:
             return line
     raise UnsupportedVersionError(
         f"megatron-core {megatron_core} is not supported; supported is {SUPPORTED_MEGATRON_CORE}: "
@@ -63,11 +62,24 @@ def check_torch(torch_version: str) -> None:
     Raises:
         UnsupportedVersionError: with the range.
     """
-    if not SUPPORTED_TORCH.contains(Version(torch_version), prereleases=True):
+    release = _release(torch_version)
+    if release is None or release not in SUPPORTED_TORCH:
         raise UnsupportedVersionError(
             f"torch {torch_version} is not supported; supported is {SUPPORTED_TORCH}: "
             f"pip install 'torch{SUPPORTED_TORCH}'"
         )
+
+
+def _release(version_text: str) -> Version | None:
+    """The release that a version belongs to; None if it is not a version.
+
+    Pre-releases and vendor builds (``2.11.0a0+...nv26.01``) have the interface of the release they lead to, but sort
+    before it, and would be refused at the lower bound.
+    """
+    try:
+        return Version(Version(version_text).base_version)
+    except InvalidVersion:
+        return None
 
 
 def resolve(symbol: Symbol) -> object:

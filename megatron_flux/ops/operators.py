@@ -5,6 +5,9 @@ blocks of the first dimension, and results get their leading dimensions back wit
 (all_gather) or divided (reduce_scatter) by ``tp``.
 
 With ``tp`` = 1 both operators are the GEMM alone.
+
+The operators are not differentiable: their results never require a gradient, whatever the operands do. A gradient
+through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has the autograd.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ def all_gather_gemm(
     return_gathered: Literal[True],
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@torch.no_grad()
 def all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -88,8 +92,8 @@ def all_gather_gemm(
     if bias is not None:
         y = y.add_(bias)
     lead = (x.shape[0] * tp, *x.shape[1:-1])
-    y = y.view(*lead, n)
-    return (y, gathered.view(*lead, k)) if return_gathered else y
+    y = _shaped(y, *lead, n)
+    return (y, _shaped(gathered, *lead, k)) if return_gathered else y
 
 
 @overload
@@ -114,6 +118,7 @@ def gemm_reduce_scatter(
     async_op: Literal[True],
     backend: str = "auto",
 ) -> Pending: ...
+@torch.no_grad()
 def gemm_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -163,23 +168,29 @@ def gemm_reduce_scatter(
     stats.count("gemm_reduce_scatter", used, (tp - 1) * (x2d.shape[0] // tp) * n * x2d.element_size())
     lead = (x.shape[0] // tp, *x.shape[1:-1])
     if async_op:
-        return pending.map(lambda t: t.view(*lead, n))
+        return pending.map(lambda t: _shaped(t, *lead, n))
     y = pending.wait()
     if bias is not None:
         y = y.add_(bias)
-    return y.view(*lead, n)
+    return _shaped(y, *lead, n)
 
 
+@torch.no_grad()
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto") -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it.
 
     Used for the gathered input that wgrad needs: it is enqueued before dgrad, so that it overlaps with it.
 
     Raises:
-        UserError: a dtype that is not supported, or an unusable backend.
+        UserError: a shape or dtype that is not supported, or an unusable backend.
         OperatorError: the communication failed.
     """
     group = _group(group)
+    if x.dim() < 2 or x.dtype not in DTYPES:
+        raise UserError(
+            f"all_gather: x must have at least 2 dimensions and be one of {[str(d) for d in DTYPES]}, got "
+            f"{tuple(x.shape)} {x.dtype}"
+        )
     tp = group.size()
     if tp == 1:
         return Pending(x)
@@ -187,7 +198,14 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     chosen = select(backend, x2d, None, group)
     stats.count("all_gather", chosen.name, (tp - 1) * x2d.numel() * x2d.element_size())
     pending = chosen.all_gather(x2d, group, async_op=True)
-    return pending.map(lambda t: t.view(x.shape[0] * tp, *x.shape[1:]))
+    return pending.map(lambda t: _shaped(t, x.shape[0] * tp, *x.shape[1:]))
+
+
+def _shaped(t: torch.Tensor, *shape: int) -> torch.Tensor:
+    """``t`` with other dimensions, not a view of it for autograd: Megatron's cross entropy works in place on the
+    output layer's result, which autograd forbids for a view made inside a custom function.
+    """
+    return torch.ops.aten._unsafe_view(t, shape)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -1,0 +1,33 @@
+"""Fixtures shared by all tests: the worker pools, started on first use and ended with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import WorkerPool
+
+
+def _pool(size: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(size)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[WorkerPool]:
+    """Two ranks."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def world4() -> Iterator[WorkerPool]:
+    """Four ranks."""
+    yield from _pool(4)
+
+
+@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="session")
+def world(request: pytest.FixtureRequest) -> WorkerPool:
+    """Two ranks, then four."""
+    return request.getfixturevalue(f"world{request.param}")

@@ -1,0 +1,194 @@
+"""Persistent worker processes with one gloo process group, for tests that need real ranks.
+
+A pool of ``size`` processes is started on first use and kept: importing torch and megatron-core costs seconds, so tests
+share it. A test submits a module-level function and picklable arguments; every rank calls it and the results come back
+in rank order.
+
+Contract
+    * ``run`` returns the ranks' results, or raises :class:`RankError` with the traceback of every rank that failed;
+    * ``outcomes`` reports per rank instead of raising, for tests in which ranks are meant to fail or die;
+    * nothing hangs: after the time-out, or a few seconds after another rank failed, whoever has not answered is killed;
+    * a pool in which anything failed is thrown away, and started afresh by the next call: collectives that only some
+      ranks finished leave a process group in a state that nothing can be proved with;
+    * workers end with their parent: its end of the pipe closing is the end of their loop.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from typing import Any
+
+START_TIMEOUT = 120.0
+RUN_TIMEOUT = 90.0
+GRACE_AFTER_FAILURE = 5.0
+"""How long the other ranks may take once one has failed: they may be waiting for it in a collective."""
+
+COLLECTIVE_TIMEOUT = 60.0
+"""The process group's own time-out: the end of a worker whose parent was killed in the middle of a test."""
+
+
+class RankError(Exception):
+    """At least one rank failed; the message holds each one's rank and traceback."""
+
+
+@dataclass
+class Outcome:
+    """What became of a call on one rank: ``value``, or ``error``: a traceback, or how the process ended."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class WorkerPool:
+    """``size`` processes, one per rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids; empty while none are running."""
+        return [p.pid for p in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return the results in rank order."""
+        outcomes = self.outcomes(function, *args, timeout=timeout)
+        failed = [o for o in outcomes if o.error is not None]
+        if failed:
+            raise RankError("\n".join(f"[rank {o.rank} of {self.size}] {o.error}" for o in failed))
+        return [o.value for o in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT) -> list[Outcome]:
+        """Call ``function(*args)`` on every rank and tell what became of each."""
+        self._start()
+        began = time.monotonic()
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        outcomes = self._collect(began, began + timeout)
+        if any(o.error is not None for o in outcomes):
+            self.stop()
+        return outcomes
+
+    def stop(self) -> None:
+        """End the workers: by request where they are idle, by force where they are not."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + 5.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._processes, self._pipes = [], []
+
+    def _collect(self, began: float, deadline: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.size:
+            waiting = {self._pipes[r]: r for r in range(self.size) if r not in outcomes}
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    self._processes[rank].kill()
+                    outcomes[rank] = Outcome(rank, error="did not answer in time and was killed", seconds=-1.0)
+            for pipe in ready:
+                outcome = self._receive(waiting[pipe])
+                outcome.seconds = time.monotonic() - began
+                outcomes[outcome.rank] = outcome
+                if outcome.error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_AFTER_FAILURE)
+        return [outcomes[rank] for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self._processes[rank].join(5.0)
+            return Outcome(rank, error=f"the process ended with exit code {self._processes[rank].exitcode}")
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = get_context("spawn")
+        saved = dict(os.environ)
+        os.environ.update(_worker_environment())
+        try:
+            for rank in range(self.size):
+                here, there = context.Pipe()
+                process = context.Process(target=_worker, args=(rank, self.size, there), daemon=True)
+                process.start()
+                there.close()
+                self._processes.append(process)
+                self._pipes.append(here)
+        finally:
+            os.environ.clear()
+            os.environ.update(saved)
+        # Rank 0 opens the rendezvous on a port the system chooses and tells it: no port is guessed, none can be taken.
+        deadline = time.monotonic() + START_TIMEOUT
+        port = self._hello(0, deadline)
+        for pipe in self._pipes[1:]:
+            pipe.send(port)
+        for rank in range(self.size):
+            self._hello(rank, deadline)
+
+    def _hello(self, rank: int, deadline: float) -> Any:
+        if self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+            try:
+                return self._pipes[rank].recv()
+            except EOFError:
+                pass
+        self.stop()
+        raise RankError(f"[rank {rank} of {self.size}] the worker did not start; its output is above")
+
+
+def _worker_environment() -> dict[str, str]:
+    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        environment["GLOO_SOCKET_IFNAME"] = loopback[0]
+    return environment
+
+
+def _worker(rank: int, size: int, pipe: connection.Connection) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        pipe.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    pipe.send(None)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            function, args = pickle.loads(message)
+            answer = pickle.dumps(Outcome(rank, value=function(*args)))
+        except BaseException:
+            answer = pickle.dumps(Outcome(rank, error=traceback.format_exc()))
+        try:
+            pipe.send_bytes(answer)
+        except OSError:
+            break
+    # No destroy_process_group: it waits for peers, which may be gone. The system closes the sockets.
+    os._exit(0)

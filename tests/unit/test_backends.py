@@ -1,0 +1,76 @@
+"""The backend registry: names, order of preference, reasons; and the operators' counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux import UserError, ops
+from megatron_flux.ops import registry
+from megatron_flux.ops.stats import OpStats
+from tests.unit.groups import group_of
+
+
+class Named:
+    """A backend that only says whether it would run."""
+
+    def __init__(self, name: str, reason: str | None = None) -> None:
+        self.name, self.reason = name, reason
+
+    def why_not(self, *operands: Any) -> str | None:
+        return self.reason
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+
+
+def selected(name: str) -> str:
+    return registry.select(name, torch.ones(2, 2), torch.ones(2, 2), group_of(2)).name
+
+
+def test_reference_is_registered() -> None:
+    assert "reference" in ops.backend_names()
+    assert ops.backend_names()[0] == "auto"
+
+
+@pytest.mark.parametrize("name", ["reference", "auto", "mine"])
+def test_a_name_can_be_taken_once(name: str) -> None:
+    if name == "mine":
+        ops.register_backend(Named(name))
+    before = ops.backend_names()
+    with pytest.raises(UserError, match=f"backend name '{name}' is taken; registered: auto, reference"):
+        ops.register_backend(Named(name))
+    assert ops.backend_names() == before
+
+
+def test_auto_takes_the_last_registered_that_can() -> None:
+    ops.register_backend(Named("first"))
+    assert selected("auto") == "first"
+    ops.register_backend(Named("second"))
+    assert selected("auto") == "second"
+    ops.register_backend(Named("unable", "not on Tuesdays"))
+    assert selected("auto") == "second"
+    assert selected("first") == "first"
+
+
+def test_a_backend_asked_for_by_name_says_why_it_cannot() -> None:
+    ops.register_backend(Named("unable", "not on Tuesdays"))
+    with pytest.raises(UserError, match="backend 'unable' cannot run this call: not on Tuesdays; use backend='auto'"):
+        selected("unable")
+
+
+def test_counters() -> None:
+    counters = OpStats()
+    counters.count("all_gather_gemm", "reference", 8)
+    counters.count("all_gather_gemm", "other", 4)
+    counters.count("all_gather", "reference", 1)
+    assert counters.total("all_gather_gemm") == 2
+    assert counters.total("gemm_reduce_scatter") == 0
+    assert counters.calls["all_gather_gemm", "other"] == 1
+    assert counters.bytes_received == 13
+    counters.reset()
+    assert counters == OpStats()

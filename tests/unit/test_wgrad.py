@@ -1,0 +1,128 @@
+"""The weight gradient: plain, and accumulated into ``main_grad`` by Megatron's rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_flux.layers import wgrad as module
+from megatron_flux.layers.wgrad import accumulate, main_grad_of, weight_gradient, wgrad
+
+S, B, N, K = 16, 2, 3, 5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def integers(*shape: int, dtype: torch.dtype, high: int = 4, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-high, high + 1, shape, generator=generator).to(dtype)
+
+
+def operands(dtype: torch.dtype, high: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return integers(S, B, N, dtype=dtype, high=high, seed=1), integers(S, B, K, dtype=dtype, high=high, seed=2)
+
+
+def exact(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return dy.double().reshape(-1, N).t() @ x.double().reshape(-1, K)
+
+
+def weight_of(dtype: torch.dtype, **attributes: object) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(N, K, dtype=dtype))
+    for name, value in attributes.items():
+        setattr(weight, name, value)
+    return weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain(dtype: torch.dtype) -> None:
+    dy, x = operands(dtype)
+    dw = wgrad(dy, x)
+    assert dw.dtype == dtype
+    assert exact(dy, x).abs().max() > 10
+    assert torch.equal(dw.double(), exact(dy, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("into", [torch.float32, None], ids=["fp32", "own dtype"])
+def test_accumulate_adds_in_place(dtype: torch.dtype, into: torch.dtype | None) -> None:
+    dy, x = operands(dtype)
+    start = integers(N, K, dtype=into or dtype, high=9, seed=3)
+    main_grad = start.clone()
+    storage = main_grad.data_ptr()
+    accumulate(main_grad, dy, x)
+    accumulate(main_grad, dy, x)
+    assert main_grad.data_ptr() == storage
+    assert torch.equal(main_grad.double(), start.double() + 2 * exact(dy, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_main_grad_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+    dy, x = operands(dtype, high=100)
+    assert not torch.equal(wgrad(dy, x).double(), exact(dy, x))  # in its own dtype the sum is rounded
+    main_grad = torch.zeros(N, K)
+    accumulate(main_grad, dy, x)
+    assert torch.equal(main_grad.double(), exact(dy, x))
+
+
+def test_other_main_grad_dtypes_are_refused() -> None:
+    dy, x = operands(torch.float32)
+    with pytest.raises(TypeError, match=r"must be fp32 or torch\.float32 .* got torch\.bfloat16"):
+        accumulate(torch.zeros(N, K, dtype=torch.bfloat16), dy, x)
+
+
+def test_without_main_grad_the_gradient_is_returned() -> None:
+    dy, x = operands(torch.float32)
+    weight = weight_of(torch.float32, grad_added_to_main_grad=False)
+    assert torch.equal(weight_gradient(weight, None, dy, x).double(), exact(dy, x))
+    assert weight.grad_added_to_main_grad is False
+
+
+def test_a_weight_without_the_attribute_gets_no_gradient() -> None:
+    dy, x = operands(torch.bfloat16)
+    main_grad = torch.zeros(N, K)
+    assert weight_gradient(weight_of(torch.bfloat16), main_grad, dy, x) is None
+    assert torch.equal(main_grad.double(), exact(dy, x))
+
+
+@pytest.mark.parametrize("zero_out", [None, False, True])
+def test_a_managed_weight_is_marked_and_gets_an_unread_gradient(zero_out: bool | None) -> None:
+    dy, x = operands(torch.bfloat16)
+    weight = weight_of(torch.bfloat16, grad_added_to_main_grad=False)
+    if zero_out is not None:
+        weight.zero_out_wgrad = zero_out
+    main_grad = torch.zeros(N, K)
+    returned = weight_gradient(weight, main_grad, dy, x)
+    assert weight.grad_added_to_main_grad is True
+    assert torch.equal(main_grad.double(), exact(dy, x))
+    assert returned.shape == weight.shape
+    assert returned.dtype == torch.bfloat16
+    if zero_out:
+        assert torch.equal(returned, torch.zeros_like(weight))
+
+
+def test_zero_out_really_zeroes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(*size, float("nan"), **options))
+    dy, x = operands(torch.float32)
+    weight = weight_of(torch.float32, grad_added_to_main_grad=False, zero_out_wgrad=True)
+    assert not weight_gradient(weight, torch.zeros(N, K), dy, x).any()
+    weight.zero_out_wgrad = False
+    assert weight_gradient(weight, torch.zeros(N, K), dy, x).isnan().all()
+
+
+def test_main_grad_is_used_only_with_fusion() -> None:
+    weight = weight_of(torch.float32)
+    assert main_grad_of(weight, True) is None
+    weight.main_grad = torch.zeros(N, K)
+    assert main_grad_of(weight, True) is weight.main_grad
+    assert main_grad_of(weight, False) is None
+
+
+def test_apex_is_looked_for_by_its_kernel_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def import_module(name: str) -> object:
+        asked.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(module.importlib, "import_module", import_module)
+    assert module.apex_kernel.__wrapped__() is None
+    assert asked == ["fused_weight_gradient_mlp_cuda"]

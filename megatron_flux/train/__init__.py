@@ -1,0 +1,1 @@
+"""GPT pretraining on megatron.core alone, once stock and once patched."""

@@ -1,0 +1,181 @@
+"""Saving and resuming through megatron.core.dist_checkpointing.
+
+A folder of checkpoints holds one folder per saved iteration, named as Megatron names them, and a tracker file::
+
+    SAVE/latest_checkpointed_iteration.txt     the iteration to resume from
+    SAVE/iter_0000100/                         megatron.core's distributed checkpoint
+    SAVE/iter_0000100/megatron_flux.json       shape and layout: what a resume is checked against before it starts
+
+A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
+renamed when complete, and the tracker file is moved last: a save that dies leaves the previous checkpoint in force.
+tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.errors import UserError
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.model import unwrap
+from megatron_flux.train.randomness import random_state, set_random_state
+from megatron_flux.train.trainer import Trainer
+
+logger = logging.getLogger("megatron_flux")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DESCRIPTION = "megatron_flux.json"
+_MUST_MATCH = ("precision", "distributed_optimizer")
+_LAYOUT = ("tp", "pp")
+
+
+def latest(folder: Path) -> Path:
+    """The newest complete checkpoint in ``folder``.
+
+    Raises:
+        UserError: there is none.
+    """
+    tracker = folder / TRACKER
+    try:
+        checkpoint = folder / f"iter_{int(tracker.read_text()):07d}"
+    except FileNotFoundError:
+        raise UserError(f"--load {folder} has no {TRACKER}; give the folder that --save wrote to") from None
+    except ValueError:
+        raise UserError(f"{tracker} must hold an iteration number; restore it or choose another folder") from None
+    if not (checkpoint / DESCRIPTION).is_file():
+        raise UserError(f"{checkpoint} has no {DESCRIPTION}; it was not saved by megatron-flux, or only in part")
+    return checkpoint
+
+
+def check_fits(folder: Path, config: RunConfig) -> int:
+    """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
+
+    Raises:
+        UserError: none there, or one of another shape, precision or optimizer, or already past the last step.
+    """
+    checkpoint = latest(folder)
+    try:
+        saved = json.loads((checkpoint / DESCRIPTION).read_text())
+        shape, iteration = saved["shape"], int(saved["iteration"])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{checkpoint / DESCRIPTION} cannot be read ({error}); choose another checkpoint") from None
+    ours = config.shape.model_dump(mode="json")
+    different = {f"{n} {shape.get(n)}": f"{n} {v}" for n, v in ours.items() if shape.get(n) != v and n != "seq_length"}
+    different |= {
+        f"{n} {saved.get(n)}": f"{n} {getattr(config, n)}" for n in _MUST_MATCH if saved.get(n) != getattr(config, n)
+    }
+    if shape.get("seq_length") != config.shape.seq_length and config.shape.position_embedding == "learned_absolute":
+        different[f"seq_length {shape.get('seq_length')}"] = f"seq_length {config.shape.seq_length}"
+    if different:
+        raise UserError(
+            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; use the "
+            "options it was saved with, or another checkpoint"
+        )
+    if iteration >= config.steps:
+        raise UserError(
+            f"checkpoint {checkpoint} is at step {iteration} and --steps is {config.steps}; --steps counts from the start "
+            "of training, give more"
+        )
+    return iteration
+
+
+def save(trainer: Trainer, folder: Path) -> Path:
+    """Save everything a resume needs. A collective call.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    from megatron.core import dist_checkpointing
+
+    final = folder / f"iter_{trainer.iteration:07d}"
+    partial = folder / f"{final.name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        config = trainer.config
+        description = {
+            "iteration": trainer.iteration,
+            "consumed_sequences": trainer.batches.consumed,
+            "shape": config.shape.model_dump(mode="json"),
+            **{name: getattr(config, name) for name in (*_MUST_MATCH, *_LAYOUT)},
+        }
+        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        tracker = folder / f"{TRACKER}.partial"
+        tracker.write_text(str(trainer.iteration))
+        tracker.replace(folder / TRACKER)
+        logger.info("saved %s", final)
+    dist.barrier()
+    return final
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    """Bring a freshly built trainer to the newest checkpoint in ``folder``. A collective call.
+
+    Raises:
+        UserError: as :func:`check_fits`.
+    """
+    from megatron.core import dist_checkpointing
+
+    check_fits(folder, trainer.config)
+    checkpoint = latest(folder)
+    description = json.loads((checkpoint / DESCRIPTION).read_text())
+    same_layout = all(description[name] == getattr(trainer.config, name) for name in _LAYOUT)
+    state = _state(trainer, is_loading=True)
+    if not same_layout:
+        del state["random_state"]
+        if dist.get_rank() == 0:
+            logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
+    loaded = dist_checkpointing.load(state, str(checkpoint))
+    unwrap(trainer.model).load_state_dict(loaded["model"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    trainer.scheduler.load_state_dict(loaded["scheduler"])
+    trainer.iteration = description["iteration"]
+    trainer.batches.consumed = description["consumed_sequences"]
+    if same_layout:
+        set_random_state(loaded["random_state"])
+
+
+def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = unwrap(trainer.model).sharded_state_dict(metadata=metadata)
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    pp, tp = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": trainer.scheduler.state_dict(),
+        # Data-parallel ranks draw the same numbers: one of them saves for all.
+        "random_state": ShardedObject(
+            "random_state",
+            random_state(),
+            (trainer.config.pp, trainer.config.tp),
+            (pp, tp),
+            replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        ),
+    }

@@ -1,0 +1,213 @@
+"""From options to a complete, checked configuration. Everything that can be refused is refused here, before any
+process group starts, with what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_flux.errors import UserError
+from megatron_flux.ops import backend_names
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.presets import PRESETS, ModelShape
+
+VOCAB_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
+
+
+class RunConfig(BaseModel):
+    """One run, complete. Written to ``config.json`` and handed to every rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: Literal["train", "compare"]
+    preset: str
+    shape: ModelShape
+    padded_vocab_size: int
+
+    device: Literal["cuda", "cpu"]
+    world_size: int
+    tp: int
+    pp: int
+    dp: int
+    sequence_parallel: bool
+    distributed_optimizer: bool
+    overlap_grad_reduce: bool
+
+    micro_batch_size: int
+    global_batch_size: int
+    steps: int
+    lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int | None
+    weight_decay: float
+    clip_grad: float
+    dropout: float
+    seed: int
+    precision: Literal["fp32", "bf16"]
+    recompute: Literal["none", "selective", "full"]
+    gradient_accumulation_fusion: bool
+
+    data: list[Path]
+    data_cache: Path | None
+    backend: str
+    strict: bool
+    timeout: float
+    out: Path
+    overwrite: bool
+    log_interval: int
+    wandb: Literal["disabled", "offline", "online"]
+    wandb_project: str
+
+    flux: bool = True
+    save: Path | None = None
+    save_interval: int | None = None
+    load: Path | None = None
+    block_steps: int = 0
+    warmup_steps: int = 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step on each data-parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters and activations."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return self.global_batch_size * self.shape.seq_length
+
+
+def make_options(model: type[BaseModel], values: dict[str, Any]) -> Any:
+    """``model(**values)`` with the first problem as a one-line error.
+
+    Raises:
+        UserError: a value outside its range.
+    """
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "--" + ".".join(str(p) for p in first["loc"]).replace("_", "-")
+        raise UserError(f"{name} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def resolve(
+    options: TrainOptions,
+    special: CheckpointOptions | CompareOptions,
+    *,
+    world_size: int,
+    device: Literal["cuda", "cpu"],
+    out: Path,
+) -> RunConfig:
+    """Fill in what the options leave open and check that it fits together.
+
+    Raises:
+        UserError: anything that does not fit; nothing has been started or written.
+    """
+    if options.preset not in PRESETS:
+        raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
+    if options.backend not in backend_names():
+        raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
+    preset = PRESETS[options.preset]
+    overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
+    if options.num_attention_heads and not options.num_query_groups:
+        overrides["num_query_groups"] = _kept_grouping(preset.shape, options.num_attention_heads)
+    shape = ModelShape(**{**preset.shape.model_dump(), **overrides})
+    tp, pp, dp = _layout(options, world_size)
+    _check_shape(shape, tp, pp, options.sequence_parallel)
+    micro_batch_size = options.micro_batch_size or preset.micro_batch_size
+    global_batch_size = options.global_batch_size or micro_batch_size * preset.micro_batches * dp
+    if global_batch_size % (micro_batch_size * dp):
+        raise UserError(
+            f"global batch size {global_batch_size} cannot be split into micro-batches of {micro_batch_size} on "
+            f"{dp} data-parallel rank(s); use a multiple of {micro_batch_size * dp}"
+        )
+    lr = options.lr or preset.lr
+    if options.min_lr > lr:
+        raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
+    if options.lr_decay_steps is not None and options.lr_decay_steps <= options.lr_warmup_steps:
+        raise UserError(
+            f"lr-decay-steps {options.lr_decay_steps} must be more than lr-warmup-steps {options.lr_warmup_steps}"
+        )
+    values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
+    values |= {name: getattr(special, name) for name in type(special).model_fields}
+    fusion = options.gradient_accumulation_fusion
+    values |= {
+        "command": "compare" if isinstance(special, CompareOptions) else "train",
+        "shape": shape,
+        "padded_vocab_size": -(-shape.vocab_size // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp,
+        "device": device,
+        "world_size": world_size,
+        "tp": tp,
+        "dp": dp,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": global_batch_size,
+        "lr": lr,
+        "precision": options.precision or ("bf16" if device == "cuda" else "fp32"),
+        "gradient_accumulation_fusion": device == "cuda" if fusion is None else fusion,
+        "out": out,
+    }
+    if isinstance(special, CompareOptions):
+        steps = options.steps
+        block = special.block_steps or max(1, round(steps / 8))
+        warmup = special.warmup_steps if special.warmup_steps is not None else min(5, max(1, steps // 10), steps - 1)
+        if warmup >= steps:
+            raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
+        values |= {"block_steps": min(block, steps), "warmup_steps": warmup}
+    return RunConfig(**values)
+
+
+def _kept_grouping(shape: ModelShape, heads: int) -> int:
+    """Key/value heads for another number of heads: the preset's heads per group, where that divides."""
+    per_group = shape.num_attention_heads // shape.num_query_groups
+    return heads // per_group if heads % per_group == 0 else heads
+
+
+def _layout(options: TrainOptions, world_size: int) -> tuple[int, int, int]:
+    pp = options.pp
+    if options.tp is None and world_size % pp:
+        raise UserError(
+            f"{world_size} process(es) cannot be split into pipelines of pp {pp}; use --nproc with a multiple of {pp}"
+        )
+    tp = options.tp or world_size // pp
+    if world_size % (tp * pp):
+        raise UserError(
+            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of {tp * pp}, "
+            f"or other sizes of --tp and --pp"
+        )
+    return tp, pp, world_size // (tp * pp)
+
+
+def _check_shape(shape: ModelShape, tp: int, pp: int, sequence_parallel: bool) -> None:
+    rules = [
+        ("hidden size", shape.hidden_size, "attention heads", shape.num_attention_heads, "--hidden-size"),
+        ("attention heads", shape.num_attention_heads, "tp", tp, "--num-attention-heads or --tp"),
+        ("attention heads", shape.num_attention_heads, "query groups", shape.num_query_groups, "--num-query-groups"),
+        ("query groups", shape.num_query_groups, "tp", tp, "--num-query-groups or --tp"),
+        ("MLP hidden size", shape.ffn_hidden_size, "tp", tp, "--ffn-hidden-size or --tp"),
+        ("layers", shape.num_layers, "pp", pp, "--num-layers or --pp"),
+    ]
+    if sequence_parallel:
+        rules.append(("sequence length", shape.seq_length, "tp", tp, "--seq-length or --tp"))
+    for name, value, by, divisor, option in rules:
+        if value % divisor:
+            common = [d for d in range(1, divisor + 1) if gcd(value, d) == d]
+            raise UserError(
+                f"{name} {value} must be divisible by {by} {divisor}; change {option} "
+                f"(a multiple of {divisor}, or {by} one of {common})"
+            )
+    if shape.position_embedding == "rope" and (shape.hidden_size // shape.num_attention_heads) % 2:
+        raise UserError(
+            f"rotary embeddings need an even head size, got hidden size {shape.hidden_size} / attention heads "
+            f"{shape.num_attention_heads}; change --hidden-size or --num-attention-heads"
+        )

@@ -1,0 +1,37 @@
+"""Process groups of a run, opened and closed in one context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.train.config import RunConfig
+
+
+@contextmanager
+def process_groups(config: RunConfig) -> Iterator[torch.device]:
+    """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
+
+    On an error the groups are left as they are: tearing them down would wait for peers that may be gone.
+    """
+    from megatron.core import parallel_state
+
+    if config.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
+    else:
+        device, backend, device_id = torch.device("cpu"), "gloo", None
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
+    parallel_state.initialize_model_parallel(
+        config.tp, config.pp, distributed_timeout_minutes=max(1, round(config.timeout / 60))
+    )
+    yield device
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,111 @@
+"""A GPT of megatron-core's local layer spec, the same for stock and flux.
+
+Both arms use ColumnParallelLinear and RowParallelLinear; norm and attention are TransformerEngine's where it is
+installed, else torch's norm and megatron-core's own attention. So the arms differ in their linears alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.norm import SequenceParallelNorm
+
+
+def have_transformer_engine(config: RunConfig) -> bool:
+    """Whether norm and attention come from TransformerEngine: installed, and a GPU to run it on."""
+    return config.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_config(config: RunConfig) -> Any:
+    """megatron-core's TransformerConfig for this run."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape, on_gpu = config.shape, config.device == "cuda"
+    swiglu = shape.activation == "swiglu"
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization=shape.normalization,
+        gated_linear_unit=swiglu,
+        activation_func=F.silu if swiglu else F.gelu,
+        add_bias_linear=shape.bias,
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        # Megatron turns it off itself for tp = 1, with a warning for each layer.
+        sequence_parallel=config.sequence_parallel and config.tp > 1,
+        params_dtype=config.dtype,
+        pipeline_dtype=config.dtype,
+        bf16=config.precision == "bf16",
+        hidden_dropout=config.dropout,
+        attention_dropout=config.dropout,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+        # Fusions are compiled kernels: a GPU matter. masked_softmax_fusion is an Apex kernel, and unused with TE.
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        recompute_granularity=None if config.recompute == "none" else config.recompute,
+        recompute_method="uniform" if config.recompute == "full" else None,
+        recompute_num_layers=1 if config.recompute == "full" else None,
+    )
+
+
+def layer_spec(config: RunConfig) -> tuple[Any, type]:
+    """The transformer layer's spec and the class of the final norm."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layer = get_gpt_layer_local_spec(normalization=config.shape.normalization)
+    norm: type = SequenceParallelNorm
+    if have_transformer_engine(config):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+
+        norm = TENorm
+        layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
+    return layer, norm
+
+
+def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
+    """This rank's pipeline stage, in the run's precision, on the run's device."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    layer, final_norm = layer_spec(config)
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm
+    )
+    shape = config.shape
+    model = GPTModel(
+        config=mcore_config,
+        transformer_layer_spec=block,
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=shape.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type=shape.position_embedding,
+        rotary_base=shape.rotary_base,
+    )
+    if config.device == "cuda":
+        model.cuda()
+    return Float16Module(mcore_config, model) if config.precision == "bf16" else model
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DDP and Float16Module."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

@@ -1,0 +1,97 @@
+"""What a user may say on the command line of ``train`` and ``compare``. The descriptions are the help texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainOptions(BaseModel):
+    """Options as given; None means "as the preset, the device or the other options say"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: str = Field("tiny", description="Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
+    num_layers: int | None = Field(None, ge=1, description="Layers to build, instead of the preset's.")
+    hidden_size: int | None = Field(None, ge=1, description="Hidden size, instead of the preset's.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Attention heads, instead of the preset's.")
+    num_query_groups: int | None = Field(None, ge=1, description="Key/value heads (GQA), instead of the preset's.")
+    ffn_hidden_size: int | None = Field(None, ge=1, description="MLP hidden size, instead of the preset's.")
+    seq_length: int | None = Field(None, ge=2, description="Tokens per sequence, instead of the preset's.")
+    vocab_size: int | None = Field(None, ge=2, description="Vocabulary, instead of the preset's; padded for tp.")
+    activation: Literal["gelu", "swiglu"] | None = Field(None, description="MLP activation, instead of the preset's.")
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="Norm, instead of the preset's.")
+
+    nproc: int | None = Field(
+        None, ge=1, description="Processes to start on this machine. Default: one per GPU, or 2 on a CPU."
+    )
+    tp: int | None = Field(None, ge=1, description="Tensor-parallel size. Default: processes / pp.")
+    pp: int = Field(1, ge=1, description="Pipeline-parallel size; the rest of the processes is data parallel.")
+    sequence_parallel: bool = Field(True, description="Split the sequence over tp between the linears.")
+    distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data parallel.")
+    overlap_grad_reduce: bool = Field(False, description="Overlap the gradient reduction with backward.")
+
+    micro_batch_size: int | None = Field(None, ge=1, description="Sequences per micro-batch, default: the preset's.")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="Sequences per step over all ranks. Default: the preset's micro-batches on each."
+    )
+    steps: int = Field(100, ge=1, description="Steps to train to (counted from the start of training).")
+    lr: float | None = Field(None, gt=0, description="Learning rate. Default: the preset's.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    lr_decay_steps: int | None = Field(
+        None, ge=1, description="Steps of cosine decay to min-lr. Default: constant after the warm-up."
+    )
+    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
+    clip_grad: float = Field(1.0, ge=0, description="Gradient norm to clip at; 0 is off.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of attention and hidden states.")
+    seed: int = Field(1234, ge=1, description="Seed of weights, data order and dropout.")
+    precision: Literal["fp32", "bf16"] | None = Field(None, description="Default: bf16 on GPUs, fp32 on a CPU.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    gradient_accumulation_fusion: bool | None = Field(
+        None, description="wgrad GEMMs add to the fp32 gradient directly. Default: on GPUs."
+    )
+
+    data: list[Path] = Field(
+        default_factory=list,
+        description="Text files or folders, or one .bin/.idx pair (its common prefix). May be repeated. Default: the "
+        "source files of Python's standard library.",
+    )
+    data_cache: Path | None = Field(
+        None, description="Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
+    )
+
+    backend: str = Field("auto", description="Operator backend of flux layers.")
+    strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
+    timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
+    out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")
+    overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
+    log_interval: int = Field(1, ge=1, description="Steps between log lines where there is no progress bar.")
+    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Mirror the metrics to wandb.")
+    wandb_project: str = Field("megatron-flux", description="wandb project.")
+
+
+class CheckpointOptions(BaseModel):
+    """Options of ``train`` alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    flux: bool = Field(True, description="Run patched, or with --no-flux stock.")
+    save: Path | None = Field(None, description="Folder for checkpoints; one is saved at the end.")
+    save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints.")
+    load: Path | None = Field(None, description="Folder of checkpoints to resume from (the latest one in it).")
+
+
+class CompareOptions(BaseModel):
+    """Options of ``compare`` alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    block_steps: int | None = Field(
+        None, ge=1, description="Steps of one arm before the other's turn (A B B A). Default: about eight blocks each."
+    )
+    warmup_steps: int | None = Field(
+        None, ge=0, description="First steps of each arm left out of the timing. Default: a tenth, between 1 and 5."
+    )

@@ -1,0 +1,220 @@
+"""One arm of training: model, optimizer, data and random state, advanced a step at a time by megatron.core.
+
+Two trainers may live in one process and take turns; each keeps its own random state between turns, so that neither
+knows of the other. Which linears run is decided outside, by whether flux is patched during the turn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatron_flux.errors import FluxError
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.model import build_model, transformer_config
+from megatron_flux.train.randomness import random_state, seed_everything, set_random_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step did; the same on every rank."""
+
+    loss: float
+    """Mean loss over the tokens of the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    seconds: float
+    """Wall time of the slowest rank, from reading the first batch to the end of the optimizer's step."""
+
+
+class Trainer:
+    """A model in training. Building one and every step are collective calls."""
+
+    def __init__(self, config: RunConfig, dataset: Any, device: torch.device) -> None:
+        """Build model, optimizer, scheduler from ``config.seed``; ``dataset`` as from :func:`~.data.build_dataset`."""
+        from megatron.core import parallel_state
+
+        self.config, self.device = config, device
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        seed_everything(config.seed)
+        self._mcore_config = transformer_config(config)
+        self.model = self._build_model()
+        self.optimizer, self.scheduler = self._build_optimizer()
+        self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
+        self.iteration = 0
+        self.static_bytes = (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0) - before
+        """Device memory of weights, gradients and optimizer state."""
+        self._random_state = random_state()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Draw random numbers from this trainer's own state for the duration of the context."""
+        set_random_state(self._random_state)
+        try:
+            yield
+        finally:
+            self._random_state = random_state()
+
+    def step(self) -> StepResult:
+        """Forward, backward and optimizer over one global batch.
+
+        Raises:
+            FluxError: the loss or the gradient norm is not finite.
+        """
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        config = self.config
+        self._synchronize()
+        start = time.perf_counter()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=self.batches,
+            model=self.model,
+            num_microbatches=config.micro_batches,
+            seq_length=config.shape.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            forward_only=False,
+        )
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=config.global_batch_size)
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        self.iteration += 1
+        return self._result(losses, float(grad_norm or 0.0), lr, seconds)
+
+    def peak_memory_bytes(self, others: int) -> int:
+        """Most memory of any rank since :meth:`reset_peak_memory`.
+
+        Args:
+            others: static bytes of other trainers on this device, subtracted. On a CPU the process's resident memory
+                now, which no subtraction can split.
+        """
+        if self.device.type == "cuda":
+            mine = torch.cuda.max_memory_allocated(self.device) - others
+        else:
+            mine = psutil.Process().memory_info().rss
+        peak = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(peak.item())
+
+    def reset_peak_memory(self) -> None:
+        """Start measuring peak memory anew."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _build_model(self) -> torch.nn.Module:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        config = self.config
+        model = DistributedDataParallel(
+            self._mcore_config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=config.overlap_grad_reduce,
+                use_distributed_optimizer=config.distributed_optimizer,
+            ),
+            build_model(config, self._mcore_config),
+        )
+        self._mcore_config.finalize_model_grads_func = finalize_model_grads
+        self._mcore_config.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
+        self._mcore_config.grad_scale_func = None
+        return model
+
+    def _build_optimizer(self) -> tuple[Any, Any]:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        config = self.config
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                clip_grad=config.clip_grad,
+                bf16=config.precision == "bf16",
+                params_dtype=config.dtype,
+                use_distributed_optimizer=config.distributed_optimizer,
+            ),
+            [self.model],
+        )
+        batch = config.global_batch_size
+        # The scheduler counts sequences. Constant rates ignore the decay's length, but it must exceed the warm-up.
+        decay_steps = config.lr_decay_steps or config.lr_warmup_steps + 1
+        scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_steps=config.lr_warmup_steps * batch,
+            lr_decay_steps=decay_steps * batch,
+            lr_decay_style="constant" if config.lr_decay_steps is None else "cosine",
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=decay_steps * batch,
+            wd_incr_style="constant",
+        )
+        scheduler.step(increment=0)
+        return optimizer, scheduler
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _result(self, losses: list[dict[str, torch.Tensor]], grad_norm: float, lr: float, seconds: float) -> StepResult:
+        """Bring the loss of the last stage and the slowest rank's time to every rank."""
+        from megatron.core import parallel_state
+
+        summed = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            for loss in losses:
+                summed += loss["lm loss"].double()
+        dist.all_reduce(summed)
+        slowest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        loss = (summed[0] / summed[1]).item()
+        return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, seconds=slowest.item())
+
+
+def require_finite(result: StepResult, iteration: int, arm: str) -> None:
+    """Stop a run that has diverged, after its record has been written.
+
+    Raises:
+        FluxError: loss or gradient norm is NaN or infinite.
+    """
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        raise FluxError(
+            f"{arm}: step {iteration} has loss {result.loss} and gradient norm {result.grad_norm}: training has "
+            "diverged; lower --lr, or add --lr-warmup-steps"
+        )
+
+
+def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _loss(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean over tokens ``[b, s]`` for the gradient; sum and count for the report."""
+    total, count = (per_token.float() * mask).sum(), mask.sum()
+    # A micro-batch of padding alone has no gradient, not an undefined one.
+    return total / count.clamp(min=1), {"lm loss": torch.stack([total.detach(), count])}

@@ -1,0 +1,44 @@
+"""Inputs that every rank can make for every rank, and comparisons that say how far off they are.
+
+Integers: products and sums of small integers are exact in every dtype used, so results must be equal to the bit in
+whatever order they were added. ``largest`` bounds what a dtype can hold without rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TOLERANCE = 1e-5
+LARGEST_EXACT = {torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
+
+
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32, high: int = 2) -> torch.Tensor:
+    """Integers in [-high, high]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-high, high + 1, shape, generator=generator).to(dtype)
+
+
+def normals(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Standard normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference, relative to the largest magnitude expected; infinite for NaN or other shapes."""
+    if actual.shape != expected.shape or not actual.isfinite().all():
+        return float("inf")
+    scale = expected.double().abs().max()
+    assert scale > 0, "nothing can be learned from a comparison with zeros"
+    return float((actual.double() - expected.double()).abs().max() / scale)
+
+
+def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    """Fail unless ``actual`` is within ``tolerance`` of ``expected``; 0 asks for equality, in range for the dtype."""
+    if tolerance == 0:
+        assert expected.double().abs().max() <= LARGEST_EXACT[actual.dtype], f"{name}: {actual.dtype} would round this"
+    error = relative_error(actual, expected)
+    assert error <= tolerance, (
+        f"{name}: relative error {error:.3e} > {tolerance:.1e}; got {tuple(actual.shape)}, expected "
+        f"{tuple(expected.shape)}"
+    )

@@ -1,0 +1,312 @@
+"""The operators over gloo, against a single-process computation in float64.
+
+Covered: both operators and ``all_gather``; both weight forms; two and more dimensions of x; bias; the gathered x;
+fp32, bf16, fp16; world and sub-groups, two at a time; x not contiguous; async; traffic counted; a registered backend is
+really used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import UserError, ops
+from megatron_flux.comm.pending import Pending
+from megatron_flux.ops import registry
+from megatron_flux.ops.reference import ReferenceBackend
+from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+K, N = 9, 5
+LEADS = {"2d": (6,), "3d": (3, 2), "4d": (2, 1, 3), "one row": (1,)}
+
+
+def shard(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return t.chunk(group.size())[group.rank()]
+
+
+def weight_and_bias(transposed: bool, dtype: torch.dtype, make: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return make(*((K, N) if transposed else (N, K)), seed=seed, dtype=dtype), make(N, seed=seed + 1, dtype=dtype)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return x.double() @ (weight.double() if transposed else weight.double().t())
+
+
+def check_all_gather_gemm(
+    group: dist.ProcessGroup, lead: tuple[int, ...], transposed: bool, dtype: torch.dtype, exact: bool, seed: int = 0
+) -> None:
+    tp, make = group.size(), integers if exact else normals
+    x_full = make(lead[0] * tp, *lead[1:], K, seed=seed, dtype=dtype)
+    weight, bias = weight_and_bias(transposed, dtype, make, seed + 10 + group.rank())
+    before = ops.stats.total("all_gather_gemm"), ops.stats.bytes_received
+    y, gathered = ops.all_gather_gemm(
+        shard(x_full, group).contiguous(), weight, group, bias=bias, transposed=transposed, return_gathered=True
+    )
+    without_bias = ops.all_gather_gemm(shard(x_full, group).contiguous(), weight, group, transposed=transposed)
+    assert torch.equal(gathered, x_full)
+    assert y.dtype == dtype
+    expected = product(x_full, weight, transposed)
+    tolerance = 0 if exact else TOLERANCE
+    require_close("y", y, expected + bias.double(), tolerance)
+    require_close("y without bias", without_bias, expected, tolerance)
+    received = (tp - 1) * x_full.numel() // tp * x_full.element_size()
+    assert ops.stats.total("all_gather_gemm") == before[0] + 2
+    assert ops.stats.bytes_received == before[1] + 2 * received
+
+
+def check_gemm_reduce_scatter(
+    group: dist.ProcessGroup, lead: tuple[int, ...], transposed: bool, dtype: torch.dtype, exact: bool, seed: int = 0
+) -> None:
+    tp, make = group.size(), integers if exact else normals
+    xs = [make(lead[0] * tp, *lead[1:], K, seed=seed + 100 * r, dtype=dtype) for r in range(tp)]
+    weights = [weight_and_bias(transposed, dtype, make, seed + 100 * r + 10)[0] for r in range(tp)]
+    bias = make(N, seed=seed + 1, dtype=dtype)
+    x, weight = xs[group.rank()], weights[group.rank()]
+    before = ops.stats.total("gemm_reduce_scatter"), ops.stats.bytes_received
+    y = ops.gemm_reduce_scatter(x, weight, group, bias=bias, transposed=transposed)
+    without_bias = ops.gemm_reduce_scatter(x, weight, group, transposed=transposed)
+    pending = ops.gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=True)
+    assert isinstance(pending, Pending)
+    later = pending.wait()
+    assert pending.wait() is later
+    expected = shard(sum(product(a, w, transposed) for a, w in zip(xs, weights, strict=True)), group)
+    tolerance = 0 if exact else TOLERANCE
+    assert y.dtype == dtype
+    require_close("y", y, expected + bias.double(), tolerance)
+    require_close("y without bias", without_bias, expected, tolerance)
+    require_close("asynchronous y", later, expected, tolerance)
+    received = (tp - 1) * expected.numel() * x.element_size()
+    assert ops.stats.total("gemm_reduce_scatter") == before[0] + 3
+    assert ops.stats.bytes_received == before[1] + 3 * received
+
+
+def check_all_gather(group: dist.ProcessGroup, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> None:
+    x_full = normals(lead[0] * group.size(), *lead[1:], K, seed=seed, dtype=dtype)
+    before = ops.stats.total("all_gather")
+    pending = ops.all_gather(shard(x_full, group).contiguous(), group)
+    assert torch.equal(pending.wait(), x_full)
+    assert ops.stats.total("all_gather") == before + 1
+
+
+CHECKS = {"all_gather_gemm": check_all_gather_gemm, "gemm_reduce_scatter": check_gemm_reduce_scatter}
+
+
+def rank_check(operator: str, *args: Any) -> None:
+    CHECKS[operator](dist.group.WORLD, *args)
+
+
+@pytest.fixture(params=list(CHECKS))
+def operator(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+@pytest.mark.parametrize("lead", list(LEADS.values()), ids=list(LEADS))
+def test_integers_are_exact(
+    world: WorkerPool, operator: str, lead: tuple[int, ...], transposed: bool, dtype: torch.dtype
+) -> None:
+    world.run(rank_check, operator, lead, transposed, dtype, True)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_fp32(world: WorkerPool, operator: str, transposed: bool, seed: int) -> None:
+    world.run(rank_check, operator, (7, 3), transposed, torch.float32, False, seed)
+
+
+def rank_gather(dtype: torch.dtype) -> None:
+    for i, lead in enumerate(LEADS.values()):
+        check_all_gather(dist.group.WORLD, lead, dtype, seed=i)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_gather(world: WorkerPool, dtype: torch.dtype) -> None:
+    world.run(rank_gather, dtype)
+
+
+def rank_low_precision(dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of both operators and of torch's own path in the same dtype, against fp32 operands in float64."""
+    group, errors = dist.group.WORLD, []
+    tp = group.size()
+    x_full, weight = normals(8 * tp, 64, seed=1, dtype=dtype), normals(32, 64, seed=2 + group.rank(), dtype=dtype)
+    exact = x_full.double() @ weight.double().t()
+    y = ops.all_gather_gemm(shard(x_full, group), weight, group)
+    errors.append((relative_error(y, exact), relative_error(x_full @ weight.t(), exact)))
+    xs = [normals(8 * tp, 64, seed=10 + r, dtype=dtype) for r in range(tp)]
+    ws = [normals(32, 64, seed=20 + r, dtype=dtype) for r in range(tp)]
+    exact = shard(sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True)), group)
+    partials = [x @ w.t() for x, w in zip(xs, ws, strict=True)]
+    y = ops.gemm_reduce_scatter(xs[group.rank()], ws[group.rank()], group)
+    torchs = shard(torch.stack(partials).sum(0), group)
+    errors.append((relative_error(y, exact), relative_error(torchs, exact)))
+    return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_as_good_as_torchs(world: WorkerPool, dtype: torch.dtype) -> None:
+    for errors in world.run(rank_low_precision, dtype):
+        for flux, torchs in errors:
+            assert 0 < torchs < 0.02
+            assert flux <= 2 * torchs
+
+
+def rank_not_contiguous() -> None:
+    group = dist.group.WORLD
+    tp = group.size()
+    x_full = integers(4 * tp, 3, K, seed=1)
+    weight = integers(N, K, seed=2 + group.rank())
+    expected = product(x_full, weight, False)
+    own = shard(x_full, group)
+    strided = own.transpose(0, 1).contiguous().transpose(0, 1)
+    every_second = torch.stack([own, own + 1], dim=-1).flatten(-2)[..., ::2]
+    for x in (strided, every_second):
+        assert not x.is_contiguous()
+        assert torch.equal(x, own)
+        require_close("gathered", ops.all_gather_gemm(x, weight, group), expected, 0)
+        assert torch.equal(ops.all_gather(x, group).wait(), x_full)
+    wide = torch.cat([weight, weight], dim=1)[:, :K]
+    assert not wide.is_contiguous()
+    require_close("sliced weight", ops.all_gather_gemm(own, wide, group), expected, 0)
+    xs, ws = [integers(2 * tp, 3, K, seed=r) for r in range(tp)], [integers(N, K, seed=9 + r) for r in range(tp)]
+    x = xs[group.rank()].permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    assert not x.is_contiguous()
+    y = ops.gemm_reduce_scatter(x, ws[group.rank()], group)
+    require_close("scattered", y, shard(sum(product(a, w, False) for a, w in zip(xs, ws, strict=True)), group), 0)
+
+
+def test_operands_that_are_not_contiguous(world: WorkerPool) -> None:
+    world.run(rank_not_contiguous)
+
+
+def rank_subgroups(pairs: list[list[int]]) -> list[int]:
+    groups = [dist.new_group(ranks) for ranks in pairs]
+    mine = next(g for g, ranks in zip(groups, pairs, strict=True) if dist.get_rank() in ranks)
+    own = pairs[groups.index(mine)]
+    assert dist.get_process_group_ranks(mine) == own
+    seed = 1000 * own[0]
+    for i in range(3):  # the groups are not synchronised with each other
+        check_all_gather_gemm(mine, (3, 2), False, torch.float32, True, seed + i)
+        check_gemm_reduce_scatter(mine, (3, 2), True, torch.float32, True, seed + i)
+        check_all_gather(mine, (3,), torch.bfloat16, seed + i)
+    # Operators of the world and of a pair, both under way.
+    x = integers(8, K, seed=1)
+    in_world = ops.all_gather(x, dist.group.WORLD)
+    in_pair = ops.gemm_reduce_scatter(x, integers(N, K, seed=2), mine, async_op=True)
+    require_close("pair", in_pair.wait(), shard(2 * product(x, integers(N, K, seed=2), False), mine), 0)
+    assert torch.equal(in_world.wait(), x.repeat(dist.get_world_size(), 1))
+    for group in groups:
+        if group is mine:
+            dist.destroy_process_group(group)
+    return own
+
+
+@pytest.mark.parametrize("pairs", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=str)
+def test_two_groups_at_once(world4: WorkerPool, pairs: list[list[int]]) -> None:
+    members = [next(pair for pair in pairs if rank in pair) for rank in range(4)]
+    assert world4.run(rank_subgroups, pairs) == members
+
+
+def rank_default_group_and_errors() -> list[str]:
+    tp = dist.get_world_size()
+    x, weight = integers(2 * tp, K, seed=1), integers(N, K, seed=2)
+    default = ops.gemm_reduce_scatter(x, weight)
+    require_close("default group", default, shard(tp * product(x, weight, False), dist.group.WORLD), 0)
+    messages = []
+    for rows in (2 * tp + 1, 1):
+        try:
+            ops.gemm_reduce_scatter(integers(rows, K, seed=1), weight)
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_default_group_and_rows_that_do_not_divide(world: WorkerPool) -> None:
+    for messages in world.run(rank_default_group_and_errors):
+        assert len(messages) == 2
+        assert all(f"divisible by the group size {world.size}" in message for message in messages)
+
+
+def rank_operands_are_left_alone() -> None:
+    group = dist.group.WORLD
+    x, weight, bias = normals(4, K, seed=1), normals(N, K, seed=2), normals(N, seed=3)
+    copies = x.clone(), weight.clone(), bias.clone()
+    first = ops.all_gather_gemm(x, weight, group, bias=bias)
+    kept = first.clone()
+    ops.gemm_reduce_scatter(x, weight, group, bias=bias)
+    ops.all_gather_gemm(x + 1, weight, group, bias=bias)
+    assert torch.equal(first, kept)
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, bias), copies, strict=True))
+
+
+def test_operands_and_earlier_results_are_left_alone(world2: WorkerPool) -> None:
+    world2.run(rank_operands_are_left_alone)
+
+
+class Spy(ReferenceBackend):
+    """The reference, with a name of its own, that can refuse and writes down what it was asked."""
+
+    name = "spy"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        return "the spy knows fp32 only" if x.dtype != torch.float32 else None
+
+    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **options: Any) -> Any:
+        self.asked.append(("all_gather_gemm", x.dim(), x.is_contiguous(), options))
+        return super().all_gather_gemm(x, weight, group, **options)
+
+    def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **options: Any) -> Pending:
+        self.asked.append(("gemm_reduce_scatter", x.dim(), x.is_contiguous(), options))
+        return super().gemm_reduce_scatter(x, weight, group, **options)
+
+    def all_gather(self, x: torch.Tensor, group: Any, **options: Any) -> Pending:
+        self.asked.append(("all_gather", x.dim(), x.is_contiguous(), options))
+        return super().all_gather(x, group, **options)
+
+
+def rank_dispatch() -> tuple[list[tuple[Any, ...]], dict[tuple[str, str], int], str]:
+    spy, group = Spy(), dist.group.WORLD
+    ops.register_backend(spy)
+    ops.stats.reset()
+    try:
+        x, weight = integers(4, 2, K, seed=1).transpose(0, 1), integers(N, K, seed=2)
+        ops.all_gather_gemm(x, weight, group)
+        ops.gemm_reduce_scatter(x, weight.t(), group, transposed=True, async_op=True, backend="spy").wait()
+        ops.all_gather(x, group).wait()
+        ops.all_gather_gemm(x, weight, group, backend="reference")
+        ops.all_gather_gemm(x.bfloat16(), weight.bfloat16(), group)
+        refusal = ""
+        try:
+            ops.all_gather_gemm(x.bfloat16(), weight.bfloat16(), group, backend="spy")
+        except UserError as error:
+            refusal = str(error)
+        return spy.asked, dict(ops.stats.calls), refusal
+    finally:
+        del registry._backends["spy"]
+        ops.stats.reset()
+
+
+def test_a_registered_backend_is_used(world2: WorkerPool) -> None:
+    for asked, calls, refusal in world2.run(rank_dispatch):
+        assert asked == [
+            ("all_gather_gemm", 2, True, {"transposed": False}),
+            ("gemm_reduce_scatter", 2, True, {"transposed": True, "async_op": True}),
+            ("all_gather", 2, True, {"async_op": True}),
+        ]
+        assert calls == {
+            ("all_gather_gemm", "spy"): 1,
+            ("gemm_reduce_scatter", "spy"): 1,
+            ("all_gather", "spy"): 1,
+            ("all_gather_gemm", "reference"): 2,
+        }
+        assert "backend 'spy' cannot run this call: the spy knows fp32 only" in refusal

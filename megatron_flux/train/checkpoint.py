@@ -19,7 +19,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import UserError
@@ -75,13 +74,13 @@ def check_fits(folder: Path, config: RunConfig) -> int:
         different[f"seq_length {shape.get('seq_length')}"] = f"seq_length {config.shape.seq_length}"
     if different:
         raise UserError(
-            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; use the "
-            "options it was saved with, or another checkpoint"
+            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; "
+            "use the options it was saved with, or another checkpoint"
         )
     if iteration >= config.steps:
         raise UserError(
-            f"checkpoint {checkpoint} is at step {iteration} and --steps is {config.steps}; --steps counts from the start "
-            "of training, give more"
+            f"checkpoint {checkpoint} is at step {iteration} and --steps is {config.steps}; --steps counts from the "
+            "start of training, give more"
         )
     return iteration
 

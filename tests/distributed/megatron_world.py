@@ -15,6 +15,7 @@ import torch
 
 from megatron_flux import FluxConfig, ops, patched, report, unpatch
 from megatron_flux.train.cpu_shims import cpu_shims
+from megatron_flux.train.norm import SequenceParallelNorm
 
 _layout: dict[str, int] | None = None
 
@@ -96,3 +97,66 @@ def flux(config: FluxConfig | None = None) -> Iterator[Seen]:
         finally:
             now = report()
             seen.active_layers, seen.fallbacks, seen.calls = now["active_layers"], now["fallbacks"], now["calls"]
+
+
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt3": {"normalization": "LayerNorm", "add_bias_linear": True},
+    "llama": {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    },
+}
+
+
+def gpt_model(family: str, *, tied: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A GPTModel of the local layer spec, every parameter random, biases and norms included."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = model_config(**{**FAMILIES[family], **options})
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, **(spec or {}))
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * config.num_layers, layer_norm=SequenceParallelNorm
+        ),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope" if family == "llama" else "learned_absolute",
+        parallel_output=True,
+        share_embeddings_and_output_weights=tied,
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "norm" in name:
+                # Not sharded, or sharded without need to agree: the same numbers on every rank will do.
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch(seed: int = 7) -> dict[str, torch.Tensor]:
+    """Tokens, labels and the causal mask, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+    return {
+        "input_ids": text[:, :-1],
+        "labels": text[:, 1:],
+        "position_ids": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE),
+        "attention_mask": torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5,
+    }
+
+
+def loss_and_gradients(model: torch.nn.Module, seed: int = 7) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One forward and backward; gradients of this rank, before any reduction over ranks."""
+    model.zero_grad(set_to_none=True)
+    losses = model(**batch(seed))
+    losses.float().mean().backward()
+    return losses.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -84,7 +84,7 @@ def step_times(arms: Arms) -> tuple[Figure | None, str]:
     above = sum(time > high for time in every)
     caption = "Shaded bands are the interleaved blocks. " if bands else ""
     caption += "Open markers are warm-up steps, left out of all statistics"
-    caption += f"; {above} of them lie above the axis." if above else "."
+    caption += f"; above the axis: {above}." if above else "."
     figure = _figure(
         traces,
         "step in order of execution",

@@ -82,8 +82,7 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
 def relative_difference(baseline: float, flux: float) -> float:
     """``|flux - baseline| / |baseline|``; 0 if both are 0, infinite if only the baseline is.
 
-       NaN if either is not finite.
-    Two curves that both became NaN agree in nothing that could be compared: NaN, not 0.
+    NaN if either is not finite: two curves that both became NaN agree in nothing that could be compared.
     """
     if not (math.isfinite(baseline) and math.isfinite(flux)):
         return math.nan

@@ -57,7 +57,7 @@ def test_other_values_may_not(field: schema.Field) -> None:
     ],
 )
 def test_wrong_values_are_named(name: str, value: Any) -> None:
-    assert name in schema.problem(record(1, **{name: value}))
+    assert name in schema.problem(record(1) | {name: value})
 
 
 def test_not_an_object() -> None:

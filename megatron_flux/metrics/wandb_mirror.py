@@ -4,7 +4,8 @@ The JSONL is the record, this is for looking: whatever wandb does (not installed
 disk, its service killed), the first failure is said once and training goes on without it.
 
 What leaves the machine is chosen here: the records, and the configuration without secrets. wandb's own collection of
-the command line, the git state, the console, the code and the package list is switched off.
+the command line, the git state, the console, the code and the package list is switched off; it still records the host's
+name, its version and the machine's utilisation.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class WandbMirror:
         if mode == "online" and not wandb.login(prompt=False, timeout=int(TIMEOUT_S)):
             raise RuntimeError("not logged in; run `wandb login`, or use wandb mode offline")
         settings = wandb.Settings(
-            x_disable_meta=True,  # argv, host, user and paths
+            x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
             console="off",
             disable_git=True,

@@ -95,14 +95,16 @@ def test_second_resume_keeps_the_first_superseded_file(tmp_path: Path) -> None:
     assert iterations(tmp_path / "metrics.jsonl.superseded-2") == [2, 3, 4]
 
 
-def test_resume_after_a_torn_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume_from", [2, 3])
+@pytest.mark.parametrize("torn", ['{"iteration": 3, "lm l', json.dumps(record(3))], ids=["cut", "newline missing"])
+def test_resume_after_a_torn_line(tmp_path: Path, torn: str, resume_from: int) -> None:
     path = tmp_path / "metrics.jsonl"
     fill(path, range(1, 3))
     with path.open("a") as file:
-        file.write('{"iteration": 3, "lm l')
-    fill(path, range(3, 5), resume_from=2)
-    assert iterations(path) == [1, 2, 3, 4]
-    assert (tmp_path / "metrics.jsonl.superseded-1").read_text() == '{"iteration": 3, "lm l'
+        file.write(torn)
+    fill(path, range(4, 6), resume_from=resume_from)
+    assert iterations(path) == [1, 2, 4, 5]
+    assert (tmp_path / "metrics.jsonl.superseded-1").read_text() == torn
 
 
 def test_resume_with_nothing_later_moves_nothing(tmp_path: Path) -> None:

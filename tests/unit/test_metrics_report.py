@@ -119,6 +119,8 @@ def test_hostile_strings_in_plot_json_cannot_end_the_script() -> None:
     text = _script_json({"name": HOSTILE})
     assert not set(text) & set("<>&\u2028")
     assert json.loads(text) == {"name": HOSTILE}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        _script_json([math.nan])
 
 
 def test_content(run: Path) -> None:

@@ -145,7 +145,7 @@ def test_active_layers_are_the_fewest() -> None:
 
 def test_fallbacks_survive_a_restarted_count() -> None:
     flux = arm([0.1] * 3, flux=True)
-    for item, counts in zip(flux, [{"fp8": 5}, {"fp8": 9, "tp": 1}, {"tp": 2}], strict=True):
+    for item, counts in zip(flux, [{"fp8": 5}, {"fp8": 9, "tp": 1}, {"fp8": 2, "tp": 2}], strict=True):
         item["flux/fallbacks"] = counts
     assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 9, "tp": 2}
 

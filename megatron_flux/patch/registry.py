@@ -97,6 +97,13 @@ def resolve(symbol: Symbol) -> object:
     try:
         target = attrgetter(qualified)(importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and absent.partition(".")[0] != "megatron":
+            # megatron-core 0.18 and later import triton unconditionally, and do not declare it.
+            raise UnsupportedVersionError(
+                f"megatron-core {installed_megatron_core()} cannot be imported without the package {absent!r}: "
+                f"pip install {absent.partition('.')[0]}"
+            ) from error
         raise UnsupportedVersionError(
             f"{symbol.path} is missing from the installed megatron-core ({error}); use an unmodified release "
             f"{shown(SUPPORTED_MEGATRON_CORE)}"

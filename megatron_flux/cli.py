@@ -68,8 +68,9 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     """Check, describe and start a run; on a rank that a launcher started, be that rank."""
     from megatron_flux import environment
     from megatron_flux.patch.registry import checked_versions
-    from megatron_flux.train import checkpoint, config, corpus, launcher, run_folder
+    from megatron_flux.train import checkpoint, config, corpus, launcher, run_folder, worker
 
+    worker.quiet_megatron()
     checked_versions()
     given = config.make_options(TrainOptions, options)
     device = environment.device_kind()
@@ -98,8 +99,6 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
             typer.echo(json.dumps(run_folder.description(run), indent=2))
         return
     if under_launcher:
-        from megatron_flux.train import worker
-
         worker.configure_logging()
         if first:
             run_folder.create(run)

@@ -57,13 +57,23 @@ def launch(run_folder: Path, nproc: int) -> None:
 
 def failure_of(error: ChildFailedError, run_folder: Path) -> FluxError:
     """The first failure in one line: the rank, and its error or the signal that ended it."""
-    # A killed rank makes its peers fail: it comes first whatever the clocks say. SIGTERM is the launcher's own.
-    killed = {r: f for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
-    rank, first = min((killed or error.failures).items(), key=lambda item: (item[1].timestamp, item[0]))
+    # A killed rank makes its peers fail, so it comes first whatever the clocks say; SIGTERM is the launcher ending the
+    # ranks that were left.
+    by_cause = sorted(
+        error.failures.items(),
+        key=lambda item: (_cause_order(item[1].exitcode), item[1].timestamp, item[0]),
+    )
+    rank, first = by_cause[0]
     if first.exitcode == 2:
         return UserError(_message(first))
     said = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed: {_message(first)}"
     return FluxError(f"rank {rank} {said} (exit code {first.exitcode}); what was recorded is in {run_folder}")
+
+
+def _cause_order(exit_code: int) -> int:
+    if exit_code == -signal.SIGTERM:
+        return 2
+    return 0 if exit_code < 0 else 1
 
 
 def _message(failure: Any) -> str:

@@ -39,7 +39,11 @@ def configure_logging() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if first else logging.ERROR)
     logger.propagate = False
-    # megatron-core warns at import, on every rank, about each optional package it does not find: `doctor` says that.
+    quiet_megatron()
+
+
+def quiet_megatron() -> None:
+    """Silence what megatron-core warns at import, in every process, of packages it does not find: `doctor` says it."""
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning)
 

@@ -191,7 +191,9 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
         dataset = IndexedDataset(str(prefix))
         lengths, dtype = dataset.sequence_lengths, dataset.index.dtype
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
-        raise UserError(f"--data {prefix}.idx is damaged: {error or type(error).__name__}; make the pair again") from None
+        raise UserError(
+            f"--data {prefix}.idx is damaged: {error or type(error).__name__}; make the pair again"
+        ) from None
     tokens = int(lengths.sum(dtype=np.int64))
     size = Path(f"{prefix}.bin").stat().st_size
     if size != tokens * np.dtype(dtype).itemsize:

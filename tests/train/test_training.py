@@ -172,6 +172,41 @@ def test_under_torchrun(environment: dict[str, str], corpus: Path, tmp_path: Pat
     assert summary(tmp_path / "run")["flux_active_layers"] == 9
 
 
+def test_wandb_mirror_beside_the_record(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command("compare", "--steps", "2", "--wandb", "offline", "--out", out, WANDB_API_KEY="0123456789" * 4)
+    for arm in ("baseline", "flux"):
+        files = [p for p in (out / arm / "wandb").rglob("*") if p.is_file()]
+        assert any(p.suffix == ".wandb" for p in files)
+        assert not any(b"0123456789" * 4 in p.read_bytes() for p in files)
+
+
+def test_a_terminal_gets_a_progress_bar(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    import pty
+
+    words = [sys.executable, "-m", "megatron_flux.cli", "train", "--steps", "3", "--data", corpus]
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*map(str, words), "--out", str(tmp_path / "run")],
+        stdout=child,
+        stderr=child,
+        env={**environment, "TERM": "xterm", "COLUMNS": "140"},
+    )
+    os.close(child)
+    shown = b""
+    try:
+        while part := os.read(parent, 4096):
+            shown += part
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(parent)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "3/3" in text
+    assert "━" in text
+    assert "step 3/3" not in text
+
+
 def test_dry_run_starts_and_writes_nothing(command: Run, tmp_path: Path) -> None:
     done = command("compare", "--preset", "gpt3-175b", "--nproc", "8", "--out", tmp_path / "run", "--dry-run")
     described = json.loads(done.stdout)

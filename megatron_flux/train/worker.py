@@ -73,7 +73,8 @@ def run(config: RunConfig) -> None:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to end this process when its launcher is killed: nobody would stop it otherwise."""
+    """End quietly on Ctrl-C, and when the launcher is killed: nobody would stop this process otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)

@@ -255,6 +255,16 @@ def test_a_killed_rank_ends_the_run(endless: tuple[subprocess.Popen[str], Path])
     assert workers_of(out) == []
 
 
+def test_an_interrupted_run_says_so_in_one_line(endless: tuple[subprocess.Popen[str], Path]) -> None:
+    process, out = endless
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT" in errors.strip().splitlines()[-1]
+    assert "KeyboardInterrupt" not in errors
+    assert workers_of(out) == []
+
+
 def test_ranks_end_with_a_killed_launcher(endless: tuple[subprocess.Popen[str], Path]) -> None:
     process, out = endless
     process.kill()

@@ -202,11 +202,17 @@ def test_out_that_is_a_file(refused: Refused, tmp_path: Path) -> None:
     assert "is a file" in refused("train", "--out", tmp_path / "file")
 
 
-def test_unsupported_versions(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "installed_megatron_core", lambda: "0.12.1")
+@pytest.mark.parametrize(
+    ("package", "found", "supported"), [("megatron-core", "0.12.1", ">=0.16.1,<0.20"), ("torch", "2.5.1", ">=2.11")]
+)
+def test_unsupported_versions(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, package: str, found: str, supported: str
+) -> None:
+    real = registry.version
+    monkeypatch.setattr(registry, "version", lambda name: found if name == package else real(name))
     line = refused("train")
-    assert "megatron-core 0.12.1" in line
-    assert ">=0.16.1,<0.20" in line
+    assert f"{package} {found}" in line
+    assert supported in line
 
 
 def test_nproc_against_the_launcher(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

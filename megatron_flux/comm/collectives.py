@@ -21,6 +21,10 @@ import torch.distributed as dist
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import OperatorError
 
+# torch 2.13 renamed both and warns of the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @contextmanager
 def _named(operator: str, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
@@ -45,7 +49,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = Fa
     """Start gathering ``x`` ``[m/tp, k]`` (contiguous) to ``[m, k]``; finished on return unless ``async_op``."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     with _named("all_gather", x, group):
-        work = dist.all_gather_into_tensor(gathered, x, group=group, async_op=async_op)
+        work = _all_gather_single(gathered, x, group=group, async_op=async_op)
     return _pending(gathered, work, "all_gather", x, group)
 
 
@@ -53,7 +57,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool 
     """Start summing ``x`` ``[m, n]`` (contiguous) over ranks into ``[m/tp, n]``; finished unless ``async_op``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     with _named("reduce_scatter", x, group):
-        work = dist.reduce_scatter_tensor(shard, x, group=group, async_op=async_op)
+        work = _reduce_scatter_single(shard, x, group=group, async_op=async_op)
     return _pending(shard, work, "reduce_scatter", x, group)
 
 

@@ -27,6 +27,10 @@ from megatron_flux.patch.registry import checked_line, installed_megatron_core
 logger = logging.getLogger("megatron_flux")
 
 
+REPLACED = (("ColumnParallelLinear", "_forward_impl"), ("RowParallelLinear", "forward"))
+"""Classes of ``megatron.core.tensor_parallel.layers`` and the method of each that flux replaces."""
+
+
 @dataclass(frozen=True)
 class Replacement:
     """One attribute of one class, before and after."""
@@ -75,15 +79,12 @@ def patch(config: FluxConfig | None = None) -> None:
             _log("megatron_flux: already patched, now with %s", config)
         return
     line = checked_line()
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel import layers
 
-    linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear._forward_impl)
+    linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear._forward_impl)
+    makers = (linears.column_forward_impl, linears.row_forward)
     replacements = tuple(
-        _replacement(owner, name, make)
-        for owner, name, make in (
-            (ColumnParallelLinear, "_forward_impl", linears.column_forward_impl),
-            (RowParallelLinear, "forward", linears.row_forward),
-        )
+        _replacement(getattr(layers, owner), name, make) for (owner, name), make in zip(REPLACED, makers, strict=True)
     )
     for r in replacements:
         setattr(r.owner, r.name, r.flux)

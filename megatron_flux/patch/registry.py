@@ -21,6 +21,11 @@ SUPPORTED_MEGATRON_CORE = SpecifierSet(">=0.16.1,<0.20")
 SUPPORTED_TORCH = SpecifierSet(">=2.11")
 
 
+def shown(versions: SpecifierSet) -> str:
+    """A range as people write it, lower bound first: str() has no order."""
+    return ",".join(sorted(map(str, versions), reverse=True))
+
+
 def installed_megatron_core() -> str:
     """The installed version: distribution metadata, or a source checkout's own ``megatron.core.__version__``.
 
@@ -35,8 +40,8 @@ def installed_megatron_core() -> str:
         return importlib.import_module("megatron.core").__version__
     except (ImportError, AttributeError):
         raise UnsupportedVersionError(
-            f"megatron-core is not installed; install a version {SUPPORTED_MEGATRON_CORE}: "
-            f"pip install 'megatron-core{SUPPORTED_MEGATRON_CORE}'"
+            f"megatron-core is not installed; install a version {shown(SUPPORTED_MEGATRON_CORE)}: "
+            f"pip install 'megatron-core{shown(SUPPORTED_MEGATRON_CORE)}'"
         ) from None
 
 
@@ -51,8 +56,8 @@ def find_line(megatron_core: str) -> MegatronCoreLine:
         if release is not None and release in line.versions:
             return line
     raise UnsupportedVersionError(
-        f"megatron-core {megatron_core} is not supported; supported is {SUPPORTED_MEGATRON_CORE}: "
-        f"pip install 'megatron-core{SUPPORTED_MEGATRON_CORE}'"
+        f"megatron-core {megatron_core} is not supported; supported is {shown(SUPPORTED_MEGATRON_CORE)}: "
+        f"pip install 'megatron-core{shown(SUPPORTED_MEGATRON_CORE)}'"
     )
 
 
@@ -65,8 +70,8 @@ def check_torch(torch_version: str) -> None:
     release = _release(torch_version)
     if release is None or release not in SUPPORTED_TORCH:
         raise UnsupportedVersionError(
-            f"torch {torch_version} is not supported; supported is {SUPPORTED_TORCH}: "
-            f"pip install 'torch{SUPPORTED_TORCH}'"
+            f"torch {torch_version} is not supported; supported is {shown(SUPPORTED_TORCH)}: "
+            f"pip install 'torch{shown(SUPPORTED_TORCH)}'"
         )
 
 
@@ -92,18 +97,35 @@ def resolve(symbol: Symbol) -> object:
     try:
         target = attrgetter(qualified)(importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and absent.partition(".")[0] != "megatron":
+            # megatron-core 0.18 and later import triton unconditionally, and do not declare it.
+            raise UnsupportedVersionError(
+                f"megatron-core {installed_megatron_core()} cannot be imported without the package {absent!r}: "
+                f"pip install {absent.partition('.')[0]}"
+            ) from error
         raise UnsupportedVersionError(
             f"{symbol.path} is missing from the installed megatron-core ({error}); use an unmodified release "
-            f"{SUPPORTED_MEGATRON_CORE}"
+            f"{shown(SUPPORTED_MEGATRON_CORE)}"
         ) from error
     present = inspect.signature(target).parameters
     missing = [name for name in symbol.parameters if name not in present]
     if missing:
         raise UnsupportedVersionError(
             f"{symbol.path} of the installed megatron-core lacks the parameter(s) {', '.join(missing)} "
-            f"(it has {', '.join(present)}); use an unmodified release {SUPPORTED_MEGATRON_CORE}"
+            f"(it has {', '.join(present)}); use an unmodified release {shown(SUPPORTED_MEGATRON_CORE)}"
         )
     return target
+
+
+def checked_versions() -> MegatronCoreLine:
+    """The installed megatron-core's line; quick, since megatron-core is not imported.
+
+    Raises:
+        UnsupportedVersionError: torch or megatron-core outside the supported range.
+    """
+    check_torch(version("torch"))
+    return find_line(installed_megatron_core())
 
 
 def checked_line() -> MegatronCoreLine:
@@ -112,10 +134,7 @@ def checked_line() -> MegatronCoreLine:
     Raises:
         UnsupportedVersionError: anything is not as the line says.
     """
-    import torch
-
-    check_torch(torch.__version__)
-    line = find_line(installed_megatron_core())
+    line = checked_versions()
     for symbol in line.symbols:
         resolve(symbol)
     return line

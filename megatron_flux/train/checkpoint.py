@@ -75,13 +75,13 @@ def check_fits(folder: Path, config: RunConfig) -> int:
         different[f"seq_length {shape.get('seq_length')}"] = f"seq_length {config.shape.seq_length}"
     if different:
         raise UserError(
-            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; use the "
-            "options it was saved with, or another checkpoint"
+            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; "
+            "use the options it was saved with, or another checkpoint"
         )
     if iteration >= config.steps:
         raise UserError(
-            f"checkpoint {checkpoint} is at step {iteration} and --steps is {config.steps}; --steps counts from the start "
-            "of training, give more"
+            f"checkpoint {checkpoint} is at step {iteration} and --steps is {config.steps}; --steps counts from the "
+            "start of training, give more"
         )
     return iteration
 
@@ -134,6 +134,8 @@ def load(trainer: Trainer, folder: Path) -> None:
     checkpoint = latest(folder)
     description = json.loads((checkpoint / DESCRIPTION).read_text())
     same_layout = all(description[name] == getattr(trainer.config, name) for name in _LAYOUT)
+    if trainer.config.distributed_optimizer:
+        _begin_adam_state(trainer.optimizer)
     state = _state(trainer, is_loading=True)
     if not same_layout:
         del state["random_state"]
@@ -141,12 +143,57 @@ def load(trainer: Trainer, folder: Path) -> None:
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
     loaded = dist_checkpointing.load(state, str(checkpoint))
     unwrap(trainer.model).load_state_dict(loaded["model"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    if trainer.config.distributed_optimizer:
+        _load_distributed_optimizer(trainer.optimizer, loaded["optimizer"])
+    else:
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     trainer.iteration = description["iteration"]
     trainer.batches.consumed = description["consumed_sequences"]
     if same_layout:
         set_random_state(loaded["random_state"])
+
+
+def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
+    """The distributed optimizer and the torch Adam inside it; None where Adam is TransformerEngine's or Apex's."""
+    (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])  # one: these models have no experts
+    adam = distributed.optimizer
+    return (distributed, adam) if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
+
+
+def _begin_adam_state(optimizer: Any) -> None:
+    """Give torch's Adam the state that its first step would create, for the checkpoint to be read into.
+
+    megatron-core's distributed optimizer describes its state before it loads it, and expects a step count there, which
+    torch's Adam has only once it has stepped.
+    """
+    found = _torch_adam(optimizer)
+    for group in found[1].param_groups if found else ():
+        for parameter in group["params"]:
+            state = found[1].state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _load_distributed_optimizer(optimizer: Any, loaded: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, without its two failures on torch's Adam.
+
+    megatron-core wants each entry of Adam's state from the checkpoint's tensors, torch's step count too, which the
+    checkpoint keeps with the parameter groups. So: groups and step first, then the tensors while the step is away. And
+    it gives all parameters one step tensor, which each would then count up: every parameter gets its own again.
+    """
+    found = _torch_adam(optimizer)
+    if found is None:
+        optimizer.load_state_dict(loaded)
+        return
+    distributed, adam = found
+    distributed.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
+    steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
+    distributed.load_parameter_state_from_fully_reshardable(loaded["param_state"])
+    for parameter, step in steps.items():
+        adam.state[parameter]["step"] = step.clone()
 
 
 def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """From options to a complete, checked configuration. Everything that can be refused is refused here, before any
-process group starts, with what was given, what is allowed and what to do."""
+process group starts, with what was given, what is allowed and what to do.
+"""
 
 from __future__ import annotations
 
@@ -182,8 +183,8 @@ def _layout(options: TrainOptions, world_size: int) -> tuple[int, int, int]:
     tp = options.tp or world_size // pp
     if world_size % (tp * pp):
         raise UserError(
-            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of {tp * pp}, "
-            f"or other sizes of --tp and --pp"
+            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of "
+            f"{tp * pp}, or other sizes of --tp and --pp"
         )
     return tp, pp, world_size // (tp * pp)
 

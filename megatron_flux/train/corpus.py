@@ -50,7 +50,9 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
     """
     pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
     if pairs and len(data) > 1:
-        raise UserError(f"--data takes one .bin/.idx pair or any number of text files, got {len(data)} paths with a pair")
+        raise UserError(
+            f"--data takes one .bin/.idx pair or any number of text files, got {len(data)} paths with a pair"
+        )
     if pairs:
         return pairs[0]
     files: list[Path] = []
@@ -111,7 +113,9 @@ def _text_files(path: Path, *, only_python: bool) -> list[Path]:
         return [path] if _is_text(path) else []
     files = []
     for folder, subfolders, names in os.walk(path):
-        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and s not in ("site-packages", "__pycache__"))
+        subfolders[:] = sorted(
+            s for s in subfolders if not s.startswith(".") and s not in ("site-packages", "__pycache__")
+        )
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     return [f for f in files if (not only_python or f.suffix == ".py") and _is_text(f)]
 
@@ -149,7 +153,9 @@ def _build(files: list[Path], prefix: Path) -> None:
     building = f"{prefix}.building-{os.getpid()}"
     builder = IndexedDatasetBuilder(f"{building}.bin", dtype=np.uint16)
     for file in files:
-        tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT))
+        tokens = np.append(
+            np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT)
+        )
         builder.add_document(torch.from_numpy(tokens.astype(np.int32)), [len(tokens)])
     builder.finalize(f"{building}.idx")
     # The .idx last: its presence is what says that the pair is complete.
@@ -167,7 +173,9 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(f"another process has held {path} for 10 minutes; end it or set --data-cache") from None
+                    raise UserError(
+                        f"another process has held {path} for 10 minutes; end it or set --data-cache"
+                    ) from None
                 time.sleep(0.1)
         yield
 
@@ -184,8 +192,8 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     size = Path(f"{prefix}.bin").stat().st_size
     if size != tokens * np.dtype(dtype).itemsize:
         raise UserError(
-            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of {np.dtype(dtype).itemsize} bytes; "
-            "make the pair again"
+            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of "
+            f"{np.dtype(dtype).itemsize} bytes; make the pair again"
         )
     if tokens:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]

@@ -13,6 +13,7 @@ have two, so a run with dropout on the CPU does not draw the numbers that a GPU 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,6 +124,8 @@ def cpu_shims() -> Iterator[None]:
             "_set_cuda_rng_state",
             lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         )
+        # It watches for the CPU's generator moving while CUDA's is forked; here the two are one.
+        undo.replace(logging.getLogger(megatron_random.__name__), "disabled", True)
         # torch switches a function mode off while a torch function runs, so backward() would recompute without it.
         run_backward = torch.autograd._engine_run_backward
 

@@ -71,7 +71,9 @@ class MicroBatches:
         self.consumed += size * self._config.dp
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         text = batch["tokens"]
-        check_vocabulary(int(text.min()), int(text.max()), self._config.shape.vocab_size, f"sequence {first} of the data")
+        check_vocabulary(
+            int(text.min()), int(text.max()), self._config.shape.vocab_size, f"sequence {first} of the data"
+        )
         if self._device.type == "cuda":
             batch = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in batch.items()}
         return batch

@@ -76,7 +76,7 @@ def layer_spec(config: RunConfig) -> tuple[Any, type]:
 
 
 def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
-    """This rank's pipeline stage, in the run's precision, on the run's device."""
+    """Build this rank's pipeline stage, in the run's precision, on the run's device."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -96,18 +95,16 @@ class Trainer:
         self.iteration += 1
         return self._result(losses, float(grad_norm or 0.0), lr, seconds)
 
-    def peak_memory_bytes(self, others: int) -> int:
-        """Most memory of any rank since :meth:`reset_peak_memory`.
+    def peak_memory_bytes(self, others: int) -> int | None:
+        """Most device memory of any rank since :meth:`reset_peak_memory`; None on a CPU.
 
         Args:
-            others: static bytes of other trainers on this device, subtracted. On a CPU the process's resident memory
-                now, which no subtraction can split.
+            others: static bytes of other trainers on this device, left out. (A CPU process's memory cannot be split
+                between two trainers in it.)
         """
-        if self.device.type == "cuda":
-            mine = torch.cuda.max_memory_allocated(self.device) - others
-        else:
-            mine = psutil.Process().memory_info().rss
-        peak = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        if self.device.type != "cuda":
+            return None
+        peak = torch.tensor([torch.cuda.max_memory_allocated(self.device) - others], device=self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return int(peak.item())
 

@@ -49,10 +49,11 @@ class Outcome:
 
 
 class WorkerPool:
-    """``size`` processes, one per rank."""
+    """``size`` processes, one per rank; with the backend ``nccl`` each on its own GPU."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -127,7 +128,7 @@ class WorkerPool:
         try:
             for rank in range(self.size):
                 here, there = context.Pipe()
-                process = context.Process(target=_worker, args=(rank, self.size, there), daemon=True)
+                process = context.Process(target=_worker, args=(rank, self.size, self.backend, there), daemon=True)
                 process.start()
                 there.close()
                 self._processes.append(process)
@@ -161,7 +162,7 @@ def _worker_environment() -> dict[str, str]:
     return environment
 
 
-def _worker(rank: int, size: int, pipe: connection.Connection) -> None:
+def _worker(rank: int, size: int, backend: str, pipe: connection.Connection) -> None:
     import datetime
 
     import torch
@@ -174,7 +175,11 @@ def _worker(rank: int, size: int, pipe: connection.Connection) -> None:
         pipe.send(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), size, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     pipe.send(None)
     while True:
         try:

@@ -124,6 +124,15 @@ def test_a_missing_symbol_is_refused_by_name(path: str, named: str) -> None:
     assert "use an unmodified release" in str(error.value)
 
 
+def test_a_package_that_megatron_core_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> types.ModuleType:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(registry.importlib, "import_module", import_module)
+    with pytest.raises(UnsupportedVersionError, match="cannot be imported without the package 'triton': pip install"):
+        registry.resolve(registry.LINES[0].symbols[0])
+
+
 def test_a_missing_parameter_is_refused_by_name() -> None:
     symbol = Symbol(path=f"{LAYERS}:RowParallelLinear.forward", parameters=("self", "input_", "no_such_parameter"))
     with pytest.raises(UnsupportedVersionError, match=r"lacks the parameter\(s\) no_such_parameter") as error:

@@ -1,0 +1,132 @@
+"""The ``megatron-flux`` command. Bad input ends it with one line and exit code 2, a failed run with 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from megatron_flux.cli_options import with_options
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.version import __version__
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    help="Fused communication-GEMM tensor parallelism for Megatron.",
+)
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Fused communication-GEMM tensor parallelism for Megatron."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@with_options(TrainOptions, CheckpointOptions)
+def train(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+    """Pretrain a GPT with megatron-core, patched (or stock with --no-flux), on real text."""
+    _run("train", options, CheckpointOptions, special, dry_run)
+
+
+@app.command()
+@with_options(TrainOptions, CompareOptions)
+def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+    """Train stock and patched from the same seed, taking turns, and show both beside each other."""
+    _run("compare", options, CompareOptions, special, dry_run)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine has, what would be patched, and whether flux can run; exit code 1 if it cannot."""
+    from rich.console import Console
+
+    from megatron_flux.doctor import examine, show
+
+    found = examine()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        width = None if sys.stdout.isatty() else 160  # rich would fold a pipe at 80 columns
+        show(found, Console(highlight=False, emoji=False, markup=False, width=width))
+    if not found["ok"]:
+        raise typer.Exit(1)
+
+
+def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, Any], dry_run: bool) -> None:
+    """Check, describe and start a run; on a rank that a launcher started, be that rank."""
+    from megatron_flux import environment
+    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.train import checkpoint, config, corpus, launcher, run_folder, worker
+
+    worker.quiet_megatron()
+    checked_versions()
+    given = config.make_options(TrainOptions, options)
+    device = environment.device_kind()
+    under_launcher = launcher.launched()
+    if under_launcher:
+        world_size = int(os.environ["WORLD_SIZE"])
+        if given.nproc not in (None, world_size):
+            raise UserError(f"--nproc {given.nproc} under a launcher that started {world_size} processes; leave it out")
+    else:
+        import torch
+
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        world_size = given.nproc or gpus or 2
+        if gpus and world_size > gpus:
+            raise UserError(f"--nproc {world_size} on a machine with {gpus} GPU(s); give at most {gpus}")
+    out = given.out or run_folder.default_folder(command, given.preset)
+    run = config.resolve(given, config.make_options(kind, special), world_size=world_size, device=device, out=out)
+    corpus.find_sources(run.data)
+    if run.load is not None:
+        checkpoint.check_fits(run.load, run)
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        run_folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
+    if dry_run:
+        if first:
+            typer.echo(json.dumps(run_folder.description(run), indent=2))
+        return
+    if under_launcher:
+        worker.configure_logging()
+        if first:
+            run_folder.create(run)
+        worker.run(run)
+        return
+    # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
+    corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    run_folder.create(run)
+    typer.echo(
+        f"megatron-flux {command}: {world_size} {device} process(es), {_layout(run)}, run folder {out}", err=True
+    )
+    launcher.launch(out, world_size)
+
+
+def _layout(run: Any) -> str:
+    return f"tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, {run.precision}"
+
+
+def main() -> None:
+    """Entry point of ``megatron-flux``."""
+    try:
+        app()
+    except FluxError as error:
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
+            rank = f" rank {os.environ['RANK']}:" if "RANK" in os.environ else ""
+            print(f"megatron-flux: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+if __name__ == "__main__":
+    main()

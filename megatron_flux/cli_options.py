@@ -1,0 +1,42 @@
+"""Command-line options made from pydantic models: one place for name, type, default and help."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+
+
+def with_options(*models: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of ``models`` as options; it is called with their values as one dict per model.
+
+    The command's own parameters, after those dicts, stay options of their own.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[len(models) :]
+
+        def call(**values: Any) -> None:
+            given = [{name: values[name] for name in model.model_fields} for model in models]
+            command(*given, **{p.name: values[p.name] for p in own})
+
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.get_default(call_default_factory=True),
+                annotation=Annotated[field.annotation, typer.Option(help=field.description)],
+            )
+            for model in models
+            for name, field in model.model_fields.items()
+        ]
+        parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        call.__doc__, call.__name__ = command.__doc__, command.__name__
+        return call
+
+    return decorate

@@ -1,0 +1,36 @@
+"""What a run recorded, and how people look at it: records (JSONL), summary, table, report, wandb mirror.
+
+The JSONL is the record; everything else is made from it or mirrors it. This package imports nothing of training, the
+patch or the operators, and plotly, jinja2 and wandb only inside the functions that use them, so that a training process
+that only records pays for none of them.
+
+Contents of a run folder::
+
+    config.json                 what was asked for: any JSON object
+    baseline/metrics.jsonl      one record per iteration (metrics.schema), stock Megatron
+    flux/metrics.jsonl          the same, patched
+    summary.json                metrics.summary
+    report.html                 metrics.report
+"""
+
+from megatron_flux.metrics.recorder import JsonlRecorder, read_records
+from megatron_flux.metrics.report import write_report
+from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.metrics.summary import ARMS, read_summary, summarize, write_summary
+from megatron_flux.metrics.table import print_summary
+from megatron_flux.metrics.verdict import verdict
+from megatron_flux.metrics.wandb_mirror import WandbMirror
+
+__all__ = [
+    "ARMS",
+    "SCHEMA_VERSION",
+    "JsonlRecorder",
+    "WandbMirror",
+    "print_summary",
+    "read_records",
+    "read_summary",
+    "summarize",
+    "verdict",
+    "write_report",
+    "write_summary",
+]

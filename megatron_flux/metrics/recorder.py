@@ -1,0 +1,163 @@
+"""The JSONL record of an arm: written so that a killed process loses nothing, read so that damage is said.
+
+Contract of the file:
+
+* One record per line (:mod:`megatron_flux.metrics.schema`), iterations strictly increasing.
+* Each line is handed to the operating system before :meth:`JsonlRecorder.write` returns, in one write: SIGKILL loses
+  no written record. (It is not fsynced: a machine that loses power may lose the last seconds.)
+* Strict JSON: a non-finite float is one of the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
+* Records that a resumed run will write again are moved, verbatim, to ``<name>.superseded-<n>`` beside the file, n from
+  1; so are all records of an earlier run when nothing is resumed. Nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics import schema, strict_json
+
+logger = logging.getLogger("megatron_flux")
+
+_FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "float")
+
+
+class JsonlRecorder:
+    """Appends records to a file; a context manager."""
+
+    def __init__(self, path: str | os.PathLike[str], resume_from: int | None = None) -> None:
+        """Open ``path`` for appending, making its folder.
+
+        Args:
+            path: the file, usually ``<run>/<arm>/metrics.jsonl``.
+            resume_from: the last iteration that the loaded checkpoint holds. Its records and those before stay, later
+                ones are moved aside. None: this run starts at iteration 1 and all records there are moved aside.
+
+        Raises:
+            UserError: the folder or the file cannot be written.
+        """
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.last_iteration = _set_aside(self.path, resume_from or 0)
+            # Unbuffered: one write call per line, so a line is never late, and torn at its end only by a full disk.
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"cannot write metrics to {self.path}: {error.strerror}; choose a folder that can be written"
+            ) from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record.
+
+        Raises:
+            ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of
+                the caller, refused here because no reader could repair it.
+        """
+        wrong = schema.problem(record)
+        if wrong is None and record["iteration"] <= self.last_iteration:
+            wrong = f"iteration {record['iteration']} after iteration {self.last_iteration}"
+        if wrong is not None:
+            raise ValueError(f"not a record of schema {schema.SCHEMA_VERSION}: {wrong}")
+        line = memoryview(f"{strict_json.dumps(record)}\n".encode())
+        while line:  # a raw file may take less than it was given
+            line = line[self._file.write(line) :]
+        self.last_iteration = record["iteration"]
+
+    def close(self) -> None:
+        """Close the file; harmless when closed already."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        """Return the recorder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+def _set_aside(path: Path, last_kept: int) -> int:
+    """Move every line of ``path`` that is no record of an iteration up to ``last_kept`` to a file beside it.
+
+    Returns the last iteration that stays, 0 if none.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    last = 0
+    for line in lines:
+        try:
+            iteration = _parse(line)["iteration"] if line.endswith(b"\n") else None
+        except ValueError:
+            iteration = None
+        # Not `<=`: a file that went back once would otherwise keep doing so.
+        if iteration is not None and last < iteration <= last_kept:
+            kept.append(line)
+            last = iteration
+        else:
+            moved.append(line)
+    if moved:
+        number = 1
+        while (aside := path.with_name(f"{path.name}.superseded-{number}")).exists():
+            number += 1
+        # First the copy, then the cut: a kill between the two leaves the lines in both files, never in none.
+        strict_json.write_atomically(aside, b"".join(moved))
+        strict_json.write_atomically(path, b"".join(kept))
+        logger.warning("%s: %d earlier records moved to %s", path, len(moved), aside.name)
+    if last < last_kept and lines:
+        logger.warning("%s ends at iteration %d, training resumes after %d: the rest is missing", path, last, last_kept)
+    return last
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """One line as a record with its floats as floats.
+
+    Raises:
+        ValueError: not strict JSON in UTF-8, or not a record.
+    """
+    record = strict_json.loads(line.decode())
+    if isinstance(record, dict):
+        for name in _FLOATS:
+            if isinstance(record.get(name), str):
+                record[name] = strict_json.number(record[name])
+    wrong = schema.problem(record)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return record
+
+
+def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a file in order; non-finite floats are floats again. An empty file is an empty list.
+
+    A last line without its newline is what a killed writer leaves: it is skipped with a warning.
+
+    Raises:
+        UserError: the file is missing, or a line is no record or not after its predecessor; one line with file, line
+            number and what to do.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
+    if lines and not lines[-1].endswith(b"\n"):
+        logger.warning("%s:%d: the last line is cut off (its writer was killed); skipped", path, len(lines))
+        lines.pop()
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parse(line)
+            if records and record["iteration"] <= records[-1]["iteration"]:
+                raise ValueError(f"iteration {record['iteration']} after iteration {records[-1]['iteration']}")
+        except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
+            cause = " ".join(str(error).split())
+            raise UserError(f"{path}:{number}: {cause}; remove or repair this line, or run again") from error
+        records.append(record)
+    return records

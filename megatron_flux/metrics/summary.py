@@ -1,0 +1,172 @@
+"""From the records of two arms to ``summary.json``.
+
+Rules for what is not normal, so that nothing vanishes:
+
+* Warm-up records are left out of times, rates and the speed-up; losses, memory and curve differences use all records.
+* An arm without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
+* Arms of different length: medians over what each has, differences over the iterations both have, and a note.
+* A loss that is not finite: the largest relative difference is ``"NaN"``, the arm says how many there are and where the
+  first is, and a note and the verdict say it. A baseline loss of 0 against another value is ``"Infinity"``.
+* Every such finding is one sentence in ``"notes"``.
+
+The summary is JSON already: non-finite floats are the strings of :mod:`megatron_flux.metrics.strict_json`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.metrics.statistics import (
+    Record,
+    largest,
+    median_of,
+    paired_blocks,
+    relative_differences,
+    speedup_interval,
+    spread,
+    timed,
+)
+from megatron_flux.metrics.verdict import verdict
+
+ARMS = ("baseline", "flux")
+
+
+def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary of a comparison.
+
+    Args:
+        baseline: records of stock Megatron, in order.
+        flux: records of patched Megatron, in order.
+        info: ``versions``, ``device``, ``layout``, ``command`` are taken over as they are (null when absent).
+
+    Returns:
+        A dict of strict JSON: ``schema_version``; ``arms`` (see ``_arm``); ``speedup`` = median baseline step time /
+        median flux step time; ``speedup_ci95`` ``[low, high]`` or null; ``paired_blocks``; ``compared_iterations``;
+        ``max_relative_loss_difference``, ``max_relative_grad_norm_difference`` (|f - b| / |b|);
+        ``flux_active_layers`` (the fewest in any flux step that counts for timing); ``flux_fallbacks`` (calls by
+        reason); ``baseline_is_stock``; ``notes``; ``verdict``; and the info.
+    """
+    arms = {"baseline": _arm(baseline), "flux": _arm(flux)}
+    base_ms, flux_ms = (arms[arm]["step_time_ms"]["median"] for arm in ARMS)
+    pairs = paired_blocks(baseline, flux)
+    loss_differences = relative_differences(baseline, flux, "lm loss")
+    # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
+    active = [record["flux/active_layers"] for record in (timed(flux) or flux)]
+    fallbacks: dict[str, int] = {}
+    for record in flux:
+        for reason, calls in record["flux/fallbacks"].items():
+            # The count so far starts again when a run is resumed: the largest, not the last.
+            fallbacks[reason] = max(calls, fallbacks.get(reason, 0))
+    summary = {
+        "schema_version": SCHEMA_VERSION,
+        "arms": arms,
+        "speedup": base_ms / flux_ms if base_ms is not None and flux_ms else None,
+        "speedup_ci95": speedup_interval(pairs),
+        "paired_blocks": len(pairs),
+        "compared_iterations": len(loss_differences),
+        "max_relative_loss_difference": largest(loss_differences),
+        "max_relative_grad_norm_difference": largest(relative_differences(baseline, flux, "grad-norm")),
+        "flux_active_layers": min(active, default=None),
+        "flux_fallbacks": fallbacks,
+        "baseline_is_stock": not any(
+            record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline
+        ),
+        "notes": _notes(baseline, flux, arms),
+        **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
+    }
+    summary = strict_json.encodable(summary)
+    return {**summary, "verdict": verdict(summary)}
+
+
+def _arm(records: Sequence[Record]) -> dict[str, Any]:
+    """Figures of one arm; medians over timed steps, memory the largest ever, losses over all steps."""
+    steps = timed(records)
+    memory = [record["peak-memory-bytes"] for record in records if record.get("peak-memory-bytes") is not None]
+    diverged = [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
+    return {
+        "step_time_ms": spread([1000 * record["iteration-time"] for record in steps]),
+        "tokens_per_second": median_of(steps, "tokens-per-second"),
+        "tflops_per_gpu": median_of(steps, "throughput"),
+        "mfu": median_of(steps, "mfu"),
+        "peak_memory_bytes": max(memory, default=None),
+        "first_loss": records[0]["lm loss"] if records else None,
+        "final_loss": records[-1]["lm loss"] if records else None,
+        "iterations": len(records),
+        "non_finite_losses": len(diverged),
+        "first_non_finite_loss": diverged[0] if diverged else None,
+    }
+
+
+def _notes(baseline: Sequence[Record], flux: Sequence[Record], arms: Mapping[str, Any]) -> list[str]:
+    """One sentence for each thing a reader has to know before believing the figures."""
+    notes = []
+    for arm, records in (("baseline", baseline), ("flux", flux)):
+        if not records:
+            notes.append(f"The {arm} arm has no records.")
+        elif not timed(records):
+            notes.append(f"The {arm} arm has warm-up steps only: nothing was timed.")
+        if arms[arm]["non_finite_losses"]:
+            notes.append(
+                f"The {arm} loss is not finite in {arms[arm]['non_finite_losses']} of {len(records)} iterations, "
+                f"first at iteration {arms[arm]['first_non_finite_loss']}."
+            )
+    both = {record["iteration"] for record in baseline} & {record["iteration"] for record in flux}
+    if baseline and flux and not len(both) == len(baseline) == len(flux):
+        notes.append(
+            f"The baseline has {len(baseline)} iterations and flux {len(flux)}; the curves are compared over the "
+            f"{len(both)} that both have."
+        )
+    return notes
+
+
+def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+    """Write ``summary.json`` atomically, indented, as strict JSON.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        strict_json.write_atomically(Path(path), strict_json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that can be written") from error
+
+
+def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a ``summary.json``.
+
+    Raises:
+        UserError: missing, not JSON, not a summary, or of a newer schema.
+    """
+    summary = read_json_object(path)
+    if "arms" not in summary or "schema_version" not in summary:
+        raise UserError(f"{path} is not a summary of this program; name a folder written by megatron-flux compare")
+    if summary["schema_version"] != SCHEMA_VERSION:
+        raise UserError(
+            f"{path} has schema version {summary['schema_version']}, this program reads {SCHEMA_VERSION}; "
+            "use the megatron-flux version that wrote it"
+        )
+    return summary
+
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        UserError: missing, not strict JSON, or not an object.
+    """
+    try:
+        value = strict_json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({' '.join(str(error).split())}); repair it or run again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, expected a JSON object; repair it or run again")
+    return value

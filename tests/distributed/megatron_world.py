@@ -1,0 +1,162 @@
+"""megatron-core's parallel state in a pool worker, and models and layers small enough for it.
+
+The parallel state is kept from one test to the next while it is the same: megatron-core makes dozens of process groups
+for it, and does not end them, so that making it anew for every test would leave thousands of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_flux import FluxConfig, ops, patched, report, unpatch
+from megatron_flux.train.cpu_shims import cpu_shims
+from megatron_flux.train.norm import SequenceParallelNorm
+
+_layout: dict[str, int] | None = None
+
+
+@contextlib.contextmanager
+def megatron(tp: int, pp: int = 1, **more: int) -> Iterator[None]:
+    """Parallel state with ``tp`` and ``pp``, seeds set, CPU shims installed, layers stock before and after."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with cpu_shims():
+        _lay_out({"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more})
+        try:
+            model_parallel_cuda_manual_seed(123)
+            torch.manual_seed(1234)
+            yield
+        finally:
+            unpatch()
+
+
+def _lay_out(layout: dict[str, int]) -> None:
+    from megatron.core import parallel_state
+
+    global _layout
+    if layout == _layout:
+        return
+    if _layout is not None:
+        _layout = None
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**layout)
+    _layout = layout
+
+
+def model_config(**options: Any) -> Any:
+    """A small ``TransformerConfig`` with everything that needs Apex, TransformerEngine or CUDA off."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    defaults: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "sequence_parallel": tp > 1,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**{**defaults, **options})
+
+
+@dataclass
+class Seen:
+    """What the patch did inside :func:`flux`."""
+
+    active_layers: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@contextlib.contextmanager
+def flux(config: FluxConfig | None = None) -> Iterator[Seen]:
+    """Patched, with the counters starting from zero; the yielded object is filled in on exit."""
+    seen = Seen()
+    ops.stats.reset()
+    with patched(config):
+        try:
+            yield seen
+        finally:
+            now = report()
+            seen.active_layers, seen.fallbacks, seen.calls = now["active_layers"], now["fallbacks"], now["calls"]
+
+
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt3": {"normalization": "LayerNorm", "add_bias_linear": True},
+    "llama": {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    },
+}
+
+
+def gpt_model(family: str, *, tied: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A GPTModel of the local layer spec, every parameter random, biases and norms included."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = model_config(**{**FAMILIES[family], **options})
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, **(spec or {}))
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * config.num_layers, layer_norm=SequenceParallelNorm
+        ),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope" if family == "llama" else "learned_absolute",
+        parallel_output=True,
+        share_embeddings_and_output_weights=tied,
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "norm" in name:
+                # Not sharded, or sharded without need to agree: the same numbers on every rank will do.
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch(seed: int = 7) -> dict[str, torch.Tensor]:
+    """Tokens, labels and the causal mask, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+    return {
+        "input_ids": text[:, :-1],
+        "labels": text[:, 1:],
+        "position_ids": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE),
+        "attention_mask": torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5,
+    }
+
+
+def loss_and_gradients(model: torch.nn.Module, seed: int = 7) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One forward and backward; gradients of this rank, before any reduction over ranks."""
+    model.zero_grad(set_to_none=True)
+    losses = model(**batch(seed))
+    losses.float().mean().backward()
+    return losses.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

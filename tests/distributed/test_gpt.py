@@ -1,0 +1,284 @@
+"""Whole GPTModels of megatron-core, patched against stock: loss, every gradient, checkpoint contents, what ran flux.
+
+Covered: LayerNorm with GELU and bias, RMSNorm with SwiGLU and grouped queries (also fewer groups than ranks), the
+output layer with its own and with the embedding's weight, full and selective recompute, bf16, mixture of experts; the
+layers that stay stock, counted and strict; state_dict and sharded_state_dict; a model built before patch().
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FallbackError, FluxConfig
+from tests.distributed.data import TOLERANCE, require_close
+from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+LAYERS = 2
+STRICT = FluxConfig(strict=True)
+
+
+def expected_calls(layers: int, recomputed: int = 0, output: int = 1) -> dict[str, int]:
+    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round."""
+    gathers_again = 2 * layers + output
+    return {
+        "all_gather_gemm/reference": 2 * layers + output + 2 * layers + 2 * recomputed,
+        "gemm_reduce_scatter/reference": 2 * layers + 2 * layers + output + 2 * recomputed,
+        "all_gather/reference": gathers_again,
+    }
+
+
+def require_same(
+    stock: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    ours: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    parameters: set[str],
+    tolerance: float = TOLERANCE,
+) -> None:
+    require_close("loss", ours[0], stock[0], tolerance)
+    assert ours[1].keys() == stock[1].keys() == parameters
+    for name, gradient in stock[1].items():
+        assert gradient.any(), f"the gradient of {name} is zero: nothing is compared"
+        require_close(f"gradient of {name}", ours[1][name], gradient, tolerance)
+
+
+def rank_model(family: str, tied: bool, options: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model(family, tied=tied, **options)
+        if options.get("params_dtype") == torch.bfloat16:
+            model = model.bfloat16()
+        stock = loss_and_gradients(model)
+        with flux(STRICT) as seen:
+            ours = loss_and_gradients(model)
+        parameters = {name for name, _ in model.named_parameters()}
+        require_same(stock, ours, parameters, tolerance)
+        unpatched = loss_and_gradients(model)
+        require_same(stock, unpatched, parameters, 1e-7)
+        return seen.as_dict()
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True], ids=["own output weight", "tied"])
+def test_loss_and_gradients(world: WorkerPool, family: str, tied: bool) -> None:
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
+    assert world.run(rank_model, family, tied, {}, TOLERANCE) == [expected] * world.size
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_full_recompute(world2: WorkerPool, family: str) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, recomputed=LAYERS)).as_dict()
+    assert world2.run(rank_model, family, False, options, TOLERANCE) == [expected] * 2
+
+
+def test_selective_recompute(world2: WorkerPool) -> None:
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
+    assert world2.run(rank_model, "llama", False, {"recompute_granularity": "selective"}, TOLERANCE) == [expected] * 2
+
+
+def test_bf16(world2: WorkerPool) -> None:
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
+    options = {"params_dtype": torch.bfloat16, "bf16": True}
+    assert world2.run(rank_model, "llama", False, options, 2**-8) == [expected] * 2
+
+
+def rank_dropout() -> None:
+    """Dropout draws the same numbers patched and stock: the operators use no random state."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model("gpt3", hidden_dropout=0.1, attention_dropout=0.1)
+
+        def seeded(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            model_parallel_cuda_manual_seed(seed)
+            torch.manual_seed(seed)
+            return loss_and_gradients(model)
+
+        stock = seeded(3)
+        with flux(STRICT):
+            ours = seeded(3)
+        require_same(stock, ours, {name for name, _ in model.named_parameters()})
+        assert not torch.equal(seeded(4)[0], stock[0])
+
+
+def test_dropout(world2: WorkerPool) -> None:
+    world2.run(rank_dropout)
+
+
+# Layers that stay stock.
+
+
+def rank_stock_model(tp: int, family: str, options: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    more = {}
+    if "num_experts" in spec:
+        from megatron.core.transformer.moe import moe_utils
+
+        # Without TransformerEngine the router fails over this name, which is then never bound (0.16.1).
+        vars(moe_utils).setdefault("te_general_gemm", None)
+        more["expert_tensor_parallel_size"] = options["expert_tensor_parallel_size"]
+        more["expert_model_parallel_size"] = options["expert_model_parallel_size"]
+    with megatron(tp=tp, **more):
+        model = gpt_model(family, spec=spec, **options)
+        stock = loss_and_gradients(model)
+        with flux() as seen:
+            ours = loss_and_gradients(model)
+        require_same(stock, ours, set(stock[1]))
+        refused = ""
+        with flux(STRICT):
+            try:
+                loss_and_gradients(model)
+            except FallbackError as error:
+                refused = str(error)
+        return {**seen.as_dict(), "refused": refused}
+
+
+def test_without_sequence_parallelism(world2: WorkerPool) -> None:
+    reason = "sequence parallelism is off"
+    for seen in world2.run(rank_stock_model, 2, "gpt3", {"sequence_parallel": False}, {}):
+        assert seen["active_layers"] == 0
+        assert seen["calls"] == {}
+        assert seen["fallbacks"] == {f"column: {reason}": 2 * LAYERS + 1, f"row: {reason}": 2 * LAYERS}
+        assert f"cannot run flux: {reason}" in seen["refused"]
+
+
+def test_without_tensor_parallelism(world2: WorkerPool) -> None:
+    for seen in world2.run(rank_stock_model, 1, "llama", {}, {}):
+        assert seen["active_layers"] == 0
+        assert seen["calls"] == {}
+        assert seen["fallbacks"] == {"column: tp = 1": 2 * LAYERS + 1, "row: tp = 1": 2 * LAYERS}
+        assert "cannot run flux: tp = 1" in seen["refused"]
+
+
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": "fp64",
+}
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 1)], ids=["etp2", "ep2"])
+@pytest.mark.parametrize("shared", [None, 32], ids=["", "shared experts"])
+def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int | None) -> None:
+    options = {
+        **MOE,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "moe_shared_expert_intermediate_size": shared,
+    }
+    reason = "expert layer with explicit communication"
+    for seen in world2.run(rank_stock_model, 2, "llama", options, {"num_experts": 4, "moe_grouped_gemm": False}):
+        experts = LAYERS * MOE["num_moe_experts"] // ep
+        assert seen["fallbacks"] == {f"column: {reason}": experts, f"row: {reason}": experts}
+        # Attention, the output layer and shared experts run flux as in a dense model.
+        assert seen["active_layers"] == LAYERS * (4 if shared else 2) + 1
+        assert seen["calls"]["all_gather_gemm/reference"] == LAYERS * (4 if shared else 2) + 1
+        assert f"cannot run flux: {reason}" in seen["refused"]
+
+
+# Checkpoints and identity.
+
+
+def rank_checkpoint_contents(family: str) -> int:
+    """state_dict and sharded_state_dict of a model used and built stock, patched, and built patched."""
+    from megatron.core import parallel_state
+
+    with megatron(tp=dist.get_world_size()):
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+        def contents(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            return model.state_dict(), model.sharded_state_dict(metadata=metadata)
+
+        def build() -> Any:
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(123)
+            torch.manual_seed(1234)
+            return gpt_model(family)
+
+        model = build()
+        plain, sharded = contents(model)
+        with flux(STRICT):
+            loss_and_gradients(model)
+            patched_contents = contents(model)
+            built_patched = contents(build())
+        for other_plain, other_sharded in (patched_contents, built_patched, contents(model)):
+            assert list(other_plain) == list(plain)
+            for key, value in plain.items():
+                assert type(other_plain[key]) is type(value), key
+                assert value is None or torch.equal(_tensor(other_plain[key]), _tensor(value)), key
+            assert list(other_sharded) == list(sharded)
+            for key, value in sharded.items():
+                _require_same_shard(key, other_sharded[key], value)
+        return sum(isinstance(v, torch.Tensor) for v in plain.values())
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8)
+
+
+def _require_same_shard(key: str, other: Any, value: Any) -> None:
+    assert type(other) is type(value), key
+    for name in ("key", "global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype"):
+        assert getattr(other, name, None) == getattr(value, name, None), (key, name)
+    assert hasattr(value, "data"), key
+    if isinstance(value.data, torch.Tensor):
+        assert torch.equal(other.data, value.data), key
+
+
+@pytest.mark.parametrize(("family", "tensors"), [("gpt3", 4 + 12 * LAYERS + 1), ("llama", 3 + 6 * LAYERS)])
+def test_checkpoint_contents(world: WorkerPool, family: str, tensors: int) -> None:
+    assert world.run(rank_checkpoint_contents, family) == [tensors] * world.size
+
+
+def rank_identity() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    with megatron(tp=dist.get_world_size()):
+        before = gpt_model("gpt3")
+        kinds = [type(m) for m in before.modules()]
+        with flux(STRICT) as seen:
+            after = gpt_model("gpt3")
+            assert [type(m) for m in before.modules()] == kinds == [type(m) for m in after.modules()]
+            assert kinds.count(ColumnParallelLinear) == 2 * LAYERS + 1
+            assert kinds.count(RowParallelLinear) == 2 * LAYERS
+            loss_and_gradients(before)  # built before patch(), of classes imported before patch()
+        assert seen.active_layers == 4 * LAYERS + 1
+        attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+        for (name, one), (_, other) in zip(before.named_parameters(), after.named_parameters(), strict=True):
+            assert {a: getattr(one, a, None) for a in attributes} == {a: getattr(other, a, None) for a in attributes}, (
+                name
+            )
+
+
+def test_classes_and_parameter_attributes_stay(world2: WorkerPool) -> None:
+    world2.run(rank_identity)
+
+
+def rank_active_layers_of_dead_models() -> tuple[int, int]:
+    """Layers that are gone are not counted as active."""
+    import gc
+
+    from megatron_flux import patched, report
+
+    with megatron(tp=dist.get_world_size()), patched(STRICT):
+        model = gpt_model("llama", num_layers=1)
+        loss_and_gradients(model)
+        alive = report()["active_layers"]
+        del model
+        gc.collect()
+        return alive, report()["active_layers"]
+
+
+def test_active_layers_are_those_alive(world2: WorkerPool) -> None:
+    assert world2.run(rank_active_layers_of_dead_models) == [(5, 0)] * 2

@@ -1,0 +1,465 @@
+"""megatron-core's ColumnParallelLinear and RowParallelLinear, patched against stock and against float64.
+
+Covered, for tp 2 and 4: forward, dgrad, wgrad and bias gradient, exact on integers and within 1e-5 in fp32; bias,
+skip_bias_add, gather_output at construction and at run time, a frozen weight, an input without gradient, a weight
+passed to forward, layers in bf16 and fp16; accumulation into main_grad; activation recompute; several forwards before
+a backward; a weight used twice; sequence_parallel toggled on a built layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig
+from tests.distributed.data import TOLERANCE, integers, normals, require_close
+from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+S_PER_RANK, B, IN, OUT = 3, 2, 8, 12
+"""The sequence is ``tp * S_PER_RANK``; ``IN`` and ``OUT`` are the whole layer's."""
+
+STRICT = FluxConfig(strict=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to build and call a layer."""
+
+    kind: str
+    bias: bool = True
+    skip_bias_add: bool = False
+    gather_output: bool = False
+    runtime_gather_output: bool | None = None
+    frozen: bool = False
+    input_grad: bool = True
+    weight_passed: bool = False
+    dtype: torch.dtype = torch.float32
+    exact: bool = True
+    seed: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gathers(self) -> bool:
+        return self.gather_output if self.runtime_gather_output is None else self.runtime_gather_output
+
+    def make(self, *shape: int, seed: int) -> torch.Tensor:
+        return (integers if self.exact else normals)(*shape, seed=self.seed * 1000 + seed, dtype=self.dtype)
+
+
+@dataclass
+class Run:
+    """What a forward and backward gave on this rank; None where there is none."""
+
+    y: torch.Tensor
+    bias_out: torch.Tensor | None
+    dx: torch.Tensor | None
+    dw: torch.Tensor | None
+    db: torch.Tensor | None
+
+
+@dataclass
+class Whole:
+    """The layer on one process in float64, cut to what this rank should have."""
+
+    x: torch.Tensor
+    dy: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    expected: Run
+
+
+def cut(t: torch.Tensor, dim: int) -> torch.Tensor:
+    return t.chunk(dist.get_world_size(), dim=dim)[dist.get_rank()].contiguous()
+
+
+def whole(case: Case) -> Whole:
+    """Operands of this rank, cut from the whole layer's, and the results that follow from them."""
+    s = S_PER_RANK * dist.get_world_size()
+    column = case.kind == "column"
+    x, weight, bias = case.make(s, B, IN, seed=1), case.make(OUT, IN, seed=2), case.make(OUT, seed=3)
+    dy = case.make(s, B, OUT, seed=4)
+    y = x.double() @ weight.double().t()
+    if case.bias and not case.skip_bias_add:
+        y = y + bias.double()
+    dx, dw = dy.double() @ weight.double(), torch.einsum("sbn,sbk->nk", dy.double(), x.double())
+    db = dy.double().sum((0, 1))
+    if column:
+        y_own, dy_own = (y, dy) if case.gathers else (cut(y, 2), cut(dy, 2))
+        own = Run(y_own, cut(bias, 0), cut(dx, 0), cut(dw, 0), cut(db, 0))
+        return Whole(cut(x, 0), dy_own, cut(weight, 0), cut(bias, 0), own)
+    # Row: every rank has the whole bias, and sees the gradient of its own rows of the sequence only.
+    db_own = cut(dy.double(), 0).sum((0, 1))
+    own = Run(cut(y, 0), bias, cut(dx, 2), cut(dw, 1), db_own)
+    return Whole(cut(x, 2), cut(dy, 0), cut(weight, 1), bias, own)
+
+
+def build(case: Case, w: Whole) -> torch.nn.Module:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    config = model_config(params_dtype=case.dtype, **case.options)
+    common = {"config": config, "init_method": config.init_method, "bias": case.bias}
+    if case.kind == "column":
+        layer = ColumnParallelLinear(
+            IN,
+            OUT,
+            gather_output=case.gather_output,
+            skip_bias_add=case.skip_bias_add,
+            skip_weight_param_allocation=case.weight_passed,
+            **common,
+        )
+    else:
+        layer = RowParallelLinear(IN, OUT, input_is_parallel=True, skip_bias_add=case.skip_bias_add, **common)
+    with torch.no_grad():
+        if layer.weight is not None:
+            layer.weight.copy_(w.weight).requires_grad_(not case.frozen)
+        if layer.bias is not None:
+            layer.bias.copy_(w.bias).requires_grad_(not case.frozen)
+    return layer
+
+
+def run(case: Case, layer: torch.nn.Module, w: Whole) -> Run:
+    x = w.x.clone().requires_grad_(case.input_grad)
+    kwargs: dict[str, Any] = {}
+    weight = layer.weight
+    if case.weight_passed:
+        weight = kwargs["weight"] = torch.nn.Parameter(w.weight.clone(), requires_grad=not case.frozen)
+    if case.runtime_gather_output is not None:
+        kwargs["runtime_gather_output"] = case.runtime_gather_output
+    for parameter in layer.parameters():
+        parameter.grad = None
+    y, bias_out = layer(x, **kwargs)
+    assert y.requires_grad == (case.input_grad or not case.frozen)
+    if y.requires_grad:
+        y.backward(w.dy)
+    return Run(
+        y.detach(), bias_out, x.grad, weight.grad, None if layer.bias is None or case.frozen else layer.bias.grad
+    )
+
+
+def compare(case: Case, name: str, actual: Run, expected: Run, tolerance: float) -> None:
+    require_close(f"{name}: y", actual.y, expected.y, tolerance)
+    assert (actual.bias_out is not None) == (case.bias and case.skip_bias_add)
+    if actual.bias_out is not None:
+        require_close(f"{name}: returned bias", actual.bias_out, expected.bias_out, tolerance)
+    for what, present in (
+        ("dx", case.input_grad),
+        ("dw", not case.frozen),
+        ("db", case.bias and not case.skip_bias_add and not case.frozen),
+    ):
+        one, other = getattr(actual, what), getattr(expected, what)
+        assert (one is not None) == present, f"{name}: {what} is {'there' if one is not None else 'missing'}"
+        if present:
+            assert one.dtype == case.dtype
+            require_close(f"{name}: {what}", one, other, tolerance)
+
+
+def expected_calls(case: Case) -> dict[str, int]:
+    """Operator calls of one forward and backward."""
+    trained = not case.frozen
+    if case.kind == "column":
+        calls = {"all_gather_gemm": 1, "gemm_reduce_scatter": int(case.input_grad), "all_gather": int(trained)}
+    else:
+        calls = {
+            "gemm_reduce_scatter": 1,
+            "all_gather_gemm": int(case.input_grad),
+            "all_gather": int(trained and not case.input_grad),
+        }
+    return {f"{operator}/reference": n for operator, n in calls.items() if n}
+
+
+def rank_case(case: Case) -> None:
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        layer = build(case, w)
+        stock = run(case, layer, w)
+        with flux(STRICT) as seen:
+            ours = run(case, layer, w)
+        assert (seen.active_layers, seen.fallbacks) == (1, {})
+        assert seen.calls == expected_calls(case)
+        tolerance = 0 if case.exact else TOLERANCE
+        compare(case, "flux against stock", ours, stock, tolerance)
+        compare(case, "flux against float64", ours, w.expected, tolerance)
+
+
+OPTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "skip_bias_add": {"skip_bias_add": True},
+    "skip_bias_add without bias": {"bias": False, "skip_bias_add": True},
+    "frozen": {"frozen": True},
+    "frozen without bias": {"frozen": True, "bias": False},
+    "input without gradient": {"input_grad": False},
+    "frozen and input without gradient": {"frozen": True, "input_grad": False},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+}
+COLUMN_OPTIONS = {
+    "gather_output": {"gather_output": True},
+    "runtime gather": {"runtime_gather_output": True},
+    "no runtime gather": {"gather_output": True, "runtime_gather_output": False},
+    "gather_output and skip_bias_add": {"gather_output": True, "skip_bias_add": True},
+    "weight passed": {"weight_passed": True, "bias": False},
+    "weight passed, with bias": {"weight_passed": True},
+    "weight passed, frozen": {"weight_passed": True, "bias": False, "frozen": True},
+    "weight passed, gathered": {"weight_passed": True, "bias": False, "gather_output": True},
+}
+CASES = {
+    **{f"column, {name}": Case("column", **options) for name, options in (OPTIONS | COLUMN_OPTIONS).items()},
+    **{f"row, {name}": Case("row", **options) for name, options in OPTIONS.items()},
+}
+RANDOM = {
+    f"{kind}, {name}, seed {seed}": Case(kind, exact=False, seed=seed, **OPTIONS[name])
+    for kind in ("column", "row")
+    for name in ("plain", "skip_bias_add")
+    for seed in (1, 2)
+}
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_integers_are_exact(world: WorkerPool, case: Case) -> None:
+    world.run(rank_case, case)
+
+
+@pytest.mark.parametrize("case", list(RANDOM.values()), ids=list(RANDOM))
+def test_random_fp32(world: WorkerPool, case: Case) -> None:
+    world.run(rank_case, case)
+
+
+# Gradient accumulation into main_grad. Stock needs Apex for it, so the reference is float64.
+
+
+def rank_main_grad(kind: str, dtype: torch.dtype, managed: bool, zero_out: bool) -> None:
+    """Two micro-batches; the integers are large enough that a bf16 or fp16 weight gradient would have been rounded."""
+    case = Case(kind, bias=False, dtype=dtype)
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        w.x, w.dy = w.x * 31, w.dy * 29
+        w.expected.dw = w.expected.dw * (31 * 29)
+        layer = build(case, w)
+        plain = run(case, layer, w).dw
+        assert plain.dtype == dtype
+        assert torch.equal(plain.double(), w.expected.dw) == (dtype == torch.float32)
+        start = integers(*layer.weight.shape, seed=77, high=100)
+        layer.weight.main_grad = main_grad = start.clone()
+        if managed:
+            layer.weight.grad_added_to_main_grad = False
+            layer.weight.zero_out_wgrad = zero_out
+        # The constructor refuses the option without Apex; the layer reads this at call time.
+        layer.gradient_accumulation_fusion = True
+        with flux(STRICT) as seen:
+            for _ in range(2):
+                result = run(case, layer, w)
+        assert seen.active_layers == 1
+        assert layer.weight.main_grad is main_grad
+        require_close("main_grad", main_grad, start.double() + 2 * w.expected.dw, 0)
+        assert w.expected.dw.any()
+        if managed:
+            assert layer.weight.grad_added_to_main_grad is True
+            assert result.dw.shape == layer.weight.shape
+            assert result.dw.dtype == dtype
+            assert not zero_out or not result.dw.any()
+        else:
+            assert result.dw is None
+        layer.gradient_accumulation_fusion = False
+        with flux(STRICT):
+            returned = run(case, layer, w).dw
+        require_close("without fusion", returned, plain, 0 if dtype == torch.float32 else TOLERANCE)
+        require_close("main_grad is left alone", main_grad, start.double() + 2 * w.expected.dw, 0)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("managed", "zero_out"), [(False, False), (True, False), (True, True)], ids=["bare", "managed", "zero_out_wgrad"]
+)
+def test_accumulation_into_fp32_main_grad(
+    world: WorkerPool, kind: str, dtype: torch.dtype, managed: bool, zero_out: bool
+) -> None:
+    world.run(rank_main_grad, kind, dtype, managed, zero_out)
+
+
+def rank_main_grad_replaced(kind: str) -> None:
+    case = Case(kind, bias=False)
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        layer = build(case, w)
+        layer.gradient_accumulation_fusion = True
+        first, second = (torch.zeros(layer.weight.shape) for _ in range(2))
+        with flux(STRICT):
+            layer.weight.main_grad = first
+            y, _ = layer(w.x)
+            layer.weight.main_grad = second
+            y.backward(w.dy)
+        require_close("the main_grad of the forward", first, w.expected.dw, 0)
+        assert not second.any()
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_main_grad_is_the_forwards(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_main_grad_replaced, kind)
+
+
+# Recompute, order of forwards and backwards, shared weights.
+
+
+def rank_recompute() -> tuple[dict[str, int], dict[str, int]]:
+    """A column and a row layer with a nonlinearity between them, kept and recomputed."""
+    from megatron.core import tensor_parallel
+
+    column_case, row_case = Case("column", exact=False), Case("row", exact=False)
+    with megatron(tp=dist.get_world_size()):
+        a, b = whole(column_case), whole(row_case)
+        column, row = build(column_case, a), build(row_case, b)
+        parameters = [*column.parameters(), *row.parameters()]
+        project = normals(column.weight.shape[0], row.weight.shape[1], seed=9)
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            return row(torch.tanh(column(x)[0] * 0.1) @ project)[0]
+
+        def results(recompute: bool) -> list[torch.Tensor]:
+            x = a.x.clone().requires_grad_()
+            for parameter in parameters:
+                parameter.grad = None
+            y = tensor_parallel.checkpoint(block, False, x) if recompute else block(x)
+            y.backward(b.dy)
+            return [y.detach(), x.grad, *(p.grad for p in parameters)]
+
+        stock = results(recompute=True)
+        with flux(STRICT) as kept:
+            once = results(recompute=False)
+        with flux(STRICT) as again:
+            twice = results(recompute=True)
+        for i, (s, o, t) in enumerate(zip(stock, once, twice, strict=True)):
+            require_close(f"recomputed {i} against stock", t, s)
+            require_close(f"recomputed {i} against kept", t, o, 1e-6)
+        return kept.calls, again.calls
+
+
+def test_activation_recompute(world: WorkerPool) -> None:
+    operators = ("all_gather_gemm/reference", "gemm_reduce_scatter/reference", "all_gather/reference")
+    for kept, again in world.run(rank_recompute):
+        assert kept == dict(zip(operators, (2, 2, 1), strict=True))
+        assert again == dict(zip(operators, (3, 3, 1), strict=True))
+
+
+def rank_many_forwards(kind: str, order: list[int]) -> None:
+    """Forwards of several micro-batches, then their backwards in another order (pipeline warm-up, MTP)."""
+    with megatron(tp=dist.get_world_size()):
+        cases = [Case(kind, seed=i + 1) for i in range(len(order))]
+        wholes = [whole(case) for case in cases]
+        for w in wholes[1:]:  # one layer: the first one's weight for all
+            w.weight, w.bias = wholes[0].weight, wholes[0].bias
+        layer = build(cases[0], wholes[0])
+        stock = [run(cases[0], layer, w) for w in wholes]
+        with flux(STRICT) as seen:
+            for parameter in layer.parameters():
+                parameter.grad = None
+            inputs = [w.x.clone().requires_grad_() for w in wholes]
+            outputs = [layer(x)[0] for x in inputs]
+            for i in order:
+                outputs[i].backward(wholes[i].dy)
+        assert seen.calls["all_gather_gemm/reference"] == len(order)
+        for i, x in enumerate(inputs):
+            require_close(f"y of {i}", outputs[i].detach(), stock[i].y, 0)
+            require_close(f"dx of {i}", x.grad, stock[i].dx, 0)
+        require_close("dw", layer.weight.grad, sum(r.dw for r in stock), 0)
+        require_close("db", layer.bias.grad, sum(r.db for r in stock), 0)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
+def test_several_forwards_before_the_backwards(world: WorkerPool, kind: str, order: list[int]) -> None:
+    world.run(rank_many_forwards, kind, order)
+
+
+def rank_weight_used_twice(fusion: bool) -> None:
+    """One weight in two calls of one graph, as with MTP's output layer; also passed to a layer that has none."""
+    case = Case("column", bias=False, weight_passed=True)
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        layer = build(case, w)
+        weight = torch.nn.Parameter(w.weight.clone())
+
+        def backward() -> torch.Tensor:
+            x = w.x.clone().requires_grad_()
+            weight.grad = None
+            y = layer(x, weight=weight)[0] + 2 * layer(3 * x, weight=weight)[0]
+            y.backward(w.dy)
+            return x.grad
+
+        dx = backward()
+        dw = weight.grad
+        if fusion:
+            layer.gradient_accumulation_fusion = True
+            weight.main_grad = torch.zeros(weight.shape)
+        with flux(STRICT) as seen:
+            require_close("dx", backward(), dx, 0)
+        require_close("dw", weight.main_grad if fusion else weight.grad, dw, 0)
+        require_close("dw against float64", dw, 7 * w.expected.dw, 0)
+        assert seen.calls == {
+            "all_gather_gemm/reference": 2,
+            "gemm_reduce_scatter/reference": 2,
+            "all_gather/reference": 2,
+        }
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["plain", "main_grad"])
+def test_a_weight_used_twice(world: WorkerPool, fusion: bool) -> None:
+    world.run(rank_weight_used_twice, fusion)
+
+
+def rank_saved_memory(frozen: bool) -> tuple[int, int]:
+    """Bytes that the graph keeps for backward, beyond the weight: the shard of x, or nothing for a frozen weight."""
+    case = Case("column", bias=False, frozen=frozen)
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        layer = build(case, w)
+        kept: list[int] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.data_ptr() != layer.weight.data_ptr():
+                kept.append(t.numel() * t.element_size())
+            return t
+
+        with flux(STRICT), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            layer(w.x.clone().requires_grad_())
+        return sum(kept), w.x.numel() * w.x.element_size()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_column_layer_keeps_its_shard_only(world: WorkerPool, frozen: bool) -> None:
+    for kept, shard in world.run(rank_saved_memory, frozen):
+        assert kept == (0 if frozen else shard)
+
+
+def rank_backward_outside(kind: str) -> dict[str, int]:
+    """Forward inside the block, backward after it: the graph remembers flux."""
+    from megatron_flux import ops
+
+    case = Case(kind)
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        layer = build(case, w)
+        stock = run(case, layer, w)
+        x = w.x.clone().requires_grad_()
+        layer.weight.grad = None
+        with flux(STRICT):
+            y, _ = layer(x)
+        ops.stats.reset()
+        y.backward(w.dy)
+        require_close("dx", x.grad, stock.dx, 0)
+        require_close("dw", layer.weight.grad, stock.dw, 0)
+        return {operator: n for (operator, _), n in ops.stats.calls.items()}
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_backward_of_a_flux_forward_is_flux(world2: WorkerPool, kind: str) -> None:
+    expected = {"column": {"gemm_reduce_scatter": 1, "all_gather": 1}, "row": {"all_gather_gemm": 1}}
+    assert world2.run(rank_backward_outside, kind) == [expected[kind]] * 2

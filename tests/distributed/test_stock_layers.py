@@ -1,0 +1,220 @@
+"""Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises.
+
+Covered: expert layers, sequence parallelism off at construction and toggled on a built layer, tp = 1, deferred
+embedding weight gradient, a trainable bias on a frozen weight, autocast, a subclass with its own ``_forward_impl``, an
+unknown keyword. What needs hardware or packages that are absent here is decided in tests/unit/test_reasons.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FallbackError, FluxConfig
+from tests.distributed.data import integers, require_close
+from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+S, B, IN, OUT = 4, 2, 8, 12
+
+
+def make(kind: str, config: Any, **options: Any) -> torch.nn.Module:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    cls = options.pop("cls", None) or {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
+    common = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True}
+    if kind == "row":
+        common["input_is_parallel"] = True
+    layer = cls(IN, OUT, **{**common, **options})
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.copy_(integers(*parameter.shape, seed=50 + i))
+    return layer
+
+
+def results(layer: torch.nn.Module, x: torch.Tensor, backward: bool = True) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    layer.zero_grad(set_to_none=True)
+    y = layer(x)[0]
+    if not backward:
+        return [y.detach()]
+    y.backward(integers(*y.shape, seed=8 + dist.get_rank(), dtype=y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+def stock_either_way(kind: str, layer: torch.nn.Module, width: int, reason: str, backward: bool = True) -> None:
+    """The layer gives stock's results under the patch, counts them under ``reason``, and is refused when strict."""
+    x = integers(S, B, width, seed=3 + dist.get_rank(), dtype=layer.weight.dtype)
+    stock = results(layer, x, backward)
+    with flux() as seen:
+        ours = results(layer, x, backward)
+    assert seen.fallbacks == {f"{kind}: {reason}": 1}
+    assert (seen.active_layers, seen.calls) == (0, {})
+    for one, other in zip(ours, stock, strict=True):
+        require_close(reason, one, other, 0)
+    with flux(FluxConfig(strict=True)):
+        try:
+            layer(x)
+        except FallbackError as error:
+            assert reason in str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"strict let {reason} pass")
+
+
+def width_of(kind: str) -> int:
+    return IN if kind == "column" else IN // dist.get_world_size()
+
+
+def rank_expert(kind: str, late: bool) -> None:
+    with megatron(tp=dist.get_world_size()):
+        layer = make(kind, model_config(), is_expert=not late)
+        assert layer.explicit_expert_comm is not late
+        if late:  # shared experts with overlap set it on built layers
+            layer.explicit_expert_comm = True
+        stock_either_way(kind, layer, width_of(kind), "expert layer with explicit communication")
+
+
+def rank_no_sequence_parallelism(kind: str) -> None:
+    with megatron(tp=dist.get_world_size()):
+        layer = make(kind, model_config(sequence_parallel=False))
+        stock_either_way(kind, layer, width_of(kind), "sequence parallelism is off")
+
+
+def rank_toggled(kind: str) -> None:
+    """Megatron switches sequence parallelism of built layers off for inference, and on again."""
+    with megatron(tp=dist.get_world_size()):
+        layer = make(kind, model_config())
+        x = integers(S, B, width_of(kind), seed=3 + dist.get_rank())
+        on = results(layer, x)
+        with flux() as seen:
+            for expected, state in ((on, True), (None, False), (on, True)):
+                layer.sequence_parallel = state
+                now = results(layer, x)
+                if expected is not None:
+                    require_close("y", now[0], expected[0], 0)
+        assert seen.fallbacks == {f"{kind}: sequence parallelism is off": 1}
+        assert seen.active_layers == 1
+        assert seen.calls["all_gather_gemm/reference"] == 2
+        layer.sequence_parallel = False
+        stock_either_way(kind, layer, width_of(kind), "sequence parallelism is off")
+
+
+def rank_tp1(kind: str) -> None:
+    with megatron(tp=1):
+        stock_either_way(kind, make(kind, model_config()), IN, "tp = 1")
+
+
+def rank_trainable_bias_on_a_frozen_weight() -> None:
+    with megatron(tp=dist.get_world_size()):
+        layer = make("column", model_config(), bias=True, skip_bias_add=False)
+        layer.weight.requires_grad_(False)
+        assert layer.bias.requires_grad
+        stock_either_way("column", layer, IN, "trainable bias on a frozen weight")
+
+
+def rank_deferred_embedding_wgrad() -> None:
+    """The output layer of a last pipeline stage, its weight gradient left for later."""
+    with megatron(tp=dist.get_world_size()):
+        config = model_config()
+        # The configuration allows this only with pipeline stages and Apex; the layer reads it at call time.
+        config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
+        inputs: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        layer = make("column", config, embedding_activation_buffer=inputs, grad_output_buffer=gradients)
+        layer.gradient_accumulation_fusion = True
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        stock_either_way("column", layer, IN, "deferred embedding wgrad (defer_embedding_wgrad_compute)")
+        assert len(inputs) == 3  # stock, patched, strict
+        assert len(gradients) == 2
+        assert torch.equal(gradients[0], gradients[1])
+
+
+def rank_autocast(kind: str) -> None:
+    with megatron(tp=dist.get_world_size()):
+        layer = make(kind, model_config())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            # Forward only: megatron-core's own backward under autocast works on CUDA alone.
+            stock_either_way(kind, layer, width_of(kind), "autocast", backward=False)
+
+
+def rank_own_forward_impl() -> None:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    class Doubled(RowParallelLinear):
+        def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 2 * super()._forward_impl(input, weight, *args, **kwargs)
+
+    with megatron(tp=dist.get_world_size()):
+        layer = make("row", model_config(), cls=Doubled)
+        stock_either_way("row", layer, width_of("row"), "Doubled overrides _forward_impl")
+
+
+def rank_unknown_keyword(value: Any) -> None:
+    """A later release, or a subclass, passes a keyword that flux does not know."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class Later(ColumnParallelLinear):
+        def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super()._forward_impl(*args, **kwargs, new_option=value)
+
+    with megatron(tp=dist.get_world_size()):
+        layer = make("column", model_config(), cls=Later)
+        x = integers(S, B, IN, seed=3)
+        with flux() as seen:
+            try:
+                layer(x)
+            except TypeError as error:  # stock does not know it either: its error, not a silent drop
+                assert "new_option" in str(error)  # noqa: PT017
+            else:
+                raise AssertionError("the keyword was dropped")
+        assert list(seen.fallbacks) == [f"column: unsupported keyword new_option={value!r}"]
+        assert seen.calls == {}
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("late", [False, True], ids=["is_expert", "set on a built layer"])
+def test_expert_layers(world: WorkerPool, kind: str, late: bool) -> None:
+    world.run(rank_expert, kind, late)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_sequence_parallelism_off(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_no_sequence_parallelism, kind)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_sequence_parallelism_toggled(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_toggled, kind)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_autocast(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_autocast, kind)
+
+
+def test_trainable_bias_on_a_frozen_weight(world2: WorkerPool) -> None:
+    world2.run(rank_trainable_bias_on_a_frozen_weight)
+
+
+def test_deferred_embedding_wgrad(world2: WorkerPool) -> None:
+    world2.run(rank_deferred_embedding_wgrad)
+
+
+def test_a_subclass_with_its_own_forward_impl(world2: WorkerPool) -> None:
+    world2.run(rank_own_forward_impl)
+
+
+@pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])
+def test_an_unknown_keyword(world2: WorkerPool, value: Any) -> None:
+    world2.run(rank_unknown_keyword, value)
+
+
+# Last: another parallel layout, made once.
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_tp_1(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_tp1, kind)

@@ -1,0 +1,94 @@
+"""The commands on GPUs: compare, checkpoints across stock and flux, a killed rank. Loss curves in bf16."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.metrics import read_records
+
+pytestmark = pytest.mark.gpus(2)
+
+COMMAND = [sys.executable, "-m", "megatron_flux.cli"]
+SMALL = ["--hidden-size", "512", "--ffn-hidden-size", "2048", "--num-attention-heads", "8", "--seq-length", "256"]
+
+
+def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["lm loss"] for record in read_records(folder / "metrics.jsonl")]
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param([], id="layernorm-gelu-bias"),
+        pytest.param(
+            ["--normalization", "RMSNorm", "--activation", "swiglu", "--num-query-groups", "2"], id="rmsnorm-swiglu-gqa"
+        ),
+    ],
+)
+def test_compare_keeps_the_loss_curve(tmp_path: Path, shape: list[str]) -> None:
+    run("compare", "--nproc", "2", "--steps", "24", "--out", tmp_path / "run", *SMALL, *shape)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["flux_active_layers"] == 9
+    assert summary["flux_fallbacks"] == {}
+    assert summary["baseline_is_stock"]
+    # Attention's backward adds in no fixed order on a GPU: the curves differ by that and nothing else.
+    assert summary["max_relative_loss_difference"] < 5e-3
+    for arm in ("baseline", "flux"):
+        assert summary["arms"][arm]["final_loss"] < summary["arms"][arm]["first_loss"] - 1
+        assert summary["arms"][arm]["peak_memory_bytes"] > 0
+
+
+def test_saved_patched_resumes_stock_and_back(tmp_path: Path) -> None:
+    common = ["--nproc", "2", *SMALL]
+    run("train", *common, "--steps", "8", "--no-flux", "--out", tmp_path / "whole")
+    run("train", *common, "--steps", "4", "--out", tmp_path / "first", "--save", tmp_path / "checkpoints")
+    for mode, arm in (("--no-flux", "baseline"), ("--flux", "flux")):
+        out = tmp_path / arm
+        run("train", *common, "--steps", "8", mode, "--out", out, "--load", tmp_path / "checkpoints")
+        assert relative(losses(tmp_path / "whole" / "baseline")[4:], losses(out / arm)) < 5e-3
+
+
+def test_recompute_and_dropout_draw_the_same_numbers(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run("compare", "--nproc", "2", "--steps", "6", "--recompute", "full", "--dropout", "0.1", *SMALL, "--out", out)
+    assert json.loads((out / "summary.json").read_text())["max_relative_loss_difference"] < 5e-3
+
+
+def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, "train", "--nproc", "2", "--steps", "100000", "--out", str(out), *SMALL],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    record = out / "flux" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (record.exists() and record.stat().st_size > 2000):
+        assert time.monotonic() < deadline, "no step was recorded"
+        time.sleep(0.2)
+    workers = subprocess.run(["pgrep", "-f", f"train.worker {out}"], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 1
+    assert "was killed by SIGKILL" in errors
+    assert len(read_records(record)) > 2

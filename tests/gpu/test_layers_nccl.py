@@ -1,0 +1,91 @@
+"""megatron-core's linears over NCCL, patched against stock: exact on integers, and in bf16 with main_grad fusion."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.gpus(2)
+
+S, B, H, F = 64, 2, 128, 256
+
+
+def _integers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator, device="cuda").to(dtype)
+
+
+def _pair(dtype: torch.dtype, fusion: bool) -> tuple[Any, Any]:
+    """A column and a row layer with the same integer weights on every call."""
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+        model_parallel_cuda_manual_seed(1)
+    tp = dist.get_world_size()
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=True,
+        params_dtype=dtype,
+        gradient_accumulation_fusion=fusion,
+    )
+    common = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True, "skip_bias_add": False}
+    layers = ColumnParallelLinear(H, F, **common), RowParallelLinear(F, H, input_is_parallel=True, **common)
+    for i, layer in enumerate(layers):
+        for j, parameter in enumerate(layer.parameters()):
+            parameter.data.copy_(_integers(*parameter.shape, seed=10 * i + j + 100 * dist.get_rank(), dtype=dtype))
+        if fusion:
+            layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+            layer.weight.grad_added_to_main_grad = False
+    # The row layer's bias is not sharded.
+    dist.broadcast(layers[1].bias.data, 0)
+    return layers
+
+
+def _forward_backward(patched: bool, dtype: torch.dtype, fusion: bool) -> SimpleNamespace:
+    import contextlib
+
+    import megatron_flux
+    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    with contextlib.ExitStack() as stack:
+        if fusion:
+            stack.enter_context(gradient_accumulation_fusion())
+        if patched:
+            stack.enter_context(megatron_flux.patched(megatron_flux.FluxConfig(strict=True)))
+        column, row = _pair(dtype, fusion)
+        x = _integers(S // tp, B, H, seed=7 + rank, dtype=dtype).requires_grad_()
+        y, _ = row(column(x)[0].remainder(5))
+        y.backward(_integers(*y.shape, seed=9 + rank, dtype=dtype))
+        grads = [layer.weight.main_grad if fusion else layer.weight.grad for layer in (column, row)] + [
+            column.bias.grad,
+            row.bias.grad,
+        ]
+        return SimpleNamespace(
+            values=[t.detach().cpu() for t in (y, x.grad, *grads)],
+            active=megatron_flux.report()["active_layers"],
+            flagged=[bool(getattr(layer.weight, "grad_added_to_main_grad", False)) for layer in (column, row)],
+        )
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_patched_equals_stock(nccl2: WorkerPool, dtype: torch.dtype, fusion: bool) -> None:
+    stock = nccl2.run(_forward_backward, False, dtype, fusion)
+    flux = nccl2.run(_forward_backward, True, dtype, fusion)
+    for a, b in zip(stock, flux, strict=True):
+        assert (a.active, b.active) == (0, 2)
+        assert a.flagged == b.flagged == [fusion, fusion]
+        for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
+            assert s.abs().sum() > 0, name
+            assert torch.equal(s, f), name

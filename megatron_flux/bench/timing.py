@@ -1,11 +1,12 @@
 """Timing methods against each other on all ranks at once.
 
-The GPUs of one host throttle together and clocks drift within a minute, so methods are interleaved: every round times one
-burst of each. What is reported is the slowest rank of each round, and over rounds the median with its quartiles.
+The GPUs of one host throttle together and clocks drift within a minute, so methods are interleaved: every round times
+one burst of each. What is reported is the slowest rank of each round, and over rounds the median with its quartiles.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -37,8 +38,10 @@ def interleaved(
     torch.cuda.synchronize()
     found: dict[str, list[float]] = {name: [] for name in methods}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(rounds):
-        for name, method in methods.items():
+    for turn in range(rounds):
+        order = list(methods.items())
+        random.Random(turn).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
+        for name, method in order:
             dist.barrier(group=group)
             torch.cuda.synchronize()
             method()

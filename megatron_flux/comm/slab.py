@@ -1,14 +1,14 @@
 """Symmetric memory: one slab per process group and size class, with flags, epochs and a double buffer.
 
-A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it; a
-call uses one half, the next call the other.
+A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it;
+a call uses one half, the next call the other.
 
 Why no barrier is needed
     Every operator that runs on a slab (1) is enqueued on all ranks in the same order, each call after the previous one
-    of that slab, (2) finishes on a rank only after it has seen data of the call from *every* peer, and (3) has its reads
-    of a half enqueued before the next call. So "call i-1 is finished here" implies "every peer has begun call i-1", which
-    implies "every peer has finished call i-2": whoever begins call i may overwrite the half of call i-2 on all peers.
-    What a call leaves in its half (a gathered input) is valid until the next call on that slab is enqueued.
+    of that slab, (2) finishes on a rank only after it has seen data of the call from *every* peer, and (3) has its
+    reads of a half enqueued before the next call. So "call i-1 is finished here" implies "every peer has begun call
+    i-1", which implies "every peer has finished call i-2": whoever begins call i may overwrite the half of call i-2 on
+    all peers. What a call leaves in its half (a gathered input) is valid until the next call on that slab is enqueued.
 
 Epochs
     ``epochs[half]`` on the device is the number of the call that uses the half next. The last CTA of a call writes the
@@ -18,8 +18,8 @@ Epochs
 CUDA graphs
     A replay cannot alternate halves (an odd number of captured calls would use one twice in a row). Captured calls run
     on a slab of their own (``captured=True``), always on half 0, and begin by telling each other so (ENTER of the
-    kernels). Slabs cannot be made during capture: run each shape once before capturing it, under
-    ``slab.warm_for_capture`` or by a captured-mode call; see :func:`SlabPool.get`.
+    kernels). Slabs cannot be made during capture: run each shape once before capturing it, inside
+    :func:`megatron_flux.ops.fused.captured_calls`.
 
 Hazards
     * Calls on different streams are put in order by an event.
@@ -90,7 +90,7 @@ class Slab:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group."""
+        """The rank of the calling process in the group."""
         return self.group.rank()
 
     def begin(self) -> Turn:
@@ -106,8 +106,7 @@ class Slab:
             return Turn(0, 0, True)
         if self.data_table.is_cuda:
             current = torch.cuda.current_stream()
-            if self._stream is not None and self._stream != current:
-                assert self._event is not None
+            if self._event is not None and self._stream != current:
                 current.wait_event(self._event)
             self._stream = current
         half = self.calls & 1
@@ -177,7 +176,6 @@ pool = SlabPool()
 
 
 def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
-    tp = group.size()
     head = 2 * 4 * FLAG_WORDS
     total = head + 2 * half_bytes
     if device.type == "cuda":
@@ -212,7 +210,6 @@ def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captu
     dist.barrier(group=group)  # nobody writes a flag before everybody's are zero
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    assert len(data) == tp
     return slab
 
 

@@ -1,7 +1,7 @@
 """The CPU twin of symmetric memory: one shared file per rank, mapped by all ranks of the group.
 
-It exists so that schedules, flags, epochs, reuse and time-outs are tested with real processes and real concurrency where
-there is no GPU. It is not a fast path. All ranks must share a host and its shared-memory file system.
+It exists so that schedules, flags, epochs, reuse and time-outs are tested with real processes and real concurrency
+where there is no GPU. It is not a fast path. All ranks must share a host and its shared-memory file system.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Time-outs of device-side waits, told to people.
 
-A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and traps.
-The trap ends the process with a CUDA error at its next synchronization; a daemon thread reads the alarm meanwhile and
-prints what was waited for, and the next operator call raises it as an OperatorError.
+A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and
+traps. The trap ends the process with a CUDA error at its next synchronization; a daemon thread reads the alarm
+meanwhile and prints what was waited for, and the next operator call raises it as an OperatorError.
 """
 
 from __future__ import annotations

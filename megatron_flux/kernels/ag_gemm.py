@@ -1,24 +1,28 @@
 """All-gather + GEMM as one persistent kernel: ``c = all_gather(x) @ w``.
 
 Shapes (``tp`` ranks, ``mp = m/tp`` rows each)
-    ``x`` ``[mp, k]`` and ``b`` ``[n, k]`` (``[k, n]`` if TRANSPOSED) are local, ``c`` is ``[m, n]``. ``a`` is this rank's
-    gather buffer ``[m, k]``; every rank's is written by all. A shard travels as ``blocks`` blocks of ``block_rows`` rows,
-    each block as KCH chunks of columns. Flags: ``[tp, blocks, KCH, LANES]``, set by rank ``r`` in row ``r``.
+    ``x`` ``[mp, k]`` and ``b`` ``[n, k]`` (``[k, n]`` if TRANSPOSED) are local, ``c`` is ``[m, n]``. ``a`` is this
+    rank's gather buffer ``[m, k]``; every rank's is written by all. A shard travels as ``blocks`` blocks of
+    ``block_rows`` rows, each block as KCH chunks of columns. Flags: ``[tp, blocks, KCH, LANES]``, set by rank ``r`` in
+    row ``r``.
 
 Schedule
-    The own shard (put into the buffer before the launch) is first, then block 0 of rank+1, rank+2, …, block 1 of rank+1, …:
-    the order in which blocks arrive. A tile waits for its block, once per chunk of columns; nothing waits at entry.
-    Who moves the blocks:
-    * COMM = 0: the copy engine, enqueued before the kernel (LANES = 1). Costs no SM; at its best with large blocks and one
+    The own shard (put into the buffer before the launch) is first, then block 0 of rank+1, rank+2, …, block 1 of
+    rank+1, …: the order in which blocks arrive. A tile waits for its block, once per chunk of columns; nothing waits at
+    entry. Who moves the blocks:
+    * COMM = 0: the copy engine, enqueued before the kernel (LANES = 1). Costs no SM; at its best with large blocks and
+      one
       writer per receiver.
-    * COMM > 0: the first COMM CTAs, each a strip of rows of every block, written to all peers in turn so that every link
+    * COMM > 0: the first COMM CTAs, each a strip of rows of every block, written to all peers in turn so that every
+      link
       is evenly busy. They sit out the first SKIP rounds of tiles and then compute like the others.
 
 Guarantees
     Bitwise deterministic, and bit-equal to the same kernel on a gathered input: the order of the k loop is fixed.
 
 Hazards
-    * Copies by the copy engine must be enqueued before the kernel, or one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+    * Copies by the copy engine must be enqueued before the kernel, or one hardware queue
+      (CUDA_DEVICE_MAX_CONNECTIONS=1)
       deadlocks; a flag must never be published by another *kernel* while this one occupies every SM.
     * Rows that do not fill a tile are computed from whatever follows them and masked at the store (MASK_ROWS).
     * The main loop restarts at every chunk: more chunks start earlier and run slower.
@@ -29,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_flux.kernels.device import OP_AG, enter, leave, multiply, publish, raster, wait_flags
+from megatron_flux.kernels.device import OP_AG, bulk_stores_done, enter, leave, multiply, publish, raster, wait_flags
 
 
 @triton.jit
@@ -55,8 +59,17 @@ def _push(
     PC: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """This CTA's strip of rows of every block and chunk to every peer."""
+    """Send the CTA's strip of rows of every block and chunk to every peer, through registers."""
+    # Addresses first: a lookup between the stores would cost a round trip each.
+    d1 = tl.load(data_table + (rank + TP - 1) % TP)
+    d2 = tl.load(data_table + (rank + TP - 2) % TP)
+    d3 = tl.load(data_table + (rank + 2 * TP - 3) % TP)
+    d4 = tl.load(data_table + (rank + 2 * TP - 4) % TP)
+    d5 = tl.load(data_table + (rank + 3 * TP - 5) % TP)
+    d6 = tl.load(data_table + (rank + 3 * TP - 6) % TP)
+    d7 = tl.load(data_table + (rank + 4 * TP - 7) % TP)
     strip = tl.cdiv(block_rows, COMM)
+    shard = buf_off + (rank * mp).to(tl.int64) * k
     for j in range(0, blocks):
         top = j * block_rows
         r_from = top + pid * strip
@@ -70,15 +83,75 @@ def _push(
                     mask = (rows < r_to)[:, None] & (cols < c_to)[None, :]
                     offs = rows.to(tl.int64)[:, None] * k + cols[None, :]
                     block = tl.load(x + offs, mask=mask)
-                    offs += buf_off + (rank * mp).to(tl.int64) * k
-                    for step in tl.static_range(1, TP):
-                        peer = (rank + TP - step) % TP
-                        base = tl.load(data_table + peer).to(tl.pointer_type(DTYPE))
-                        tl.store(base + offs, block, mask=mask)
+                    offs += shard
+                    tl.store(d1.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
+                    if TP > 2:
+                        tl.store(d2.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
+                        tl.store(d3.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
+                    if TP > 4:
+                        tl.store(d4.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
+                        tl.store(d5.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
+                        tl.store(d6.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
+                        tl.store(d7.to(tl.pointer_type(DTYPE)) + offs, block, mask=mask)
             tl.debug_barrier()
             for step in tl.static_range(1, TP):
-                peer = (rank + TP - step) % TP
-                publish(flag_table, peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch)
+                peer = tl.load(flag_table + (rank + TP - step) % TP)
+                publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch)
+
+
+@triton.jit
+def _push_tiles(
+    xd,
+    p1,
+    p2,
+    p3,
+    p4,
+    p5,
+    p6,
+    p7,
+    flag_table,
+    flag_off,
+    rank,
+    epoch,
+    mp,
+    blocks,
+    block_rows,
+    pid,
+    TP: tl.constexpr,
+    KCH: tl.constexpr,
+    CHUNK_K: tl.constexpr,
+    COMM: tl.constexpr,
+    LANES: tl.constexpr,
+    PR: tl.constexpr,
+    PC: tl.constexpr,
+    CPU: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Send the CTA's share of the tiles of every block and chunk by TMA; ``block_rows`` is a multiple of ``PR``."""
+    down = block_rows // PR
+    tiles = down * (CHUNK_K // PC)
+    for unit in range(0, blocks * KCH):
+        j = unit // KCH
+        kc = unit % KCH
+        for t in range(pid, tiles, COMM):
+            row = j * block_rows + (t % down) * PR
+            col = kc * CHUNK_K + (t // down) * PC
+            tile = xd.load([row, col])
+            row += rank * mp
+            p1.store([row, col], tile)
+            if TP > 2:
+                p2.store([row, col], tile)
+                p3.store([row, col], tile)
+            if TP > 4:
+                p4.store([row, col], tile)
+                p5.store([row, col], tile)
+                p6.store([row, col], tile)
+                p7.store([row, col], tile)
+        bulk_stores_done(CPU, THREADS)
+        tl.debug_barrier()
+        for step in tl.static_range(1, TP):
+            peer = tl.load(flag_table + (rank + TP - step) % TP)
+            publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch)
 
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit", "blocks"])
@@ -87,6 +160,14 @@ def ag_gemm_kernel(
     b,
     c,
     c_ptr,
+    xd,
+    p1,
+    p2,
+    p3,
+    p4,
+    p5,
+    p6,
+    p7,
     x,
     data_table,
     flag_table,
@@ -119,6 +200,7 @@ def ag_gemm_kernel(
     LANES: tl.constexpr,
     PR: tl.constexpr,
     PC: tl.constexpr,
+    TMA_PUSH: tl.constexpr,
     CTAS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TMA: tl.constexpr,
@@ -136,10 +218,16 @@ def ag_gemm_kernel(
         enter(flag_table, flags, entered_off, rank, epoch, err, limit, TP, CPU, THREADS)
     if COMM > 0:
         if pid < COMM:
-            _push(
-                x, data_table, flag_table, buf_off, flag_off, rank, epoch, mp, k, blocks, block_rows, pid,
-                TP, KCH, CHUNK_K, COMM, LANES, PR, PC, DTYPE,
-            )  # fmt: skip
+            if TMA_PUSH:
+                _push_tiles(
+                    xd, p1, p2, p3, p4, p5, p6, p7, flag_table, flag_off, rank, epoch, mp, blocks, block_rows, pid,
+                    TP, KCH, CHUNK_K, COMM, LANES, PR, PC, CPU, THREADS,
+                )  # fmt: skip
+            else:
+                _push(
+                    x, data_table, flag_table, buf_off, flag_off, rank, epoch, mp, k, blocks, block_rows, pid,
+                    TP, KCH, CHUNK_K, COMM, LANES, PR, PC, DTYPE,
+                )  # fmt: skip
     npn = tl.cdiv(n, BN)
     rows_per_block = tl.cdiv(block_rows, BM)
     per = rows_per_block * npn

@@ -126,10 +126,11 @@ def wait_flags(
 
 
 @triton.jit
-def publish(table, rank_to, offset, epoch):
-    """Write ``epoch`` into flag ``offset`` of rank ``rank_to`` after everything this CTA wrote before a barrier."""
-    flags = tl.load(table + rank_to).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(flags + offset, epoch, sem="release", scope="sys")
+def publish(address, offset, epoch):
+    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64), after all this CTA wrote before a
+    barrier.
+    """
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem="release", scope="sys")
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def enter(table, flags, offset, rank, epoch, err, limit, TP: tl.constexpr, CPU: 
     """Tell every peer that this rank has begun the call, and wait until all have: for calls without double buffer."""
     if tl.program_id(0) == 0:
         for step in tl.static_range(TP):
-            publish(table, (rank + 1 + step) % TP, offset + rank, epoch)
+            publish(tl.load(table + (rank + 1 + step) % TP), offset + rank, epoch)
     wait_flags(flags + offset, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
 
 

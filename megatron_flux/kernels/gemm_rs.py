@@ -2,31 +2,34 @@
 
 Shapes (``tp`` ranks, ``mp = m/tp`` rows each)
     ``a`` ``[m, k]`` and ``b`` ``[n, k]`` (``[k, n]`` if TRANSPOSED) are local. ``out`` ``[mp, n]`` is local.
-    The workspace of every rank is ``[tp, tiles, BM, BN]``: slot ``r`` holds what rank ``r`` computed for this rank's own
-    tiles, each tile contiguous. Flags: ``[tiles, tp]``, word ``(t, r)`` set by rank ``r`` once it has written tile ``t``.
+    The workspace of every rank is ``[tp, tiles, BM, BN]``: slot ``r`` holds what rank ``r`` computed for this rank's
+    own tiles, each tile contiguous. Flags: ``[tiles, tp]``, word ``(t, r)`` set by rank ``r`` once it has written tile
+    ``t``.
 
 Schedule
     CTAs ``0 … GEMM_CTAS-1`` compute. Row blocks are taken a few per destination at a time, for *all* destinations, so
     that (1) every link is busy all the time and evenly, and (2) a row block is complete on its owner early and its
     reduction hides behind the row blocks that follow. The last row blocks take their remote tiles first.
-    A finished tile leaves at once by an asynchronous TMA store into the owner's workspace; its flag is written one tile
-    later, when the store has long arrived. Nobody waits for a store.
-    The remaining CTAs, and every CTA that has run out of tiles, reduce: they take own tiles in order from a counter, wait
-    for the tile's ``tp`` flags and add the partials in fp32, in rank order.
+    A finished tile leaves at once by an asynchronous TMA store into the owner's workspace; its flag is written one
+    tile later, when the store has long arrived. Nobody waits for a store.
+    The remaining CTAs, and every CTA that has run out of tiles, reduce: they take pieces of own tiles in order from a
+    counter, wait for the tile's ``tp`` flags and add the partials in fp32, in rank order.
 
 Guarantees
     Bitwise deterministic: one fixed order of summation, which depends neither on arrival nor on the schedule. Every
     partial is rounded once to the element type, the sum once more. Nothing needs zeroing.
 
 Hazards
-    * All CTAs must be resident together (grid <= number of SMs, one per SM). Those that compute never wait for those that
+    * All CTAs must be resident together (grid <= number of SMs, one per SM). Those that compute never wait for those
+      that
       reduce, so CTAs that start late only delay.
-    * The workspace is reused two calls later (see :mod:`megatron_flux.comm.slab`); with ENTER the call itself makes sure
+    * The workspace is reused two calls later (see :mod:`megatron_flux.comm.slab`); with ENTER the call itself makes
+      sure
       that every peer has begun.
     * Triton's interpreter runs CTAs one after the other: there only the last CTAs may reduce (JOIN off).
 
-Why 128 of 132 SMs compute: with 128 x 256 tiles the usual shapes give multiples of 128 tiles, so that 128 SMs need no more
-waves than 132 do, and four SMs are free to reduce.
+Why 128 of 132 SMs compute: with 128 x 256 tiles the usual shapes give multiples of 128 tiles, so that 128 SMs need no
+more waves than 132 do, and four SMs are free to reduce.
 """
 
 from __future__ import annotations
@@ -119,6 +122,7 @@ def gemm_rs_kernel(
     GEMM_CTAS: tl.constexpr,
     CTAS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PIECES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TMA: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -138,19 +142,18 @@ def gemm_rs_kernel(
     if ENTER:
         enter(flag_table, flags, entered_off, rank, epoch, err, limit, TP, CPU, THREADS)
     pending = tl.zeros((), tl.int32) - 1  # flag of the tile whose store is still under way
-    owner = tl.zeros((), tl.int32)
+    owner = tl.load(flag_table + rank)
     first = pid if pid < GEMM_CTAS else tiles * TP
     for t in tl.range(first, tiles * TP, GEMM_CTAS):
         step, rb, pn = _place(t, nrb, npn, rank, BAND, TP)
         dst = (rank + 1 + step) % TP
+        next_owner = tl.load(flag_table + dst)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = multiply(
-            acc, a, b, dst * mp + rb * BM, pn * BN, 0, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU
-        )
+        acc = multiply(acc, a, b, dst * mp + rb * BM, pn * BN, 0, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
         if pending >= 0:
             bulk_stores_done(CPU, THREADS)
             tl.debug_barrier()
-            publish(flag_table, owner, pending, epoch)
+            publish(owner, pending, epoch)
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * BM
         if TMA:
@@ -177,20 +180,22 @@ def gemm_rs_kernel(
             offs = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
             tl.store(base + offs, acc.to(DTYPE))
         pending = flag_off + tile * TP + rank
-        owner = dst
+        owner = next_owner
     if pending >= 0:
         bulk_stores_done(CPU, THREADS)
         tl.debug_barrier()
-        publish(flag_table, owner, pending, epoch)
+        publish(owner, pending, epoch)
 
     if JOIN or pid >= GEMM_CTAS:
-        tile = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
-        while tile < tiles:
+        ticket = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
+        while ticket < tiles * PIECES:
+            tile = ticket // PIECES
+            piece = ticket % PIECES
             wait_flags(flags + flag_off + tile * TP, TP, TP, epoch, err, limit, OP_RS, -1, tile, CPU, THREADS)
             row0 = (tile // npn) * BM
             col0 = (tile % npn) * BN
-            for part in range(0, BM * BN // CHUNK):
-                e = part * CHUNK + tl.arange(0, CHUNK)
+            for part in range(0, BM * BN // (CHUNK * PIECES)):
+                e = (piece * (BM * BN // (CHUNK * PIECES)) + part) * CHUNK + tl.arange(0, CHUNK)
                 total = tl.zeros((CHUNK,), dtype=tl.float32)
                 for src in tl.static_range(TP):
                     from_src = recv + (row_off + (src * tiles + tile) * BM).to(tl.int64) * BN
@@ -198,5 +203,5 @@ def gemm_rs_kernel(
                 r = row0 + e // BN
                 c = col0 + e % BN
                 tl.store(out + r.to(tl.int64) * n + c, total.to(DTYPE), mask=(r < mp) & (c < n))
-            tile = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
+            ticket = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
     leave(ctrl, epochs, epoch, next_slot, CTAS)

@@ -1,7 +1,7 @@
 """The ``fused`` backend: one persistent Triton kernel per operator over symmetric memory.
 
-Contract: that of :mod:`megatron_flux.ops.backend`; all ranks of a group make the same calls in the same order. A gathered
-input is a view of the slab, valid until the next operator call on the group. Results are fresh tensors.
+Contract: that of :mod:`megatron_flux.ops.backend`; all ranks of a group make the same calls in the same order. A
+gathered input is a view of the slab, valid until the next operator call on the group. Results are fresh tensors.
 
 Determinism: both operators are bitwise reproducible (see the kernels).
 
@@ -106,9 +106,11 @@ class FusedBackend:
         return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """See :class:`~megatron_flux.ops.backend.Backend`. By copy engine: it takes no SM from the GEMM it hides behind.
+        """See :class:`~megatron_flux.ops.backend.Backend`. By copy engine: it takes no SM from the GEMM it hides
+        behind.
 
-        The result is valid until the next ``all_gather`` of the group. Under capture it is torch's collective, finished.
+        The result is valid until the next ``all_gather`` of the group. Under capture it is torch's collective,
+        finished.
         """
         from megatron_flux.ops import launch
 

@@ -1,4 +1,6 @@
-"""Launching the fused kernels: descriptors, copies, flags. Imports triton; only :mod:`megatron_flux.ops.fused` uses it."""
+"""Launching the fused kernels: descriptors, copies, flags. Imports triton; only :mod:`megatron_flux.ops.fused` uses
+it.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +83,19 @@ def all_gather_gemm(
     tma = _tma(x, weight, n, k)
     mask_rows = mp % plan.bm != 0
     a = b = cd = weight
+    push_rows, push_cols = (64, 256) if cuda else (16, 16)
+    tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
+    if tma_push:
+        chunk_k = triton.cdiv(chunk_k, push_cols) * push_cols
+        chunks = triton.cdiv(k, chunk_k)
+    peers = [x] * 8
+    if tma_push:
+        ordered = _view(
+            work,
+            ("push", turn.half, m, k, x.dtype),
+            lambda: [_desc(buffers[(rank - step) % tp], push_rows, push_cols) for step in range(1, tp)],
+        )
+        peers = [_desc(x, push_rows, push_cols), *ordered, *[ordered[0]] * (8 - tp)]
     if tma:
         a = _view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
         b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
@@ -92,6 +107,7 @@ def all_gather_gemm(
         b,
         cd,
         c,
+        *peers,
         x,
         work.data_table,
         work.flag_table,
@@ -122,8 +138,9 @@ def all_gather_gemm(
         COMM=plan.comm,
         SKIP=skip,
         LANES=lanes,
-        PR=8,
-        PC=1024,
+        PR=push_rows if tma_push else 8 if cuda else 2,
+        PC=push_cols if tma_push else 2048 if cuda else 64,
+        TMA_PUSH=tma_push,
         CTAS=sms,
         TRANSPOSED=transposed,
         TMA=tma,
@@ -159,9 +176,7 @@ def gemm_reduce_scatter(
     tma = _tma(x, weight, n, k)
     width = plan.bn // 2 if plan.split else plan.bn
     rows = 2 * work.half_bytes // (plan.bn * x.element_size())
-    spaces = _view(
-        work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data]
-    )
+    spaces = _view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
     a, b, sinks = x, weight, [out] * 8
     if tma:
         a = _desc(x, plan.bm, plan.bk)
@@ -202,7 +217,8 @@ def gemm_reduce_scatter(
         BAND=plan.band,
         GEMM_CTAS=sms - reducers,
         CTAS=sms,
-        CHUNK=min(4096, plan.bm * plan.bn),
+        CHUNK=min(8192, plan.bm * plan.bn // 4),
+        PIECES=4 if plan.bm * plan.bn >= 4 * 8192 else 2,
         TRANSPOSED=transposed,
         TMA=tma,
         SPLIT=plan.split,
@@ -294,9 +310,7 @@ def _buffers(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[
     """The gather buffer ``[m, k]`` of every rank."""
 
     def make() -> list[torch.Tensor]:
-        return [
-            work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())
-        ]
+        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())]
 
     return _view(work, ("gather", half, m, k, dtype), make)
 

@@ -59,3 +59,22 @@ def rs_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
 def _block(mp: int, rows: int) -> int:
     """``rows`` if they divide a shard, else 0 (a whole shard)."""
     return rows if mp % rows == 0 and mp > rows else 0
+
+
+def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int) -> list[Plan]:
+    """Plans worth measuring, the likeliest first."""
+    found: list[Plan] = []
+    if op == "all_gather_gemm":
+        found = [
+            ag_plan(mp, n, k, tp, sms),
+            Plan(),
+            Plan(comm=16, skip=-1, block=_block(mp, 128), bn=128),
+            Plan(comm=12, skip=1, chunks=4),
+        ]
+    else:
+        band = max(1, 8 // tp)
+        found = [rs_plan(mp, n, k, tp, sms)]
+        found += [Plan(stages=3, split=False, band=band, reducers=r) for r in (4, 12, 20)]
+    if mp <= 64:
+        found += [Plan(bm=64, bn=128, split=False, reducers=20, comm=0 if op != "all_gather_gemm" else 8, skip=0)]
+    return list(dict.fromkeys(found))

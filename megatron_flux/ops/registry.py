@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.tuner import TunedBackend
 
 _backends: dict[str, Backend] = {}
 
@@ -46,6 +49,19 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     return backend
 
 
-# auto takes the last that can run the call: fused is asked for by name until it is proven never slower.
-register_backend(FusedBackend())
-register_backend(ReferenceBackend())
+def get_backend(name: str) -> Any:
+    """The registered backend of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in _backends:
+        raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
+    return _backends[name]
+
+
+# auto takes the last that can run the call: fused and tuned are asked for by name until they are proven.
+_reference, _fused = ReferenceBackend(), FusedBackend()
+register_backend(_fused)
+register_backend(TunedBackend(_reference, _fused))
+register_backend(_reference)

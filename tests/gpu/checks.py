@@ -1,6 +1,7 @@
 """Correctness of the fused backend on real GPUs: run under torchrun, writes a log line per check.
 
-    python -m torch.distributed.run --nproc-per-node 8 tests/gpu/checks.py --out checks.jsonl [--seconds 60] [--only NAME]
+    python -m torch.distributed.run --nproc-per-node 8 tests/gpu/checks.py --out checks.jsonl [--seconds 60] [--only
+    NAME]
 
 Every check runs on all ranks and raises on the rank that sees the failure. Inputs are fresh and random; memory that the
 caching allocator hands out for results, and the workspaces, are poisoned with NaN before each comparison.
@@ -280,7 +281,14 @@ def main() -> None:
             torch.cuda.synchronize()
             line = {"check": name, "groups": args.split, "tp": group.size(), "ok": True, "said": said}
         except Exception as err:
-            line = {"check": name, "groups": args.split, "tp": group.size(), "rank": rank, "ok": False, "said": repr(err)[:1500]}
+            line = {
+                "check": name,
+                "groups": args.split,
+                "tp": group.size(),
+                "rank": rank,
+                "ok": False,
+                "said": repr(err)[:1500],
+            }
         line["seconds"] = round(time.time() - start, 2)
         if rank == 0 or not line["ok"]:
             print(json.dumps(line), flush=True)

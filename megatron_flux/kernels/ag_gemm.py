@@ -7,9 +7,9 @@ Shapes (``tp`` ranks, ``mp = m/tp`` rows each)
     row ``r``.
 
 Schedule
-    The own shard (put into the buffer before the launch) is first, then block 0 of rank+1, rank+2, …, block 1 of
-    rank+1, …: the order in which blocks arrive. A tile waits for its block, once per chunk of columns; nothing waits at
-    entry. Who moves the blocks:
+    The own shard is first, read from ``x`` (``ax`` and ``a`` are x and the buffer as operands), then block 0 of rank+1,
+    rank+2, …, block 1 of rank+1, …: the order in which blocks arrive. A tile waits for its block, once per chunk of
+    columns; nothing waits at entry. Who moves the blocks:
     * COMM = 0: the copy engine, enqueued before the kernel (LANES = 1). Costs no SM; at its best with large blocks and
       one
       writer per receiver.
@@ -154,8 +154,41 @@ def _push_tiles(
             publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch)
 
 
+@triton.jit
+def _store(
+    c,
+    c_ptr,
+    acc,
+    top,
+    inside,
+    pn,
+    mp,
+    n,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    TMA: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Write the tile at row ``inside`` of the shard that begins at row ``top``."""
+    if TMA and not MASK_ROWS:
+        if SPLIT:
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+            c.store([top + inside, pn * BN], left.to(DTYPE))
+            c.store([top + inside, pn * BN + BN // 2], right.to(DTYPE))
+        else:
+            c.store([top + inside, pn * BN], acc.to(DTYPE))
+    else:
+        rows = inside + tl.arange(0, BM)
+        cols = pn * BN + tl.arange(0, BN)
+        mask = (rows < mp)[:, None] & (cols < n)[None, :]
+        tl.store(c_ptr + (top + rows).to(tl.int64)[:, None] * n + cols[None, :], acc.to(DTYPE), mask=mask)
+
+
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit", "blocks"])
 def ag_gemm_kernel(
+    ax,
     a,
     b,
     c,
@@ -243,41 +276,40 @@ def ag_gemm_kernel(
         begin = 0
         start = 0 if pid >= COMM else SKIP
         rounds = SKIP + tl.cdiv(tl.maximum(total - SKIP * early - pid, 0), CTAS)
-    for turn in tl.range(start, rounds):
+    # Own tiles come first and read x itself: two loops, so that only one pipeline's buffers are alive at a time.
+    own = per * blocks
+    if SKIP < 0:
+        middle = tl.cdiv(tl.maximum(own - begin, 0), early)
+    else:
+        middle = min(tl.cdiv(tl.maximum(own - pid + COMM, 0), early), SKIP) if pid >= COMM else SKIP
+        middle += tl.cdiv(tl.maximum(own - SKIP * early - pid, 0), CTAS)
+    for turn in tl.range(start, middle):
         if SKIP < 0:
             t = begin + turn * early
         else:
             t = turn * early + pid - COMM if turn < SKIP else SKIP * early + (turn - SKIP) * CTAS + pid
-        q = t // per
-        src = rank
-        j = q
-        if q >= blocks:
-            j = (q - blocks) // (TP - 1)
-            src = (rank + 1 + (q - blocks) % (TP - 1)) % TP
         pm, pn = raster(t % per, rows_per_block, npn, GROUP)
-        row = src * mp + j * block_rows + pm * BM
+        inside = (t // per) * block_rows + pm * BM
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        acc = multiply(acc, ax, b, inside, pn * BN, 0, kt, mp, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
+        _store(c, c_ptr, acc, rank * mp, inside, pn, mp, n, BM, BN, TMA, MASK_ROWS, SPLIT, DTYPE)
+    for turn in tl.range(middle, rounds):
+        if SKIP < 0:
+            t = begin + turn * early
+        else:
+            t = turn * early + pid - COMM if turn < SKIP else SKIP * early + (turn - SKIP) * CTAS + pid
+        q = t // per - blocks
+        j = q // (TP - 1)
+        src = (rank + 1 + q % (TP - 1)) % TP
+        pm, pn = raster(t % per, rows_per_block, npn, GROUP)
+        inside = j * block_rows + pm * BM
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for kc in range(0, KCH):
-            if src != rank:
-                first = flag_off + ((src * blocks + j) * KCH + kc) * LANES
-                wait_flags(
-                    flags + first, LANES, max(COMM, 1), epoch, err, limit, OP_AG, src, j * KCH + kc, CPU, THREADS
-                )
+            first = flag_off + ((src * blocks + j) * KCH + kc) * LANES
+            wait_flags(flags + first, LANES, max(COMM, 1), epoch, err, limit, OP_AG, src, j * KCH + kc, CPU, THREADS)
             acc = multiply(
-                acc, a, b, row, pn * BN, kc * (CHUNK_K // BK), min((kc + 1) * (CHUNK_K // BK), kt), m, n, k,
-                BM, BN, BK, TRANSPOSED, TMA, CPU,
+                acc, a, b, src * mp + inside, pn * BN, kc * (CHUNK_K // BK), min((kc + 1) * (CHUNK_K // BK), kt), m, n,
+                k, BM, BN, BK, TRANSPOSED, TMA, CPU,
             )  # fmt: skip
-        if TMA and not MASK_ROWS:
-            if SPLIT:
-                left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-                c.store([row, pn * BN], left.to(DTYPE))
-                c.store([row, pn * BN + BN // 2], right.to(DTYPE))
-            else:
-                c.store([row, pn * BN], acc.to(DTYPE))
-        else:
-            rows = pm * BM + tl.arange(0, BM)
-            cols = pn * BN + tl.arange(0, BN)
-            inside = (j * block_rows + rows < mp)[:, None] & (cols < n)[None, :]
-            offs = (src * mp + j * block_rows + rows).to(tl.int64)[:, None] * n + cols[None, :]
-            tl.store(c_ptr + offs, acc.to(DTYPE), mask=inside)
+        _store(c, c_ptr, acc, src * mp, inside, pn, mp, n, BM, BN, TMA, MASK_ROWS, SPLIT, DTYPE)
     leave(ctrl, epochs, epoch, next_slot, CTAS)

@@ -54,6 +54,20 @@ def acquire_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
+def release_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
+    """Order what this thread knows to be written before its relaxed writes that follow."""
+    if not CPU:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, $1;",
+            "=r,r",
+            [_every_thread(THREADS)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def bulk_stores_done(CPU: tl.constexpr, THREADS: tl.constexpr):
     """Wait until this CTA's TMA stores have reached memory, wherever it is."""
     if not CPU:
@@ -126,11 +140,11 @@ def wait_flags(
 
 
 @triton.jit
-def publish(address, offset, epoch):
+def publish(address, offset, epoch, sem: tl.constexpr = "release"):
     """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64), after all this CTA wrote before a
     barrier.
     """
-    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem=sem, scope="sys")
 
 
 @triton.jit

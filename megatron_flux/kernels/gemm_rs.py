@@ -11,7 +11,7 @@ Schedule
     that (1) every link is busy all the time and evenly, and (2) a row block is complete on its owner early and its
     reduction hides behind the row blocks that follow. The last row blocks take their remote tiles first.
     A finished tile leaves at once by an asynchronous TMA store into the owner's workspace; its flag is written one
-    tile later, when the store has long arrived. Nobody waits for a store.
+    or two tiles later, when the store has long arrived. Nobody waits for a store.
     The remaining CTAs, and every CTA that has run out of tiles, reduce: they take pieces of own tiles in order from a
     counter, wait for the tile's ``tp`` flags and add the partials in fp32, in rank order.
 
@@ -44,6 +44,7 @@ from megatron_flux.kernels.device import (
     leave,
     multiply,
     publish,
+    release_fence,
     wait_flags,
 )
 
@@ -141,8 +142,11 @@ def gemm_rs_kernel(
     kt = tl.cdiv(k, BK)
     if ENTER:
         enter(flag_table, flags, entered_off, rank, epoch, err, limit, TP, CPU, THREADS)
-    pending = tl.zeros((), tl.int32) - 1  # flag of the tile whose store is still under way
-    owner = tl.load(flag_table + rank)
+    # Flags of up to two tiles whose stores are under way: publishing costs a system fence, two tiles share it.
+    flag0 = tl.zeros((), tl.int32) - 1
+    flag1 = tl.zeros((), tl.int32) - 1
+    owner0 = tl.load(flag_table + rank)
+    owner1 = owner0
     first = pid if pid < GEMM_CTAS else tiles * TP
     for t in tl.range(first, tiles * TP, GEMM_CTAS):
         step, rb, pn = _place(t, nrb, npn, rank, BAND, TP)
@@ -150,10 +154,14 @@ def gemm_rs_kernel(
         next_owner = tl.load(flag_table + dst)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         acc = multiply(acc, a, b, dst * mp + rb * BM, pn * BN, 0, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
-        if pending >= 0:
+        if flag1 >= 0:
             bulk_stores_done(CPU, THREADS)
             tl.debug_barrier()
-            publish(owner, pending, epoch)
+            release_fence(CPU, THREADS)
+            publish(owner0, flag0, epoch, "relaxed")
+            publish(owner1, flag1, epoch, "relaxed")
+            flag0 = flag1 * 0 - 1
+            flag1 = flag0
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * BM
         if TMA:
@@ -179,22 +187,30 @@ def gemm_rs_kernel(
             base = tl.load(data_table + dst).to(tl.pointer_type(DTYPE)) + row.to(tl.int64) * BN
             offs = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
             tl.store(base + offs, acc.to(DTYPE))
-        pending = flag_off + tile * TP + rank
-        owner = next_owner
-    if pending >= 0:
+        if flag0 < 0:
+            flag0 = flag_off + tile * TP + rank
+            owner0 = next_owner
+        else:
+            flag1 = flag_off + tile * TP + rank
+            owner1 = next_owner
+    if flag0 >= 0:
         bulk_stores_done(CPU, THREADS)
         tl.debug_barrier()
-        publish(owner, pending, epoch)
+        release_fence(CPU, THREADS)
+        publish(owner0, flag0, epoch, "relaxed")
+        if flag1 >= 0:
+            publish(owner1, flag1, epoch, "relaxed")
 
     if JOIN or pid >= GEMM_CTAS:
         ticket = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
         while ticket < tiles * PIECES:
+            following = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")  # its latency hides behind the piece
             tile = ticket // PIECES
             piece = ticket % PIECES
             wait_flags(flags + flag_off + tile * TP, TP, TP, epoch, err, limit, OP_RS, -1, tile, CPU, THREADS)
             row0 = (tile // npn) * BM
             col0 = (tile % npn) * BN
-            for part in range(0, BM * BN // (CHUNK * PIECES)):
+            for part in tl.static_range(BM * BN // (CHUNK * PIECES)):
                 e = (piece * (BM * BN // (CHUNK * PIECES)) + part) * CHUNK + tl.arange(0, CHUNK)
                 total = tl.zeros((CHUNK,), dtype=tl.float32)
                 for src in tl.static_range(TP):
@@ -203,5 +219,5 @@ def gemm_rs_kernel(
                 r = row0 + e // BN
                 c = col0 + e % BN
                 tl.store(out + r.to(tl.int64) * n + c, total.to(DTYPE), mask=(r < mp) & (c < n))
-            ticket = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
+            ticket = following
     leave(ctrl, epochs, epoch, next_slot, CTAS)

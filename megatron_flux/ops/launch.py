@@ -72,17 +72,14 @@ def all_gather_gemm(
     buffers = _buffers(work, turn.half, m, k, x.dtype)
     gathered = buffers[rank]
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-    finish = None
-    if plan.comm == 0:
-        finish = _copy_engine_push(x, work, turn, buffers, flag_off, block)
-    gathered[rank * mp : (rank + 1) * mp].copy_(x)
+    finish = _copy_engine_push(x, work, turn, buffers, flag_off, block, to_peers=plan.comm == 0)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
     per = triton.cdiv(block, plan.bm) * triton.cdiv(n, plan.bn)
     skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
     tma = _tma(x, weight, n, k)
     mask_rows = mp % plan.bm != 0
-    a = b = cd = weight
+    ax, a, b, cd = x, gathered, weight, weight
     push_rows, push_cols = (64, 256) if cuda else (16, 16)
     tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
     if tma_push:
@@ -100,9 +97,9 @@ def all_gather_gemm(
         a = _view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
         b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
         cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
-    else:
-        a = gathered
+        ax = _desc(x, plan.bm, plan.bk)
     ag_gemm_kernel[(sms,)](
+        ax,
         a,
         b,
         cd,
@@ -153,8 +150,7 @@ def all_gather_gemm(
         num_stages=plan.stages,
         num_warps=plan.warps,
     )
-    if finish is not None:
-        finish()
+    finish()
     work.end()
     return c, gathered
 
@@ -218,7 +214,7 @@ def gemm_reduce_scatter(
         GEMM_CTAS=sms - reducers,
         CTAS=sms,
         CHUNK=min(8192, plan.bm * plan.bn // 4),
-        PIECES=4 if plan.bm * plan.bn >= 4 * 8192 else 2,
+        PIECES=2,
         TRANSPOSED=transposed,
         TMA=tma,
         SPLIT=plan.split,
@@ -242,7 +238,6 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     buffers = _buffers(work, turn.half, mp * tp, k, x.dtype)
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
     finish = _copy_engine_push(x, work, turn, buffers, flag_off, mp)
-    buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
 
     def wait() -> None:
         gather_wait_kernel[(1,)](
@@ -267,11 +262,18 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
 
 
 def _copy_engine_push(
-    x: torch.Tensor, work: Slab, turn: Turn, buffers: list[torch.Tensor], flag_off: int, block: int
+    x: torch.Tensor,
+    work: Slab,
+    turn: Turn,
+    buffers: list[torch.Tensor],
+    flag_off: int,
+    block: int,
+    to_peers: bool = True,
 ) -> Callable[[], None]:
     """Enqueue the shard's blocks to all peers, in reverse ring order so that a receiver has one writer at a time.
 
-    Behind each block travels the epoch. Returns what makes the current stream wait for the copies.
+    Behind each block travels the epoch; the own copy is last. Returns what makes the current stream wait for the
+    copies.
     """
     mp = x.shape[0]
     tp, rank = work.group.size(), work.rank
@@ -292,9 +294,10 @@ def _copy_engine_push(
     moves = _view(work, ("ce", turn.half, mp, x.shape[1], x.dtype, block), views)
 
     def push() -> None:
-        for target, rows, flag in moves:
+        for target, rows, flag in moves if to_peers else ():
             target.copy_(x[rows])
             flag.copy_(epoch)
+        buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
 
     if not x.is_cuda:
         push()

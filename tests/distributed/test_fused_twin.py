@@ -44,7 +44,7 @@ def twin() -> Any:
 
 
 def integers(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(-3, 4, (rows, cols)).to(dtype)
+    return torch.randint(-1, 2, (rows, cols)).to(dtype)
 
 
 def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transposed: bool) -> None:

@@ -49,7 +49,7 @@ def poison(group: dist.ProcessGroup) -> None:
 def operands(group, mp, n, k, dtype, transposed, integer=False):
     def make(*shape):
         if integer:
-            return torch.randint(-2, 3, shape, device="cuda").to(dtype)
+            return torch.randint(-1, 2, shape, device="cuda").to(dtype)
         return torch.randn(*shape, device="cuda").to(dtype)
 
     tp = group.size()
@@ -88,7 +88,7 @@ def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=Fal
     exact = scatter_sum(xl.float() @ wt.float(), group)
     rs, rs_torch = error(z, exact), error(scatter_sum(xl @ wt, group), exact)
     if integer:
-        assert ag <= ag_torch and rs <= rs_torch and ag == rs == 0, f"integers are not exact: {ag} {rs}"
+        assert ag == rs == 0, f"integers are not exact: {ag} {rs}"
     assert ag <= 2 * ag_torch + 1e-6, f"all_gather_gemm error {ag} against torch's {ag_torch}"
     assert rs <= 2 * rs_torch + 1e-6, f"gemm_reduce_scatter error {rs} against torch's {rs_torch}"
     return f"mp={mp} n={n} k={k} {dtype} {transposed=} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
@@ -157,7 +157,8 @@ def poisoned_shard(group):
         xl[300, 7] = float("nan")
     y = ops.all_gather_gemm(xs, w, group, backend="fused")
     rows = y.isnan().any(1).nonzero().flatten().tolist()
-    assert rows == [bad * 256 + 3] and y[rows[0]].isnan().all(), rows
+    assert rows == [bad * 256 + 3], rows
+    assert y[rows[0]].isnan().all()
     z = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
     rows = z.isnan().any(1).nonzero().flatten().tolist()
     assert rows == ([300 - 256] if group.rank() == 1 else []), rows
@@ -179,7 +180,8 @@ def streams(group):
     first = {}
     for i, y, z in results:
         y0, z0 = first.setdefault(i, (y, z))
-        assert torch.equal(y, y0) and torch.equal(z, z0), f"call {i} differs"
+        assert torch.equal(y, y0), f"call {i} differs"
+        assert torch.equal(z, z0), f"call {i} differs"
     for i, (xs, _, w) in enumerate(inputs):
         assert error(first[i][0], gather(xs, group).float() @ w.float().t()) < 1e-2
     return "24 x 2 calls"

@@ -131,7 +131,7 @@ def _case(
         "nccl_ms": ms["nccl"],
         "serial_ms": ms["serial"],
         "async_tp_ms": ms.get("async_tp"),
-        "pipelined_ms": None,
+        "pipelined_ms": ms.get("async_tp"),
         "fused_ms": ms["fused"],
         "tuned_ms": ms["tuned"],
         "tuned_choice": _choice(case, group),
@@ -186,7 +186,7 @@ def _methods(case: Case, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[s
         peer = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)  # noqa: E731
     importlib.import_module("torch.distributed._symmetric_memory")  # registers the peer's operators
 
-    methods["async_tp"] = peer
+    methods["async_tp"] = peer  # which is also the pipelined backend
     return methods
 
 

@@ -7,9 +7,9 @@ Shapes (``tp`` ranks, ``mp = m/tp`` rows each)
     row ``r``.
 
 Schedule
-    The own shard is first, read from ``x`` (``ax`` and ``a`` are x and the buffer as operands), then block 0 of rank+1,
-    rank+2, …, block 1 of rank+1, …: the order in which blocks arrive. A tile waits for its block, once per chunk of
-    columns; nothing waits at entry. Who moves the blocks:
+    The own shard (put into the buffer before the launch) is first, then block 0 of rank+1, rank+2, …, block 1 of
+    rank+1, …: the order in which blocks arrive. A tile waits for its block, once per chunk of columns; nothing waits at
+    entry. Who moves the blocks:
     * COMM = 0: the copy engine, enqueued before the kernel (LANES = 1). Costs no SM; at its best with large blocks and
       one
       writer per receiver.
@@ -49,10 +49,10 @@ def _push(
     k,
     blocks,
     block_rows,
+    chunk_k,
     pid,
     TP: tl.constexpr,
     KCH: tl.constexpr,
-    CHUNK_K: tl.constexpr,
     COMM: tl.constexpr,
     LANES: tl.constexpr,
     PR: tl.constexpr,
@@ -75,10 +75,10 @@ def _push(
         r_from = top + pid * strip
         r_to = min(min(r_from + strip, top + block_rows), mp)
         for kc in range(0, KCH):
-            c_to = min((kc + 1) * CHUNK_K, k)
+            c_to = min((kc + 1) * chunk_k, k)
             for r0 in range(r_from, r_to, PR):
                 rows = r0 + tl.arange(0, PR)
-                for c0 in range(kc * CHUNK_K, c_to, PC):
+                for c0 in range(kc * chunk_k, c_to, PC):
                     cols = c0 + tl.arange(0, PC)
                     mask = (rows < r_to)[:, None] & (cols < c_to)[None, :]
                     offs = rows.to(tl.int64)[:, None] * k + cols[None, :]
@@ -96,7 +96,7 @@ def _push(
             tl.debug_barrier()
             for step in tl.static_range(1, TP):
                 peer = tl.load(flag_table + (rank + TP - step) % TP)
-                publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch)
+                publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch, "release")
 
 
 @triton.jit
@@ -116,10 +116,10 @@ def _push_tiles(
     mp,
     blocks,
     block_rows,
+    chunk_k,
     pid,
     TP: tl.constexpr,
     KCH: tl.constexpr,
-    CHUNK_K: tl.constexpr,
     COMM: tl.constexpr,
     LANES: tl.constexpr,
     PR: tl.constexpr,
@@ -129,13 +129,13 @@ def _push_tiles(
 ):
     """Send the CTA's share of the tiles of every block and chunk by TMA; ``block_rows`` is a multiple of ``PR``."""
     down = block_rows // PR
-    tiles = down * (CHUNK_K // PC)
+    tiles = down * (chunk_k // PC)
     for unit in range(0, blocks * KCH):
         j = unit // KCH
         kc = unit % KCH
         for t in range(pid, tiles, COMM):
             row = j * block_rows + (t % down) * PR
-            col = kc * CHUNK_K + (t // down) * PC
+            col = kc * chunk_k + (t // down) * PC
             tile = xd.load([row, col])
             row += rank * mp
             p1.store([row, col], tile)
@@ -151,44 +151,11 @@ def _push_tiles(
         tl.debug_barrier()
         for step in tl.static_range(1, TP):
             peer = tl.load(flag_table + (rank + TP - step) % TP)
-            publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch)
-
-
-@triton.jit
-def _store(
-    c,
-    c_ptr,
-    acc,
-    top,
-    inside,
-    pn,
-    mp,
-    n,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    TMA: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Write the tile at row ``inside`` of the shard that begins at row ``top``."""
-    if TMA and not MASK_ROWS:
-        if SPLIT:
-            left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-            c.store([top + inside, pn * BN], left.to(DTYPE))
-            c.store([top + inside, pn * BN + BN // 2], right.to(DTYPE))
-        else:
-            c.store([top + inside, pn * BN], acc.to(DTYPE))
-    else:
-        rows = inside + tl.arange(0, BM)
-        cols = pn * BN + tl.arange(0, BN)
-        mask = (rows < mp)[:, None] & (cols < n)[None, :]
-        tl.store(c_ptr + (top + rows).to(tl.int64)[:, None] * n + cols[None, :], acc.to(DTYPE), mask=mask)
+            publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch, "release")
 
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit", "blocks"])
 def ag_gemm_kernel(
-    ax,
     a,
     b,
     c,
@@ -221,13 +188,13 @@ def ag_gemm_kernel(
     rank,
     blocks,
     block_rows,
+    chunk_k,
     TP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     KCH: tl.constexpr,
-    CHUNK_K: tl.constexpr,
     COMM: tl.constexpr,
     SKIP: tl.constexpr,
     LANES: tl.constexpr,
@@ -253,13 +220,13 @@ def ag_gemm_kernel(
         if pid < COMM:
             if TMA_PUSH:
                 _push_tiles(
-                    xd, p1, p2, p3, p4, p5, p6, p7, flag_table, flag_off, rank, epoch, mp, blocks, block_rows, pid,
-                    TP, KCH, CHUNK_K, COMM, LANES, PR, PC, CPU, THREADS,
+                    xd, p1, p2, p3, p4, p5, p6, p7, flag_table, flag_off, rank, epoch, mp, blocks, block_rows, chunk_k,
+                    pid, TP, KCH, COMM, LANES, PR, PC, CPU, THREADS,
                 )  # fmt: skip
             else:
                 _push(
-                    x, data_table, flag_table, buf_off, flag_off, rank, epoch, mp, k, blocks, block_rows, pid,
-                    TP, KCH, CHUNK_K, COMM, LANES, PR, PC, DTYPE,
+                    x, data_table, flag_table, buf_off, flag_off, rank, epoch, mp, k, blocks, block_rows, chunk_k,
+                    pid, TP, KCH, COMM, LANES, PR, PC, DTYPE,
                 )  # fmt: skip
     npn = tl.cdiv(n, BN)
     rows_per_block = tl.cdiv(block_rows, BM)
@@ -276,40 +243,41 @@ def ag_gemm_kernel(
         begin = 0
         start = 0 if pid >= COMM else SKIP
         rounds = SKIP + tl.cdiv(tl.maximum(total - SKIP * early - pid, 0), CTAS)
-    # Own tiles come first and read x itself: two loops, so that only one pipeline's buffers are alive at a time.
-    own = per * blocks
-    if SKIP < 0:
-        middle = tl.cdiv(tl.maximum(own - begin, 0), early)
-    else:
-        middle = min(tl.cdiv(tl.maximum(own - pid + COMM, 0), early), SKIP) if pid >= COMM else SKIP
-        middle += tl.cdiv(tl.maximum(own - SKIP * early - pid, 0), CTAS)
-    for turn in tl.range(start, middle):
+    for turn in tl.range(start, rounds):
         if SKIP < 0:
             t = begin + turn * early
         else:
             t = turn * early + pid - COMM if turn < SKIP else SKIP * early + (turn - SKIP) * CTAS + pid
+        q = t // per
+        src = rank
+        j = q
+        if q >= blocks:
+            j = (q - blocks) // (TP - 1)
+            src = (rank + 1 + (q - blocks) % (TP - 1)) % TP
         pm, pn = raster(t % per, rows_per_block, npn, GROUP)
-        inside = (t // per) * block_rows + pm * BM
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = multiply(acc, ax, b, inside, pn * BN, 0, kt, mp, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
-        _store(c, c_ptr, acc, rank * mp, inside, pn, mp, n, BM, BN, TMA, MASK_ROWS, SPLIT, DTYPE)
-    for turn in tl.range(middle, rounds):
-        if SKIP < 0:
-            t = begin + turn * early
-        else:
-            t = turn * early + pid - COMM if turn < SKIP else SKIP * early + (turn - SKIP) * CTAS + pid
-        q = t // per - blocks
-        j = q // (TP - 1)
-        src = (rank + 1 + q % (TP - 1)) % TP
-        pm, pn = raster(t % per, rows_per_block, npn, GROUP)
-        inside = j * block_rows + pm * BM
+        row = src * mp + j * block_rows + pm * BM
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for kc in range(0, KCH):
-            first = flag_off + ((src * blocks + j) * KCH + kc) * LANES
-            wait_flags(flags + first, LANES, max(COMM, 1), epoch, err, limit, OP_AG, src, j * KCH + kc, CPU, THREADS)
+            if src != rank:
+                first = flag_off + ((src * blocks + j) * KCH + kc) * LANES
+                wait_flags(
+                    flags + first, LANES, max(COMM, 1), epoch, err, limit, OP_AG, src, j * KCH + kc, CPU, THREADS
+                )
             acc = multiply(
-                acc, a, b, src * mp + inside, pn * BN, kc * (CHUNK_K // BK), min((kc + 1) * (CHUNK_K // BK), kt), m, n,
-                k, BM, BN, BK, TRANSPOSED, TMA, CPU,
+                acc, a, b, row, pn * BN, kc * (chunk_k // BK), min((kc + 1) * (chunk_k // BK), kt), m, n, k,
+                BM, BN, BK, TRANSPOSED, TMA, CPU,
             )  # fmt: skip
-        _store(c, c_ptr, acc, src * mp, inside, pn, mp, n, BM, BN, TMA, MASK_ROWS, SPLIT, DTYPE)
+        if TMA and not MASK_ROWS:
+            if SPLIT:
+                left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+                c.store([row, pn * BN], left.to(DTYPE))
+                c.store([row, pn * BN + BN // 2], right.to(DTYPE))
+            else:
+                c.store([row, pn * BN], acc.to(DTYPE))
+        else:
+            rows = pm * BM + tl.arange(0, BM)
+            cols = pn * BN + tl.arange(0, BN)
+            inside = (j * block_rows + rows < mp)[:, None] & (cols < n)[None, :]
+            offs = (src * mp + j * block_rows + rows).to(tl.int64)[:, None] * n + cols[None, :]
+            tl.store(c_ptr + offs, acc.to(DTYPE), mask=inside)
     leave(ctrl, epochs, epoch, next_slot, CTAS)

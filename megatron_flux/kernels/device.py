@@ -140,7 +140,7 @@ def wait_flags(
 
 
 @triton.jit
-def publish(address, offset, epoch, sem: tl.constexpr = "release"):
+def publish(address, offset, epoch, sem: tl.constexpr):
     """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64), after all this CTA wrote before a
     barrier.
     """
@@ -152,7 +152,7 @@ def enter(table, flags, offset, rank, epoch, err, limit, TP: tl.constexpr, CPU: 
     """Tell every peer that this rank has begun the call, and wait until all have: for calls without double buffer."""
     if tl.program_id(0) == 0:
         for step in tl.static_range(TP):
-            publish(tl.load(table + (rank + 1 + step) % TP), offset + rank, epoch)
+            publish(tl.load(table + (rank + 1 + step) % TP), offset + rank, epoch, "release")
     wait_flags(flags + offset, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
 
 

@@ -7,7 +7,7 @@ Shapes (``tp`` ranks, ``mp = m/tp`` rows each)
     ``t``.
 
 Schedule
-    CTAs ``0 … GEMM_CTAS-1`` compute. Row blocks are taken a few per destination at a time, for *all* destinations, so
+    CTAs ``0 … gemm_ctas-1`` compute. Row blocks are taken a few per destination at a time, for *all* destinations, so
     that (1) every link is busy all the time and evenly, and (2) a row block is complete on its owner early and its
     reduction hides behind the row blocks that follow. The last row blocks take their remote tiles first.
     A finished tile leaves at once by an asynchronous TMA store into the owner's workspace; its flag is written one
@@ -115,12 +115,12 @@ def gemm_rs_kernel(
     k,
     mp,
     rank,
+    gemm_ctas,
     TP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BAND: tl.constexpr,
-    GEMM_CTAS: tl.constexpr,
     CTAS: tl.constexpr,
     CHUNK: tl.constexpr,
     PIECES: tl.constexpr,
@@ -147,8 +147,8 @@ def gemm_rs_kernel(
     flag1 = tl.zeros((), tl.int32) - 1
     owner0 = tl.load(flag_table + rank)
     owner1 = owner0
-    first = pid if pid < GEMM_CTAS else tiles * TP
-    for t in tl.range(first, tiles * TP, GEMM_CTAS):
+    first = pid if pid < gemm_ctas else tiles * TP
+    for t in tl.range(first, tiles * TP, gemm_ctas):
         step, rb, pn = _place(t, nrb, npn, rank, BAND, TP)
         dst = (rank + 1 + step) % TP
         next_owner = tl.load(flag_table + dst)
@@ -201,7 +201,7 @@ def gemm_rs_kernel(
         if flag1 >= 0:
             publish(owner1, flag1, epoch, "relaxed")
 
-    if JOIN or pid >= GEMM_CTAS:
+    if JOIN or pid >= gemm_ctas:
         ticket = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
         while ticket < tiles * PIECES:
             following = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")  # its latency hides behind the piece

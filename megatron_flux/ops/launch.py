@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
-from megatron_flux.errors import UserError
+from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
@@ -25,6 +25,7 @@ from megatron_flux.ops.plan import Plan
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
+TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
 
 
 @functools.cache
@@ -72,14 +73,17 @@ def all_gather_gemm(
     buffers = _buffers(work, turn.half, m, k, x.dtype)
     gathered = buffers[rank]
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-    finish = _copy_engine_push(x, work, turn, buffers, flag_off, block, to_peers=plan.comm == 0)
+    finish = None
+    if plan.comm == 0:
+        finish = _copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
+    _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
     per = triton.cdiv(block, plan.bm) * triton.cdiv(n, plan.bn)
     skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
     tma = _tma(x, weight, n, k)
     mask_rows = mp % plan.bm != 0
-    ax, a, b, cd = x, gathered, weight, weight
+    a = b = cd = weight
     push_rows, push_cols = (64, 256) if cuda else (16, 16)
     tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
     if tma_push:
@@ -97,9 +101,9 @@ def all_gather_gemm(
         a = _view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
         b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
         cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
-        ax = _desc(x, plan.bm, plan.bk)
+    else:
+        a = gathered
     ag_gemm_kernel[(sms,)](
-        ax,
         a,
         b,
         cd,
@@ -125,13 +129,13 @@ def all_gather_gemm(
         rank,
         blocks,
         block,
+        chunk_k,
         TP=tp,
         BM=plan.bm,
         BN=plan.bn,
         BK=plan.bk,
         GROUP=plan.group,
         KCH=chunks,
-        CHUNK_K=chunk_k,
         COMM=plan.comm,
         SKIP=skip,
         LANES=lanes,
@@ -150,7 +154,8 @@ def all_gather_gemm(
         num_stages=plan.stages,
         num_warps=plan.warps,
     )
-    finish()
+    if finish is not None:
+        finish()
     work.end()
     return c, gathered
 
@@ -206,12 +211,12 @@ def gemm_reduce_scatter(
         k,
         mp,
         rank,
+        sms - reducers,
         TP=tp,
         BM=plan.bm,
         BN=plan.bn,
         BK=plan.bk,
         BAND=plan.band,
-        GEMM_CTAS=sms - reducers,
         CTAS=sms,
         CHUNK=min(8192, plan.bm * plan.bn // 4),
         PIECES=2,
@@ -238,6 +243,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     buffers = _buffers(work, turn.half, mp * tp, k, x.dtype)
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
     finish = _copy_engine_push(x, work, turn, buffers, flag_off, mp)
+    buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
 
     def wait() -> None:
         gather_wait_kernel[(1,)](
@@ -268,45 +274,73 @@ def _copy_engine_push(
     buffers: list[torch.Tensor],
     flag_off: int,
     block: int,
-    to_peers: bool = True,
+    pace: bool = False,
 ) -> Callable[[], None]:
     """Enqueue the shard's blocks to all peers, in reverse ring order so that a receiver has one writer at a time.
 
-    Behind each block travels the epoch; the own copy is last. Returns what makes the current stream wait for the
+    Behind each block travels the epoch. With ``pace`` (whole shards only) the order is enforced: rank r begins step d
+    when rank r-1, which wrote to the same receiver in step d-1, says that it has finished. Without it ranks drift,
+    several write to one receiver and the copy engines slow down. Returns what makes the current stream wait for the
     copies.
     """
     mp = x.shape[0]
     tp, rank = work.group.size(), work.rank
     blocks = triton.cdiv(mp, block)
+    pace = pace and x.is_cuda and blocks == 1 and tp > 2
+    base = turn.half * FLAG_WORDS + TOKENS
 
-    def views() -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
+    def views() -> list[tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
         found = []
         for j in range(blocks):
             for step in range(1, tp):
-                peer = (rank - step) % tp
+                peer, follower = (rank - step) % tp, (rank + 1) % tp
                 rows = slice(j * block, min((j + 1) * block, mp))
                 target = buffers[peer][rank * mp + rows.start : rank * mp + rows.stop]
                 word = flag_off + rank * blocks + j
-                found.append((target, rows, work.flags[peer][word : word + 1]))
+                mine = work.flags[rank][base + step : base + step + 1]
+                theirs = work.flags[follower][base + step + 1 : base + step + 2]
+                found.append((target, rows, work.flags[peer][word : word + 1], mine, theirs))
         return found
 
     epoch = work.epochs[turn.half : turn.half + 1]
     moves = _view(work, ("ce", turn.half, mp, x.shape[1], x.dtype, block), views)
 
-    def push() -> None:
-        for target, rows, flag in moves if to_peers else ():
+    def push(side: torch.cuda.Stream | None) -> None:
+        for i, (target, rows, flag, mine, theirs) in enumerate(moves):
+            if pace and side is not None and i > 0:
+                _stream_wait(side, mine, work.calls)
             target.copy_(x[rows])
             flag.copy_(epoch)
-        buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
+            if pace and i < len(moves) - 1:
+                theirs.copy_(epoch)
 
     if not x.is_cuda:
-        push()
+        push(None)
         return lambda: None
     side = _view(work, ("side",), lambda: torch.cuda.Stream(x.device, priority=-1))
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        push()
+        push(side)
     return lambda: torch.cuda.current_stream().wait_stream(side)
+
+
+def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
+    """A kernel and not a memcpy: the copy engines are busy with the peers' shards."""
+    bits = {2: torch.int16, 4: torch.int32}[source.element_size()]
+    torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
+
+
+def _stream_wait(stream: torch.cuda.Stream, word: torch.Tensor, value: int) -> None:
+    """Hold ``stream`` until ``word`` (int32) has reached ``value``.
+
+    Not bounded by itself: the kernel of the same call is, and its trap ends the process.
+    """
+    from cuda.bindings import driver
+
+    flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    (status,) = driver.cuStreamWaitValue32(stream.cuda_stream, word.data_ptr(), value & 0xFFFFFFFF, flag)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise OperatorError(f"cuStreamWaitValue32 failed: {status}")
 
 
 def _buffers(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:

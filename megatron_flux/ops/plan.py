@@ -26,6 +26,8 @@ class Plan:
     """all_gather_gemm: CTAs that push; 0 is the copy engine."""
     skip: int = 0
     """all_gather_gemm: rounds of tiles that pushing CTAs sit out; -1 is all."""
+    pace: bool = False
+    """all_gather_gemm by copy engine: one writer per receiver, enforced."""
     block: int = 0
     """all_gather_gemm: rows that travel together; 0 is a shard."""
     chunks: int = 1
@@ -45,15 +47,14 @@ def ag_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
     """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner."""
     if mp * tp >= 4096 and n >= 2048:
         return Plan()
-    plan = Plan(comm=min(16, sms // 4), skip=1, block=_block(mp, 128), chunks=1)
-    if mp < 128:
-        plan = replace(plan, block=0)
-    return plan
+    if n < 2048:
+        return Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128)
+    return Plan(comm=12, skip=1, block=_block(mp, 128))
 
 
 def rs_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
     """The plan of a gemm_reduce_scatter with ``mp`` rows a rank, without a tuner."""
-    return Plan(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 20)
+    return Plan(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
 
 
 def _block(mp: int, rows: int) -> int:
@@ -68,13 +69,11 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int) -> list[Plan
         found = [
             ag_plan(mp, n, k, tp, sms),
             Plan(),
-            Plan(comm=16, skip=-1, block=_block(mp, 128), bn=128),
-            Plan(comm=12, skip=1, chunks=4),
+            Plan(pace=True),
+            Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128),
+            Plan(comm=12, skip=1, block=_block(mp, 128)),
         ]
     else:
-        band = max(1, 8 // tp)
-        found = [rs_plan(mp, n, k, tp, sms)]
-        found += [Plan(stages=3, split=False, band=band, reducers=r) for r in (4, 12, 20)]
-    if mp <= 64:
-        found += [Plan(bm=64, bn=128, split=False, reducers=20, comm=0 if op != "all_gather_gemm" else 8, skip=0)]
+        first = rs_plan(mp, n, k, tp, sms)
+        found = [first] + [replace(first, reducers=r) for r in (4, 12)]
     return list(dict.fromkeys(found))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.ops.tuner import TunedBackend
 
@@ -61,7 +62,8 @@ def get_backend(name: str) -> Any:
 
 
 # auto takes the last that can run the call: fused and tuned are asked for by name until they are proven.
-_reference, _fused = ReferenceBackend(), FusedBackend()
+_reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()
+register_backend(_pipelined)
 register_backend(_fused)
-register_backend(TunedBackend(_reference, _fused))
+register_backend(TunedBackend(_reference, _pipelined, _fused))
 register_backend(_reference)

@@ -1,9 +1,10 @@
 """The ``tuned`` backend: measures once per call shape which backend and plan is fastest, and keeps the answer.
 
 Contract
-    * Candidates are ``reference`` and a short list of fused plans; what is kept is the fastest by the slowest rank's
+    * Candidates are ``reference``, ``pipelined`` and a short list of fused plans; what is kept is the fastest by the
+      slowest rank's
       median,
-      so a tuned call is never slower than ``reference`` was in that measurement. A fused plan must win by 1 %.
+      so a tuned call is never slower than ``reference`` was in that measurement. Others must win by 1 %.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the
       group's first rank and broadcast. One collective per new shape, none afterwards.
@@ -35,6 +36,7 @@ from megatron_flux.comm import topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.version import __version__
@@ -90,9 +92,10 @@ class TunedBackend:
 
     name = "tuned"
 
-    def __init__(self, reference: ReferenceBackend, fused: FusedBackend) -> None:
+    def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend, fused: FusedBackend) -> None:
         """``fused`` also answers what this backend can run."""
         self.reference = reference
+        self.pipelined = pipelined
         self.fused = fused
         self.answers: dict[tuple[str, str], dict[str, Any]] = {}
         """By group and key; filled as shapes come."""
@@ -142,6 +145,8 @@ class TunedBackend:
         answer = self.answer(op, run, x, m, n, k, group, transposed)
         if answer["backend"] == "reference":
             return run(self.reference)
+        if answer["backend"] == "pipelined":
+            return run(self.reference if torch.cuda.is_current_stream_capturing() else self.pipelined)
         return self._with_plan(run, Plan(**answer["plan"]))
 
     def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
@@ -190,7 +195,11 @@ class TunedBackend:
         from megatron_flux.ops.launch import sm_count
 
         device = torch.device("cuda", torch.cuda.current_device())
-        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
+        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {
+            "reference": (None, lambda: run(self.reference)),
+            "pipelined": (None, lambda: run(self.pipelined)),
+        }
+        ways["pipelined"][1]()  # allocates its workspace
         for plan in candidates(op, m // group.size(), n, k, group.size(), sm_count(device)):
 
             def way(plan: Plan = plan) -> Any:
@@ -206,7 +215,7 @@ class TunedBackend:
         best = min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
         chosen = ways[best][0]
         return {
-            "backend": "reference" if chosen is None else "fused",
+            "backend": best if chosen is None else "fused",
             "plan": None if chosen is None else asdict(chosen),
             "ms": {name: round(value, 4) for name, value in ms.items()},
         }

@@ -104,14 +104,10 @@ def shapes(group):
     return last
 
 
-def plans(group):
+def with_plans(group, *chosen):
     b, done = backend(), []
     try:
-        for plan in (
-            Plan(comm=8, skip=1, block=128), Plan(comm=4, skip=-1), Plan(comm=16, skip=1, chunks=4),
-            Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(block=128), Plan(bm=64, bn=128, split=False),
-            Plan(stages=3, split=False, band=2, reducers=20), Plan(bn=128, reducers=8, band=4),
-        ):  # fmt: skip
+        for plan in chosen:
             b.plan = plan
             compare(group, 512, 1280, 1024)
             compare(group, 256, 520, 1032, transposed=True)
@@ -119,6 +115,21 @@ def plans(group):
     finally:
         b.plan = None
     return "; ".join(done)
+
+
+def plans(group):
+    """What the tuner chooses from."""
+    return with_plans(
+        group, Plan(), Plan(pace=True), Plan(comm=24, skip=-1, block=128, bn=128), Plan(comm=12, skip=1, block=128),
+        Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
+    )  # fmt: skip
+
+
+def more_plans(group):
+    return with_plans(
+        group, Plan(block=128, reducers=20, band=2), Plan(comm=4, skip=-1), Plan(comm=16, skip=1, chunks=4),
+        Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(bm=64, bn=128, split=False), Plan(bn=128, band=4),
+    )  # fmt: skip
 
 
 def repeated(group):
@@ -247,6 +258,7 @@ def bench_shapes(group):
 CHECKS: dict[str, Check] = {
     "shapes": shapes,
     "plans": plans,
+    "more_plans": more_plans,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,
     "streams": streams,

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.bench import plot
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing, interleaved
 from megatron_flux.comm import slab, topology
@@ -42,7 +43,7 @@ def run(
     log: Callable[[str], None] = print,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure ``cases`` and write ``summary.json`` and ``rounds.jsonl`` into ``out`` (first rank).
+    """Measure ``cases`` and write ``summary.json``, ``rounds.jsonl`` and ``plot.svg`` into ``out`` (first rank).
 
     Args:
         cases: see :func:`megatron_flux.bench.shapes.cases`.
@@ -97,6 +98,7 @@ def run(
             with (out / "rounds.jsonl").open("a") as file:
                 file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
             (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            plot.write(summary, out / "plot.svg")
         torch.cuda.empty_cache()
     return summary
 

@@ -83,7 +83,7 @@ class Slab:
     alarm: watch.Alarm
     keep: Any = None
     calls: int = 0
-    views: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    views: dict[Any, Any] = field(default_factory=dict)
     """Whatever operators want to keep per slab: views, descriptors."""
     _stream: torch.cuda.Stream | None = None
     _event: torch.cuda.Event | None = None

@@ -16,6 +16,7 @@ whose SMs are held by this one. ``MEGATRON_FLUX_SM_MARGIN`` leaves that many SMs
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 
@@ -66,7 +67,7 @@ class FusedBackend:
             return f"it needs a group of 2, 4 or 8 ranks, not {group.size()}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        if torch.cuda.get_device_capability(x.device) < (8, 0):
+        if _capability(x.device) < (8, 0):
             return f"it needs compute capability 8.0, {torch.cuda.get_device_name(x.device)} has less"
         link = topology.probe(group, x.device)
         if link.kind == "none":
@@ -119,6 +120,11 @@ class FusedBackend:
         agree(group, f"all_gather {tuple(x.shape)} {x.dtype}", x.device)
         work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
         return launch.all_gather(x, work)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _capturing(x: torch.Tensor) -> bool:

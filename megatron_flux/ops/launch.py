@@ -236,7 +236,13 @@ def gemm_reduce_scatter(
 
 
 def all_gather(x: torch.Tensor, work: Slab) -> Pending:
-    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards."""
+    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards.
+
+    One gather is open at a time: starting another waits for it first.
+    """
+    unfinished = work.views.pop("open", None)
+    if unfinished is not None:
+        unfinished.wait()
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     turn = work.begin()
@@ -263,8 +269,12 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
         )
         finish()
         work.end()
+        if work.views.get("open") is pending:
+            del work.views["open"]
 
-    return Pending(buffers[rank], wait, keep=(x,))
+    pending = Pending(buffers[rank], wait, keep=(x,))
+    work.views["open"] = pending
+    return pending
 
 
 def _copy_engine_push(

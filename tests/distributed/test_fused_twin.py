@@ -121,6 +121,22 @@ def epochs_wrap() -> None:
     slab.pool.clear()
 
 
+def two_gathers_open() -> None:
+    backend = twin()
+    group = dist.group.WORLD
+    a, b = integers(8, 16, torch.float16), integers(8, 16, torch.float16)
+    first = backend.all_gather(a, group, async_op=True)
+    second = backend.all_gather(b, group, async_op=True)
+    wants = []
+    for x in (a, b):
+        want = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(want, x)
+        wants.append(torch.cat(want))
+    assert torch.equal(second.wait(), wants[1])
+    assert torch.equal(first.wait(), wants[0])
+    compare(backend, 16, 32, 32, torch.float16, False)
+
+
 def peer_never_comes() -> str | None:
     from megatron_flux.comm import slab
 
@@ -166,6 +182,10 @@ def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: Plan) ->
 
 def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:
     world2.run(captured_between_eager)
+
+
+def test_second_gather_finishes_the_first(world2: WorkerPool) -> None:
+    world2.run(two_gathers_open)
 
 
 def test_late_rank_is_waited_for(world2: WorkerPool) -> None:

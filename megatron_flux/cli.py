@@ -125,7 +125,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
             rank = f" rank {os.environ['RANK']}:" if "RANK" in os.environ else ""
             print(f"megatron-flux: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        sys.exit(2 if isinstance(error, UserError) else getattr(error, "exit_code", 1))
 
 
 if __name__ == "__main__":

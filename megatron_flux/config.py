@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """How patched layers run.
-
-    Raises:
-        UserError: on first use of a layer, if ``backend`` is not a registered backend (the message lists them).
-    """
+    """How patched layers run; checked by :func:`megatron_flux.patch`."""
 
     backend: str = "auto"
     """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""

@@ -24,3 +24,12 @@ class FallbackError(FluxError):
 
 class OperatorError(FluxError):
     """A fused operator failed on this rank: the message names rank, operator, peers and shape."""
+
+
+class InterruptedRunError(FluxError):
+    """Somebody sent the launcher a signal; ``exit_code`` is what a shell expects then."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        """``signal_number`` is the signal that ended the run."""
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -12,8 +12,7 @@ shape. How long a lost peer goes unnoticed is the process group's own time-out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@contextmanager
-def _named(operator: str, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # torch.distributed's own errors derive from RuntimeError
-        raise OperatorError(describe_failure(operator, x, group, error)) from error
+FAILURES = (RuntimeError, ValueError)
+"""What a collective raises: torch.distributed's own errors derive from RuntimeError."""
 
 
 def describe_failure(operator: str, x: torch.Tensor, group: dist.ProcessGroup, error: BaseException) -> str:
@@ -48,27 +43,35 @@ def describe_failure(operator: str, x: torch.Tensor, group: dist.ProcessGroup, e
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:
     """Start gathering ``x`` ``[m/tp, k]`` (contiguous) to ``[m, k]``; finished on return unless ``async_op``."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    with _named("all_gather", x, group):
-        work = _all_gather_single(gathered, x, group=group, async_op=async_op)
-    return _pending(gathered, work, "all_gather", x, group)
+    return _start("all_gather", _all_gather_single, gathered, x, group, async_op)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:
     """Start summing ``x`` ``[m, n]`` (contiguous) over ranks into ``[m/tp, n]``; finished unless ``async_op``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    with _named("reduce_scatter", x, group):
-        work = _reduce_scatter_single(shard, x, group=group, async_op=async_op)
-    return _pending(shard, work, "reduce_scatter", x, group)
+    return _start("reduce_scatter", _reduce_scatter_single, shard, x, group, async_op)
 
 
-def _pending(
-    result: torch.Tensor, work: dist.Work | None, operator: str, x: torch.Tensor, group: dist.ProcessGroup
+def _start(
+    operator: str,
+    collective: Callable[..., dist.Work | None],
+    result: torch.Tensor,
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool,
 ) -> Pending:
+    # Plain try statements: this is on the path of every layer, and a context manager costs as much as the rest of it.
+    try:
+        work = collective(result, x, group=group, async_op=async_op)
+    except FAILURES as error:
+        raise OperatorError(describe_failure(operator, x, group, error)) from error
     if work is None:
         return Pending(result)
 
     def wait() -> None:
-        with _named(operator, x, group):
+        try:
             work.wait()
+        except FAILURES as error:
+            raise OperatorError(describe_failure(operator, x, group, error)) from error
 
     return Pending(result, wait, keep=(x,))

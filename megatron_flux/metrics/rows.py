@@ -110,7 +110,7 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{relative(summary['max_relative_loss_difference'])} over {both} iterations",
         ),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
-        ("active flux layers (this rank)", UNKNOWN if layers is None else str(layers)),
+        ("active flux layers", UNKNOWN if layers is None else str(layers)),
         *(("fallback to stock", line) for line in fallbacks or ["none"]),
         *(("note", note) for note in summary["notes"]),
     ]

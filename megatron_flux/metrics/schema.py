@@ -50,7 +50,7 @@ FIELDS: tuple[Field, ...] = (
         "A B B A is baseline 0, flux 1, flux 2, baseline 3",
     ),
     Field("warmup", "bool", "", "left out of timing statistics; its loss counts like any other"),
-    Field("flux/active_layers", "int", "1", "linear layers of this rank that flux runs"),
+    Field("flux/active_layers", "int", "1", "linear layers that flux runs, in one copy of the model"),
     Field("flux/all_gather_gemm_calls", "int", "1/iteration", "calls of all_gather_gemm on this rank"),
     Field("flux/gemm_reduce_scatter_calls", "int", "1/iteration", "calls of gemm_reduce_scatter on this rank"),
     Field("flux/bytes_received", "int", "byte/iteration", "bytes this rank's operators received from their peers"),

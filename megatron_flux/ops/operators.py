@@ -12,7 +12,9 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,23 @@ from megatron_flux.ops.registry import select
 from megatron_flux.ops.stats import stats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+_Operator = TypeVar("_Operator", bound=Callable[..., Any])
+
+
+def _without_grad(operator: _Operator) -> _Operator:
+    """Run without recording for autograd. Inside an autograd function that is so already, and costs nothing."""
+
+    @functools.wraps(operator)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return operator(*args, **kwargs)
+        with torch.no_grad():
+            return operator(*args, **kwargs)
+
+    return cast(_Operator, call)
 
 
 @overload
@@ -48,7 +67,7 @@ def all_gather_gemm(
     return_gathered: Literal[True],
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@torch.no_grad()
+@_without_grad
 def all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -81,7 +100,7 @@ def all_gather_gemm(
     group = _group(group)
     k, n = _check("all_gather_gemm", x, weight, bias, transposed)
     tp = group.size()
-    x2d = x.reshape(-1, k).contiguous()
+    x2d = _matrix(x)
     if tp == 1:
         y, gathered, used = gemm(x2d, weight, transposed=transposed), x2d, "none"
     else:
@@ -118,7 +137,7 @@ def gemm_reduce_scatter(
     async_op: Literal[True],
     backend: str = "auto",
 ) -> Pending: ...
-@torch.no_grad()
+@_without_grad
 def gemm_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -149,7 +168,7 @@ def gemm_reduce_scatter(
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
-    k, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
+    _, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
     tp = group.size()
     if x.shape[0] % tp:
         raise UserError(
@@ -158,7 +177,7 @@ def gemm_reduce_scatter(
         )
     if async_op and bias is not None:
         raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
-    x2d = x.reshape(-1, k).contiguous()
+    x2d = _matrix(x)
     if tp == 1:
         pending, used = Pending(gemm(x2d, weight, transposed=transposed)), "none"
     else:
@@ -175,7 +194,7 @@ def gemm_reduce_scatter(
     return _shaped(y, *lead, n)
 
 
-@torch.no_grad()
+@_without_grad
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto") -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it.
 
@@ -194,18 +213,23 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     tp = group.size()
     if tp == 1:
         return Pending(x)
-    x2d = x.reshape(-1, x.shape[-1]).contiguous()
+    x2d = _matrix(x)
     chosen = select(backend, x2d, None, group)
     stats.count("all_gather", chosen.name, (tp - 1) * x2d.numel() * x2d.element_size())
     pending = chosen.all_gather(x2d, group, async_op=True)
     return pending.map(lambda t: _shaped(t, x.shape[0] * tp, *x.shape[1:]))
 
 
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
+    return (x if x.is_contiguous() else x.contiguous()).view(-1, x.shape[-1])
+
+
 def _shaped(t: torch.Tensor, *shape: int) -> torch.Tensor:
     """``t`` with other dimensions, not a view of it for autograd: Megatron's cross entropy works in place on the
     output layer's result, which autograd forbids for a view made inside a custom function.
     """
-    return torch.ops.aten._unsafe_view(t, shape)
+    return t if t.shape == shape else _unsafe_view(t, shape)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -225,7 +249,8 @@ def _check(
             f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}"
         )
-    k, n = tuple(weight.shape) if transposed else tuple(weight.shape)[::-1]
+    rows, columns = weight.shape
+    k, n = (rows, columns) if transposed else (columns, rows)
     form = "[k, n]" if transposed else "[n, k]"
     if x.shape[-1] != k:
         raise UserError(

@@ -40,7 +40,9 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
         UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
     if name == "auto":
-        return next(b for b in reversed(_backends.values()) if b.why_not(x, weight, group) is None)
+        for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
+            if backend.why_not(x, weight, group) is None:
+                return backend
     backend = _backends.get(name)
     if backend is None:
         raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_flux.config import FluxConfig
-from megatron_flux.errors import FluxError
-from megatron_flux.ops import stats
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.ops import backend_names, stats
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.registry import checked_line, installed_megatron_core
 
@@ -70,9 +70,12 @@ def patch(config: FluxConfig | None = None) -> None:
         config: how patched layers run; None means the defaults, or, when already patched, no change.
 
     Raises:
+        UserError: a backend that does not exist.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global _installed
+    if config is not None and config.backend not in backend_names():
+        raise UserError(f"unknown backend {config.backend!r}; use one of: {', '.join(backend_names())}")
     if _installed is not None:
         if config is not None and config != _installed.linears.config:
             _installed.linears.config = config

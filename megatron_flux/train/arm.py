@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,7 @@ class Arm:
         """Close the record."""
         self._writers.__exit__(*exc)
 
-    def steps(self, count: int, *, block: int = 0, others_static_bytes: int = 0) -> Any:
+    def steps(self, count: int, *, block: int = 0, others_static_bytes: int = 0) -> Iterator[tuple[int, StepResult]]:
         """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.
 
         Args:

@@ -125,6 +125,9 @@ def resolve(
         overrides["num_query_groups"] = _kept_grouping(preset.shape, options.num_attention_heads)
     shape = ModelShape(**{**preset.shape.model_dump(), **overrides})
     tp, pp, dp = _layout(options, world_size)
+    if options.strict and (tp == 1 or not options.sequence_parallel) and getattr(special, "flux", True):
+        given = "tp 1" if tp == 1 else "--no-sequence-parallel"
+        raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
     _check_shape(shape, tp, pp, options.sequence_parallel)
     micro_batch_size = options.micro_batch_size or preset.micro_batch_size
     global_batch_size = options.global_batch_size or micro_batch_size * preset.micro_batches * dp

@@ -27,6 +27,7 @@ from megatron_flux.errors import UserError
 END_OF_DOCUMENT = 256
 PAD = 257
 BYTE_VOCAB_SIZE = 258
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
 
@@ -183,11 +184,16 @@ def _locked(path: Path) -> Iterator[None]:
 def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+    with Path(f"{prefix}.idx").open("rb") as file:
+        if file.read(len(_INDEX_MAGIC)) != _INDEX_MAGIC:
+            raise UserError(f"--data {prefix}.idx is not a Megatron index; make the pair with Megatron's preprocessing")
     try:
         dataset = IndexedDataset(str(prefix))
         lengths, dtype = dataset.sequence_lengths, dataset.index.dtype
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
-        raise UserError(f"--data {prefix}.idx is not a Megatron index: {error or type(error).__name__}") from None
+        raise UserError(
+            f"--data {prefix}.idx is damaged: {error or type(error).__name__}; make the pair again"
+        ) from None
     tokens = int(lengths.sum(dtype=np.int64))
     size = Path(f"{prefix}.bin").stat().st_size
     if size != tokens * np.dtype(dtype).itemsize:

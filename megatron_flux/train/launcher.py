@@ -14,10 +14,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import FluxError, InterruptedRunError, UserError
 
 
 def launched() -> bool:
@@ -31,6 +32,7 @@ def launch(run_folder: Path, nproc: int) -> None:
     Raises:
         UserError: all ranks refused their input.
         FluxError: a rank failed or was killed; names the first one and its error.
+        InterruptedRunError: this process got SIGINT or SIGTERM; the ranks have been ended.
     """
     threads = max(1, (os.cpu_count() or 1) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -53,12 +55,17 @@ def launch(run_folder: Path, nproc: int) -> None:
         elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.train.worker", str(run_folder))
     except ChildFailedError as error:
         raise failure_of(error, run_folder) from None
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        raise InterruptedRunError(
+            f"stopped by {name}; what was recorded is in {run_folder}", int(error.sigval)
+        ) from None
 
 
 def failure_of(error: ChildFailedError, run_folder: Path) -> FluxError:
     """The first failure in one line: the rank, and its error or the signal that ended it."""
-    # A killed rank makes its peers fail, so it comes first whatever the clocks say; SIGTERM is the launcher ending the
-    # ranks that were left.
+    # A killed rank makes its peers fail, so it comes first whatever the clocks say; SIGTERM and SIGINT are
+    # how the launcher ends the ranks that were left.
     by_cause = sorted(
         error.failures.items(),
         key=lambda item: (_cause_order(item[1].exitcode), item[1].timestamp, item[0]),
@@ -71,7 +78,7 @@ def failure_of(error: ChildFailedError, run_folder: Path) -> FluxError:
 
 
 def _cause_order(exit_code: int) -> int:
-    if exit_code == -signal.SIGTERM:
+    if exit_code in (-signal.SIGTERM, -signal.SIGINT):
         return 2
     return 0 if exit_code < 0 else 1
 

@@ -33,6 +33,9 @@ def transformer_config(config: RunConfig) -> Any:
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
         ffn_hidden_size=shape.ffn_hidden_size,
+        # Megatron's default, and for wide models the smaller deviation that Smith et al. trained 530B with (arXiv
+        # 2201.11990): 0.02 makes wide models start with gradient norms of 50 and more.
+        init_method_std=min(0.02, (3 * shape.hidden_size) ** -0.5),
         normalization=shape.normalization,
         gated_linear_unit=swiglu,
         activation_func=F.silu if swiglu else F.gelu,

@@ -57,8 +57,8 @@ PRESETS: dict[str, Preset] = {
         shape=ModelShape(
             num_layers=2,
             hidden_size=128,
-            num_attention_heads=4,
-            num_query_groups=4,
+            num_attention_heads=8,
+            num_query_groups=8,
             ffn_hidden_size=512,
             seq_length=128,
             vocab_size=258,
@@ -70,7 +70,7 @@ PRESETS: dict[str, Preset] = {
         micro_batch_size=4,
         micro_batches=2,
         lr=1e-3,
-        source="made for CPUs; byte-level vocabulary",
+        source="made for CPUs; byte-level vocabulary; divides by every tp up to 8",
     ),
     "gpt3-175b": Preset(
         shape=ModelShape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,5 +56,19 @@ def watch(config: RunConfig) -> Iterator[Watch]:
         TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, _logging_above():
         yield Watch(config, progress)
+
+
+@contextmanager
+def _logging_above() -> Iterator[None]:
+    """Print log lines above the bar instead of into it."""
+    handlers = [h for h in logger.handlers if isinstance(h, logging.StreamHandler)]
+    streams = [handler.stream for handler in handlers]
+    for handler in handlers:
+        handler.setStream(sys.stderr)  # which Progress has replaced by a proxy that knows of the bar
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, streams, strict=True):
+            handler.setStream(stream)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import warnings
 from contextlib import ExitStack
@@ -70,11 +72,20 @@ def run(config: RunConfig) -> None:
         {"train": train, "compare": compare}[config.command](config, dataset, device)
 
 
+def end_with_parent() -> None:
+    """End quietly on Ctrl-C, and when the launcher is killed: nobody would stop this process otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
+
+
 @record
 def main() -> None:
     """Run what the run folder's configuration says. ``record`` hands an exception to the launcher."""
     from megatron_flux.train.run_folder import load_config
 
+    end_with_parent()
     configure_logging()
     run(load_config(Path(sys.argv[1])))
 

@@ -48,7 +48,7 @@ def test_piped_has_no_colour_and_no_truncation(monkeypatch: pytest.MonkeyPatch, 
     assert line(text, "MFU") == ["40.0", "%", "40.0", "%"]
     assert line(text, "timed steps") == ["18", "18"]
     assert line(text, "loss, first step") == ["4.900000", "4.900001"]
-    assert line(text, "active flux layers (this rank):") == ["8"]
+    assert line(text, "active flux layers:") == ["8"]
     assert line(text, "largest relative loss difference:") == ["2.0e-07", "over", "18", "iterations"]
     assert text.splitlines()[-1] == verdict(comparison())
 

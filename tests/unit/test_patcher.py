@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear as ReexportedColu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 import megatron_flux
-from megatron_flux import FluxConfig, FluxError, is_patched, patch, patched, report, unpatch
+from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
 from megatron_flux.patch import patcher
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
@@ -204,3 +204,13 @@ def test_report_is_for_json() -> None:
 
 def test_the_public_names_exist() -> None:
     assert [name for name in megatron_flux.__all__ if not hasattr(megatron_flux, name)] == []
+
+
+@pytest.mark.parametrize("already", [False, True], ids=["stock", "patched"])
+def test_an_unknown_backend_is_refused_before_anything_changes(already: bool) -> None:
+    if already:
+        patch()
+    before = methods(), config()
+    with pytest.raises(UserError, match=r"unknown backend 'warp'; use one of: auto, reference"):
+        patch(FluxConfig(backend="warp"))
+    assert (methods(), config()) == before

@@ -1,0 +1,68 @@
+"""Fixtures for the training commands: a small corpus with a cache of its own, and a way to run the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_flux
+from megatron_flux.metrics import read_records
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of real text: this package's own source files."""
+    source = Path(megatron_flux.__file__).parent
+    folder = tmp_path_factory.mktemp("corpus")
+    for file in sorted(source.rglob("*.py")):
+        (folder / f"{file.parent.name}-{file.name}").write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user without a launcher, with an empty data cache."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**kept, "MEGATRON_FLUX_CACHE": str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def command(environment: dict[str, str], corpus: Path) -> Run:
+    """Run ``megatron-flux`` on the small corpus as a process; fails the test on another exit code than ``code``."""
+
+    def run(*arguments: str | Path, code: int = 0, data: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "megatron_flux.cli", *map(str, arguments)]
+        done = subprocess.run(
+            [*words, "--data", str(corpus)] if data else words,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**environment, **more},
+        )
+        assert done.returncode == code, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of one arm."""
+    return read_records(folder / "metrics.jsonl")
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["lm loss"] for record in records(folder)]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())

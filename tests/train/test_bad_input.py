@@ -1,0 +1,215 @@
+"""Bad input to train and compare: one line, exit code 2, and nothing started or written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_flux import cli
+from megatron_flux.patch import registry
+from megatron_flux.train import launcher
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path
+) -> Refused:
+    """Run the command in this process and return its one line of complaint."""
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def started(*_: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(launcher, "launch", started)
+
+    def run(*arguments: str | Path, data: bool = True) -> str:
+        words = ["megatron-flux", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", [*words, "--data", str(corpus)] if data else words)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("megatron-flux: error: ")
+        assert not (tmp_path / "runs").exists()
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--preset", "gpt5"], ["'gpt5'", "tiny, gpt3-175b, llama2-70b, llama3-70b"]),
+        (["--nproc", "3", "--tp", "2"], ["3 process(es)", "tp 2 x pp 1", "multiple of 2"]),
+        (["--nproc", "3", "--pp", "2"], ["3 process(es)", "pp 2"]),
+        (["--nproc", "3"], ["attention heads 8", "tp 3", "[1, 2]", "--num-attention-heads or --tp"]),
+        (["--num-query-groups", "1"], ["query groups 1", "tp 2"]),
+        (["--num-query-groups", "3"], ["attention heads 8", "query groups 3"]),
+        (["--hidden-size", "130"], ["hidden size 130", "attention heads 8"]),
+        (["--ffn-hidden-size", "511"], ["MLP hidden size 511", "tp 2"]),
+        (["--seq-length", "129"], ["sequence length 129", "tp 2"]),
+        (["--nproc", "3", "--pp", "3", "--tp", "1"], ["layers 2", "pp 3"]),
+        (["--hidden-size", "24"], ["even head size", "24", "8"]),
+        (["--global-batch-size", "7"], ["global batch size 7", "micro-batches of 4", "multiple of 4"]),
+        (["--vocab-size", "200"], ["200", "258", "--vocab-size"]),
+        (["--seq-length", "9000000"], ["tokens", "9000000", "--seq-length"]),
+        (["--min-lr", "1"], ["min-lr 1.0", "0.001"]),
+        (["--lr-warmup-steps", "5", "--lr-decay-steps", "5"], ["lr-decay-steps 5", "lr-warmup-steps 5"]),
+        (["--steps", "0"], ["--steps 0", "greater than or equal to 1"]),
+        (["--lr", "-1"], ["--lr -1.0", "greater than 0"]),
+        (["--dropout", "1"], ["--dropout 1.0", "less than 1"]),
+        (["--backend", "warp"], ["'warp'", "auto, reference"]),
+        (["--strict", "--no-sequence-parallel"], ["--strict", "--no-sequence-parallel"]),
+        (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
+    ],
+    ids=lambda value: "_".join(value).replace("-", "") if isinstance(value, list) and value[0][0] == "-" else "",
+)
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_options_that_do_not_fit(refused: Refused, command: str, arguments: list[str], said: list[str]) -> None:
+    line = refused(command, *arguments)
+    for words in said:
+        assert words in line
+
+
+def test_warmup_of_all_steps(refused: Refused) -> None:
+    assert "warmup-steps 4" in refused("compare", "--steps", "4", "--warmup-steps", "4")
+
+
+def test_missing_data(refused: Refused, tmp_path: Path) -> None:
+    assert "absent does not exist" in refused("train", "--data", tmp_path / "absent", data=False)
+
+
+def test_data_without_text(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "has no text" in refused("train", "--data", tmp_path / "empty", data=False)
+    (tmp_path / "binary").write_bytes(b"\0" * 100)
+    assert "has no text" in refused("train", "--data", tmp_path / "binary", data=False)
+
+
+def test_half_a_pair(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes(b"\0" * 100)
+    for given in ("tokens", "tokens.bin"):
+        line = refused("train", "--data", tmp_path / given, data=False)
+        assert "tokens.idx is missing" in line
+
+
+def test_pair_that_is_none(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes(b"\0" * 100)
+    (tmp_path / "tokens.idx").write_bytes(b"not an index at all, but long enough to be read as a header")
+    assert "not a Megatron index" in refused("train", "--data", tmp_path / "tokens", data=False)
+
+
+def _pair(prefix: Path, tokens: list[int]) -> Path:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    builder.add_document(torch.tensor(tokens, dtype=torch.int32), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_pair_with_tokens_outside_the_vocabulary(refused: Refused, tmp_path: Path) -> None:
+    prefix = _pair(tmp_path / "tokens", [5] * 500 + [1000])
+    line = refused("train", "--data", prefix, data=False)
+    assert "token 1000" in line
+    assert "vocabulary of 258" in line
+
+
+def test_cut_pair(refused: Refused, tmp_path: Path) -> None:
+    prefix = _pair(tmp_path / "tokens", [5] * 500)
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.truncate(100)
+    assert "has 100 bytes" in refused("train", "--data", prefix, data=False)
+
+
+def test_pair_among_text(refused: Refused, tmp_path: Path, corpus: Path) -> None:
+    prefix = _pair(tmp_path / "tokens", [5] * 500)
+    assert "one .bin/.idx pair" in refused("train", "--data", prefix, "--data", corpus, data=False)
+
+
+def test_no_checkpoint(refused: Refused, tmp_path: Path) -> None:
+    assert "latest_checkpointed_iteration.txt" in refused("train", "--load", tmp_path / "absent")
+
+
+def _checkpoint(folder: Path, **changed: object) -> Path:
+    from megatron_flux.train.presets import PRESETS
+
+    shape = PRESETS["tiny"].shape.model_dump(mode="json")
+    description = {"iteration": 3, "consumed_sequences": 24, "precision": "fp32", "distributed_optimizer": True}
+    description |= {"tp": 2, "pp": 1, "shape": {**shape, **{k: v for k, v in changed.items() if k in shape}}}
+    description |= {k: v for k, v in changed.items() if k not in shape}
+    (folder / "iter_0000003").mkdir(parents=True)
+    (folder / "iter_0000003" / "megatron_flux.json").write_text(json.dumps(description))
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "arguments", "said"),
+    [
+        ({"hidden_size": 64}, [], ["hidden_size 64", "hidden_size 128"]),
+        ({}, ["--num-layers", "4"], ["num_layers 2", "num_layers 4"]),
+        ({"precision": "bf16"}, [], ["precision bf16", "precision fp32"]),
+        ({}, ["--no-distributed-optimizer"], ["distributed_optimizer True", "distributed_optimizer False"]),
+        ({}, ["--steps", "3"], ["step 3", "--steps is 3", "more"]),
+    ],
+    ids=["hidden", "layers", "precision", "optimizer", "past"],
+)
+def test_checkpoint_of_another_run(
+    refused: Refused, tmp_path: Path, changed: dict[str, object], arguments: list[str], said: list[str]
+) -> None:
+    line = refused("train", "--load", _checkpoint(tmp_path / "checkpoints", **changed), *arguments)
+    for words in said:
+        assert words in line
+
+
+def test_damaged_checkpoint_description(refused: Refused, tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path / "checkpoints")
+    (folder / "iter_0000003" / "megatron_flux.json").write_text("{")
+    assert "cannot be read" in refused("train", "--load", folder)
+    (folder / "latest_checkpointed_iteration.txt").write_text("seven")
+    assert "iteration number" in refused("train", "--load", folder)
+
+
+def test_out_that_holds_other_files(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    for more in ([], ["--overwrite"]):
+        assert "not a run folder" in refused("compare", "--out", tmp_path / "thesis", *more)
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+def test_out_that_holds_a_run(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert "--overwrite" in refused("compare", "--out", tmp_path / "run")
+
+
+def test_out_that_is_a_file(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refused("train", "--out", tmp_path / "file")
+
+
+def test_unsupported_versions(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "installed_megatron_core", lambda: "0.12.1")
+    line = refused("train")
+    assert "megatron-core 0.12.1" in line
+    assert ">=0.16.1,<0.20" in line
+
+
+def test_nproc_against_the_launcher(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--nproc 4" in refused("train", "--nproc", "4")

@@ -1,0 +1,305 @@
+"""Real training on gloo processes: compare, train, save and resume, started by the command and by torchrun.
+
+The loss curves must be equal to the last digit: on the CPU, stock and patched do the same sums in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import Run, losses, records, summary
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+LLAMA = ["--normalization", "RMSNorm", "--activation", "swiglu", "--num-query-groups", "2"]
+FUSION = "--gradient-accumulation-fusion"
+
+
+def test_compare_writes_what_it_promises(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = command("compare", "--preset", "tiny", "--nproc", "2", "--steps", "12", "--out", out)
+    found = summary(out)
+    for arm in ("baseline", "flux"):
+        times = found["arms"][arm]["step_time_ms"]
+        assert 0 < times["p10"] <= times["median"] <= times["p90"]
+        assert len(records(out / arm)) == 12
+        assert found["arms"][arm]["final_loss"] == losses(out / arm)[-1]
+        assert losses(out / arm)[-1] < losses(out / arm)[0] - 1, "the loss does not fall"
+    assert found["speedup"] == pytest.approx(
+        found["arms"]["baseline"]["step_time_ms"]["median"] / found["arms"]["flux"]["step_time_ms"]["median"]
+    )
+    assert found["max_relative_loss_difference"] <= 1e-5
+    # QKV, proj, fc1 and fc2 of two layers, and the output layer.
+    assert found["flux_active_layers"] == 9
+    assert found["flux_fallbacks"] == {}
+    assert found["versions"]["megatron-core"]
+    assert "step time" in done.stdout
+    # Taking turns: A B B A ..., never the same arm three times.
+    turns = sorted((r["block"], arm) for arm in ("baseline", "flux") for r in records(out / arm))
+    order = [arm for _, arm in dict.fromkeys(turns)]
+    assert order[:4] == ["baseline", "flux", "flux", "baseline"]
+    # Two micro-batches, each 9 column gathers forward; backward gathers for the 4 row layers.
+    flux = records(out / "flux")[-1]
+    assert flux["flux/all_gather_gemm_calls"] == 2 * (5 + 4)
+    assert flux["flux/gemm_reduce_scatter_calls"] == 2 * (4 + 5)
+    assert flux["flux/bytes_received"] > 0
+    baseline = records(out / "baseline")[-1]
+    assert baseline["flux/active_layers"] == baseline["flux/all_gather_gemm_calls"] == 0
+
+
+def test_report_opens_without_a_network(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command("compare", "--steps", "2", "--out", out)
+    page = (out / "report.html").read_text()
+    assert "plotly" in page
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)\s*=\s*[\"']?(https?:)?//", page)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["--nproc", "4", "--tp", "2", "--pp", "2"], id="tp2-pp2"),
+        pytest.param(["--nproc", "4", *LLAMA, "--num-query-groups", "4"], id="tp4-llama"),
+        pytest.param(["--nproc", "4", "--tp", "2", "--overlap-grad-reduce", *LLAMA], id="tp2-dp2-overlap-gqa"),
+        pytest.param(
+            ["--recompute", "full", "--dropout", "0.1", "--gradient-accumulation-fusion"], id="recompute-full"
+        ),
+        pytest.param(["--recompute", "selective", "--precision", "bf16", "--gradient-accumulation-fusion"], id="bf16"),
+        pytest.param(
+            ["--no-distributed-optimizer", "--lr-warmup-steps", "2", "--lr-decay-steps", "4"], id="plain-adam"
+        ),
+    ],
+)
+def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, arguments: list[str]) -> None:
+    out = tmp_path / "run"
+    command("compare", "--steps", "4", "--micro-batch-size", "2", *arguments, "--out", out)
+    found = summary(out)
+    assert found["flux_active_layers"] == 9
+    assert found["max_relative_loss_difference"] == 0
+    assert found["max_relative_grad_norm_difference"] <= 1e-5
+
+
+def test_what_cannot_run_flux_says_so(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = command("compare", "--steps", "2", "--no-sequence-parallel", "--out", out)
+    found = summary(out)
+    assert found["flux_active_layers"] == 0
+    assert "column: sequence parallelism is off" in found["flux_fallbacks"]
+    assert "row: sequence parallelism is off" in found["flux_fallbacks"]
+    assert done.stderr.count("column layers run stock Megatron: sequence parallelism is off") == 1
+
+
+@pytest.mark.parametrize("optimizer", ["--distributed-optimizer", "--no-distributed-optimizer"])
+def test_resume_continues_the_curve_stock_and_patched(command: Run, tmp_path: Path, optimizer: str) -> None:
+    common = ["--dropout", "0.1", "--lr-warmup-steps", "5", optimizer]
+    command("train", *common, "--steps", "6", "--no-flux", "--out", tmp_path / "whole")
+    saved = tmp_path / "checkpoints"
+    command("train", *common, "--steps", "3", "--flux", "--save", saved, "--out", tmp_path / "half")
+    whole = losses(tmp_path / "whole" / "baseline")
+    for mode, arm in (("--no-flux", "baseline"), ("--flux", "flux")):
+        out = tmp_path / f"resumed-{arm}"
+        command("train", *common, "--steps", "6", mode, "--load", saved, "--out", out)
+        assert [r["iteration"] for r in records(out / arm)] == [4, 5, 6]
+        assert losses(out / arm) == whole[3:]
+
+
+def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:
+    """Vocabulary 512 is padded alike for both tp, so that the models are the same."""
+    common = ["--vocab-size", "512", "--global-batch-size", "8"]
+    command("train", *common, "--steps", "6", "--out", tmp_path / "whole")
+    saved = tmp_path / "checkpoints"
+    command("train", *common, "--steps", "3", "--save", saved, "--save-interval", "2", "--out", tmp_path / "half")
+    assert sorted(p.name for p in saved.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    out = tmp_path / "resumed"
+    done = command(
+        "train", *common, "--nproc", "4", "--tp", "2", "--pp", "2", "--steps", "6", "--load", saved, "--out", out
+    )
+    assert "start anew from the seed" in done.stderr
+    assert losses(out / "flux") == pytest.approx(losses(tmp_path / "whole" / "flux")[3:], rel=1e-5)
+
+
+def test_resume_into_the_same_folder_appends(command: Run, tmp_path: Path) -> None:
+    out, saved = tmp_path / "run", tmp_path / "checkpoints"
+    command("train", "--steps", "4", "--save", saved, "--save-interval", "2", "--out", out)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    before = losses(out / "flux")
+    command("train", "--steps", "5", "--load", saved, "--out", out)
+    assert [r["iteration"] for r in records(out / "flux")] == [1, 2, 3, 4, 5]
+    assert losses(out / "flux")[:4] == before
+    assert (out / "flux" / "metrics.jsonl.superseded-1").exists()
+
+
+def test_an_existing_pair_is_read(command: Run, tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "tokens.bin"), dtype=np.int32)
+    tokens = torch.randint(0, 1000, (5000,), dtype=torch.int32)
+    builder.add_document(tokens, [len(tokens)])
+    builder.finalize(str(tmp_path / "tokens.idx"))
+    more = ["--vocab-size", "1000", "--data", tmp_path / "tokens"]
+    command("train", "--steps", "2", *more, "--out", tmp_path / "run", data=False)
+    assert losses(tmp_path / "run" / "flux")[0] == pytest.approx(7, abs=0.5)  # ln(1024) = 6.93
+
+
+def test_under_torchrun(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [
+        *launcher,
+        "-m",
+        "megatron_flux.cli",
+        "compare",
+        "--steps",
+        "2",
+        "--data",
+        corpus,
+        "--out",
+        tmp_path / "run",
+    ]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "run")["flux_active_layers"] == 9
+
+
+def test_wandb_mirror_beside_the_record(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command("compare", "--steps", "2", "--wandb", "offline", "--out", out, WANDB_API_KEY="0123456789" * 4)
+    for arm in ("baseline", "flux"):
+        files = [p for p in (out / arm / "wandb").rglob("*") if p.is_file()]
+        assert any(p.suffix == ".wandb" for p in files)
+        assert not any(b"0123456789" * 4 in p.read_bytes() for p in files)
+
+
+def test_a_terminal_gets_a_progress_bar(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    import pty
+
+    words = [sys.executable, "-m", "megatron_flux.cli", "train", "--steps", "3", "--data", corpus]
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*map(str, words), "--out", str(tmp_path / "run")],
+        stdout=child,
+        stderr=child,
+        env={**environment, "TERM": "xterm", "COLUMNS": "140"},
+    )
+    os.close(child)
+    shown = b""
+    try:
+        while part := os.read(parent, 4096):
+            shown += part
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(parent)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "3/3" in text
+    assert "━" in text
+    assert "step 3/3" not in text
+
+
+def test_dry_run_starts_and_writes_nothing(command: Run, tmp_path: Path) -> None:
+    done = command("compare", "--preset", "gpt3-175b", "--nproc", "8", "--out", tmp_path / "run", "--dry-run")
+    described = json.loads(done.stdout)
+    assert described["config"]["shape"]["hidden_size"] == 12288
+    assert described["config"]["padded_vocab_size"] == 51200
+    assert described["config"]["tp"] == 8
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A comparison that would run for hours, with both arms under way, and its run folder."""
+    out = tmp_path / "run"
+    # The pipe is read only at the end: a log line for every step would fill it.
+    words = [sys.executable, "-m", "megatron_flux.cli", "compare", "--data", corpus, "--out", out]
+    words += ["--steps", "100000", "--block-steps", "2", "--log-interval", "100000"]
+    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        record = out / "flux" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (record.exists() and record.stat().st_size > 500):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield process, out
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def workers_of(out: Path) -> list[int]:
+    done = subprocess.run(["pgrep", "-f", f"train.worker {out}"], capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def test_a_killed_rank_ends_the_run(endless: tuple[subprocess.Popen[str], Path]) -> None:
+    process, out = endless
+    assert len(workers_of(out)) == 2
+    os.kill(workers_of(out)[-1], signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 1
+    assert re.search(r"rank \d was killed by SIGKILL", errors.strip().splitlines()[-1])
+    assert str(out) in errors
+    assert records(out / "baseline")
+    assert workers_of(out) == []
+
+
+def test_an_interrupted_run_says_so_in_one_line(endless: tuple[subprocess.Popen[str], Path]) -> None:
+    process, out = endless
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT" in errors.strip().splitlines()[-1]
+    assert "KeyboardInterrupt" not in errors
+    assert workers_of(out) == []
+
+
+def test_ranks_end_with_a_killed_launcher(endless: tuple[subprocess.Popen[str], Path]) -> None:
+    process, out = endless
+    process.kill()
+    deadline = time.monotonic() + 30
+    while workers_of(out):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert records(out / "flux")
+
+
+def test_divergence_is_recorded_and_said(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = command("train", "--steps", "50", "--lr", "1e18", "--clip-grad", "0", "--out", out, code=1)
+    assert "training has diverged" in done.stderr.strip().splitlines()[-1]
+    assert records(out / "flux")
+
+
+def test_a_refusal_inside_the_ranks_is_one_line_too(command: Run, tmp_path: Path) -> None:
+    """A token beyond what is scanned before the start."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    from megatron_flux.train import corpus as module
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "tokens.bin"), dtype=np.uint16)
+    tokens = torch.zeros(module._SCANNED_TOKENS + 129, dtype=torch.int32)
+    tokens[-100:] = 999
+    builder.add_document(tokens, [len(tokens)])
+    builder.finalize(str(tmp_path / "tokens.idx"))
+    # One batch holds every sequence, the last one too.
+    sizes = ["--seq-length", str(module._SCANNED_TOKENS // 2 + 64), "--num-layers", "1"]
+    done = command(
+        "train", "--nproc", "1", *sizes, "--hidden-size", "4", "--ffn-hidden-size", "4", "--num-attention-heads", "1",
+        "--micro-batch-size", "2", "--global-batch-size", "2", "--steps", "1", "--data", tmp_path / "tokens",
+        "--out", tmp_path / "run", data=False, code=2,
+    )  # fmt: skip
+    assert "token 999" in done.stderr.strip().splitlines()[-1]

@@ -48,6 +48,9 @@ def captured_calls() -> Iterator[None]:
 class FusedBackend:
     """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
 
+    automatic = False
+    """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
+
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
         """Nothing is allocated or imported before the first call."""
         self.name = name

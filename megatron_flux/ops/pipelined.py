@@ -26,6 +26,8 @@ class PipelinedBackend:
     """See the module."""
 
     name = "pipelined"
+    automatic = False
+    """``auto`` does not choose it; the tuner does where it is the fastest."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet; collective on a group's first call."""

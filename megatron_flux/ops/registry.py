@@ -18,7 +18,8 @@ _backends: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Make ``backend`` known under its name. ``auto`` tries the one registered last first.
+    """Make ``backend`` known under its name. ``auto`` tries the one registered last first, but not
+    those whose ``automatic`` is False: they run when they are asked for by name.
 
     Raises:
         UserError: if the name is taken.
@@ -63,9 +64,6 @@ def get_backend(name: str) -> Any:
     return _backends[name]
 
 
-# auto takes the last that can run the call: fused and tuned are asked for by name until they are proven.
 _reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()
-register_backend(_pipelined)
-register_backend(_fused)
-register_backend(TunedBackend(_reference, _pipelined, _fused))
-register_backend(_reference)
+for _backend in (_reference, _pipelined, _fused, TunedBackend(_reference, _pipelined, _fused)):
+    register_backend(_backend)

@@ -97,6 +97,8 @@ class TunedBackend:
     """See the module."""
 
     name = "tuned"
+    automatic = False
+    """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
 
     def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend, fused: FusedBackend) -> None:
         """``fused`` also answers what this backend can run."""

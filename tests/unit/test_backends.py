@@ -42,7 +42,7 @@ def test_a_name_can_be_taken_once(name: str) -> None:
     if name == "mine":
         ops.register_backend(Named(name))
     before = ops.backend_names()
-    with pytest.raises(UserError, match=f"backend name '{name}' is taken; registered: auto, "):
+    with pytest.raises(UserError, match=f"backend name '{name}' is taken; registered: auto, reference"):
         ops.register_backend(Named(name))
     assert ops.backend_names() == before
 

@@ -11,7 +11,7 @@ Contract
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default
       ``~/.cache/megatron_flux/tuned.json``. Its keys name operator, shape, dtype, weight form, group size, link, GPU
       and versions. Only the first rank of a group writes, atomically.
-    * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 5; compilation of a candidate that
+    * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30; compilation of a candidate that
       has
       begun is not interrupted); 0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph
       capture nothing is measured either.
@@ -216,7 +216,7 @@ class TunedBackend:
     def _measure(
         self, op: str, run: Callable[[Any], Any], m: int, n: int, k: int, group: dist.ProcessGroup
     ) -> dict[str, Any]:
-        limit = float(os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "5"))
+        limit = float(os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30"))
         if limit <= 0:
             return {"backend": "reference", "plan": None, "ms": {}}
         began = time.monotonic()

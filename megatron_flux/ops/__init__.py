@@ -13,6 +13,16 @@ gemm_reduce_scatter    ``[m, k]``        ``[n, k]``                   ``reduce_s
 
 ``n`` and ``k`` are the rank's own. Megatron stores weights ``[out, in]``: the forward pass uses the first form, dgrad
 the transposed one, and the weight is never copied. Source: FLUX (arXiv 2406.06858), section 2.
+
+Backends, by ``backend=``:
+
+=============  =====================================================================================================
+reference      torch's collective and torch's matmul in turn; any device, any transport
+pipelined      torch's async-TP: chunks on a side stream; CUDA, one host with peer access
+fused          one persistent Triton kernel per operator over symmetric memory; CUDA, one host, tp 2, 4 or 8
+tuned          whichever of these measures fastest for the call's shape, remembered in a file
+auto           ``reference``, until the others have been proven inside training
+=============  =====================================================================================================
 """
 
 from megatron_flux.ops.operators import all_gather, all_gather_gemm, gemm_reduce_scatter

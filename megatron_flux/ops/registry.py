@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.tuner import TunedBackend
 
 _backends: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Make ``backend`` known under its name. ``auto`` tries the one registered last first.
+    """Make ``backend`` known under its name. ``auto`` tries the one registered last first, but not
+    those whose ``automatic`` is False: they run when they are asked for by name.
 
     Raises:
         UserError: if the name is taken.
@@ -47,4 +53,17 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     return backend
 
 
-register_backend(ReferenceBackend())
+def get_backend(name: str) -> Any:
+    """The registered backend of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in _backends:
+        raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
+    return _backends[name]
+
+
+_reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()
+for _backend in (_reference, _pipelined, _fused, TunedBackend(_reference, _pipelined, _fused)):
+    register_backend(_backend)

@@ -1,0 +1,1 @@
+"""Benchmarks, as functions that the command line calls."""

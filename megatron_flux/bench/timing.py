@@ -1,0 +1,60 @@
+"""Timing methods against each other on all ranks at once.
+
+The GPUs of one host throttle together and clocks drift within a minute, so methods are interleaved: every round times
+one burst of each. What is reported is the slowest rank of each round, and over rounds the median with its quartiles.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call over the rounds, of the slowest rank in each."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(
+    methods: Mapping[str, Callable[[], object]],
+    group: dist.ProcessGroup,
+    *,
+    rounds: int = 9,
+    burst: int = 8,
+    warmup: int = 3,
+) -> dict[str, Timing]:
+    """Time every method in turn, ``rounds`` times, ``burst`` back-to-back calls each."""
+    for method in methods.values():
+        for _ in range(warmup):
+            method()
+    torch.cuda.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in methods}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(rounds):
+        order = list(methods.items())
+        random.Random(turn).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
+        for name, method in order:
+            dist.barrier(group=group)
+            torch.cuda.synchronize()
+            method()
+            start.record()
+            for _ in range(burst):
+                method()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) / burst)
+    out = {}
+    for name, values in found.items():
+        slowest = torch.tensor(values, device="cuda")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        q = torch.quantile(slowest, torch.tensor([0.25, 0.5, 0.75], device="cuda")).tolist()
+        out[name] = Timing(median=q[1], low=q[0], high=q[2])
+    return out

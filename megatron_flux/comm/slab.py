@@ -1,0 +1,227 @@
+"""Symmetric memory: one slab per process group and size class, with flags, epochs and a double buffer.
+
+A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it;
+a call uses one half, the next call the other.
+
+Why no barrier is needed
+    Every operator that runs on a slab (1) is enqueued on all ranks in the same order, each call after the previous one
+    of that slab, (2) finishes on a rank only after it has seen data of the call from *every* peer, and (3) has its
+    reads of a half enqueued before the next call. So "call i-1 is finished here" implies "every peer has begun call
+    i-1", which implies "every peer has finished call i-2": whoever begins call i may overwrite the half of call i-2 on
+    all peers. What a call leaves in its half (a gathered input) is valid until the next call on that slab is enqueued.
+
+Epochs
+    ``epochs[half]`` on the device is the number of the call that uses the half next. The last CTA of a call writes the
+    next call's number into the other half's word: a word is stable while copies still read it. Flags are compared with
+    the epoch and never reset.
+
+CUDA graphs
+    A replay cannot alternate halves (an odd number of captured calls would use one twice in a row). Captured calls run
+    on a slab of their own (``captured=True``), always on half 0, and begin by telling each other so (ENTER of the
+    kernels). Slabs cannot be made during capture: run each shape once before capturing it, inside
+    :func:`megatron_flux.ops.fused.captured_calls`.
+
+Hazards
+    * Calls on different streams are put in order by an event.
+    * ``torch.distributed._symmetric_memory`` is rendezvoused once per slab: a collective. All ranks reach it together,
+      because a size class depends on shapes that all ranks share.
+    * NVLink multicast is refused: a multicast pointer on the handle is an error.
+    * torch's own signal pads are not used: their slots collide between groups.
+
+Source: design of FLUX (arXiv 2406.06858) for flags; the epoch protocol is described in quack's all_gather_gemm.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import watch
+from megatron_flux.errors import OperatorError, UserError
+
+FLAG_WORDS = 1 << 17
+"""int32 flags per half: 1024 own tiles of 8 sources, 16 times over."""
+
+ENTER_WORDS = 64
+"""The first words of a half's flags tell that a rank has begun a call."""
+
+MIB = 1 << 20
+
+
+@dataclass
+class Turn:
+    """One call's share of a slab."""
+
+    half: int
+    next_half: int
+    enter: bool
+
+
+@dataclass
+class Slab:
+    """See the module. Tensors in ``data`` and ``flags`` are indexed by rank and alias that rank's memory."""
+
+    group: dist.ProcessGroup
+    half_bytes: int
+    captured: bool
+    data: list[torch.Tensor]
+    """uint8 ``[2 * half_bytes]`` per rank."""
+    flags: list[torch.Tensor]
+    """int32 ``[2 * FLAG_WORDS]`` per rank."""
+    data_table: torch.Tensor
+    """int64 ``[tp]``, addresses of ``data``, on the device."""
+    flag_table: torch.Tensor
+    """int64 ``[tp]``, addresses of ``flags``, on the device."""
+    ctrl: torch.Tensor
+    """int32 ``[2]``: reduce tickets taken, CTAs that have left."""
+    epochs: torch.Tensor
+    """int32 ``[2]``."""
+    alarm: watch.Alarm
+    keep: Any = None
+    calls: int = 0
+    views: dict[Any, Any] = field(default_factory=dict)
+    """Whatever operators want to keep per slab: views, descriptors."""
+    _stream: torch.cuda.Stream | None = None
+    _event: torch.cuda.Event | None = None
+
+    @property
+    def rank(self) -> int:
+        """The rank of the calling process in the group."""
+        return self.group.rank()
+
+    def begin(self) -> Turn:
+        """Start a call: checks earlier time-outs, orders streams, says which half to use.
+
+        Raises:
+            OperatorError: an earlier call on this slab timed out.
+        """
+        reason = self.alarm.message()
+        if reason is not None:
+            raise OperatorError(reason)
+        if self.captured:
+            return Turn(0, 0, True)
+        if self.data_table.is_cuda:
+            current = torch.cuda.current_stream()
+            if self._event is not None and self._stream != current:
+                current.wait_event(self._event)
+            self._stream = current
+        half = self.calls & 1
+        self.calls += 1
+        return Turn(half, 1 - half, False)
+
+    def end(self) -> None:
+        """Everything of the call is enqueued on the current stream."""
+        if self.captured:
+            return
+        if self.data_table.is_cuda:
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            reason = self.alarm.message()
+            if reason is not None:
+                raise OperatorError(reason)
+
+    def half(self, half: int, rank: int) -> torch.Tensor:
+        """uint8 ``[half_bytes]`` of ``rank``."""
+        return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
+
+
+class SlabPool:
+    """The slabs of this process, by group, purpose and size class."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._slabs: dict[tuple[str, str, int, bool], Slab] = {}
+
+    def get(self, group: dist.ProcessGroup, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
+        """The slab of ``group`` whose halves hold ``nbytes``; made (a collective call) if it is the first of its size.
+
+        Raises:
+            UserError: it would have to be made while a CUDA graph is captured.
+        """
+        size = max(4 * MIB, 1 << (nbytes - 1).bit_length())
+        key = (group.group_name, purpose, size, captured)
+        slab = self._slabs.get(key)
+        if slab is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise UserError(
+                    f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
+                    "the operator once with this shape inside megatron_flux.ops.fused.captured_calls() before capturing"
+                )
+            slab = _make(group, size, device, captured)
+            self._slabs[key] = slab
+        return slab
+
+    def bytes(self, group: dist.ProcessGroup | None = None) -> int:
+        """Bytes of symmetric memory this rank holds, of one group or of all."""
+        return sum(
+            2 * (s.half_bytes + 4 * FLAG_WORDS)
+            for (name, *_), s in self._slabs.items()
+            if group is None or name == group.group_name
+        )
+
+    def clear(self) -> None:
+        """Forget all slabs. Only when every rank has finished with them."""
+        for slab in self._slabs.values():
+            slab.alarm.close()
+        self._slabs.clear()
+
+
+pool = SlabPool()
+
+
+def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
+    head = 2 * 4 * FLAG_WORDS
+    total = head + 2 * half_bytes
+    if device.type == "cuda":
+        whole, keep = _symmetric(group, total, device)
+    else:
+        from megatron_flux.comm import twin
+
+        whole, keep = twin.shared(group, total)
+    flags = [w[:head].view(torch.int32) for w in whole]
+    data = [w[head:] for w in whole]
+    mine = group.rank()
+    flags[mine].zero_()
+
+    def table(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+
+    slab = Slab(
+        group=group,
+        half_bytes=half_bytes,
+        captured=captured,
+        data=data,
+        flags=flags,
+        data_table=table(data),
+        flag_table=table(flags),
+        ctrl=torch.zeros(2, dtype=torch.int32, device=device),
+        epochs=torch.tensor([1, 1], dtype=torch.int32, device=device),
+        alarm=watch.Alarm(group, device),
+        keep=keep,
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier(group=group)  # nobody writes a flag before everybody's are zero
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return slab
+
+
+def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as symm_mem
+
+    whole = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(whole, group)
+    if handle.multicast_ptr:
+        raise OperatorError(
+            "torch made an NVLink multicast object; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch.distributed "
+            "is imported"
+        )
+    return [handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(group.size())], (whole, handle)

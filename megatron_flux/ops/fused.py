@@ -1,0 +1,139 @@
+"""The ``fused`` backend: one persistent Triton kernel per operator over symmetric memory.
+
+Contract: that of :mod:`megatron_flux.ops.backend`; all ranks of a group make the same calls in the same order. A
+gathered input is a view of the slab, valid until the next operator call on the group. Results are fresh tensors.
+
+Determinism: both operators are bitwise reproducible (see the kernels).
+
+Limits, said by :meth:`FusedBackend.why_not`: bf16 or fp16 on CUDA, one host with peer access, 2, 4 or 8 ranks. Anything
+TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the same kernels on plain pointers.
+
+Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
+waits for *its* peers at the same time (NCCL of data parallelism) can, in principle, hold SMs while it waits for a rank
+whose SMs are held by this one. ``MEGATRON_FLUX_SM_MARGIN`` leaves that many SMs to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import collectives, slab, topology
+from megatron_flux.comm.pending import Pending
+from megatron_flux.ops.agree import agree
+from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
+
+_captured_mode = False
+
+
+@contextlib.contextmanager
+def captured_calls() -> Iterator[None]:
+    """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one.
+
+    During capture this mode is on by itself. It uses a workspace of its own, which capture may not make.
+    """
+    global _captured_mode
+    before, _captured_mode = _captured_mode, True
+    try:
+        yield
+    finally:
+        _captured_mode = before
+
+
+class FusedBackend:
+    """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
+
+    automatic = False
+    """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
+
+    def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
+        """Nothing is allocated or imported before the first call."""
+        self.name = name
+        self.twin = twin
+        self.plan: Plan | None = None
+        """Overrides the choice of plan (the tuner and tests set it)."""
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """None, or the first limit these operands meet; collective on a group's first call."""
+        if self.twin:
+            return None if x.device.type == "cpu" else "the twin runs on CPU tensors"
+        if x.device.type != "cuda":
+            return f"it needs CUDA tensors, x is on {x.device.type}"
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return f"it needs bf16 or fp16, x is {x.dtype}"
+        if group.size() not in (2, 4, 8):
+            return f"it needs a group of 2, 4 or 8 ranks, not {group.size()}"
+        if weight is not None and not weight.is_contiguous():
+            return f"weight must be contiguous, its strides are {weight.stride()}"
+        if _capability(x.device) < (8, 0):
+            return f"it needs compute capability 8.0, {torch.cuda.get_device_name(x.device)} has less"
+        link = topology.probe(group, x.device)
+        if link.kind == "none":
+            return f"no peer access within the group: {link.reason}"
+        return None
+
+    def all_gather_gemm(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        from megatron_flux.ops import launch
+
+        mp, k = x.shape
+        n = weight.shape[1] if transposed else weight.shape[0]
+        agree(group, f"all_gather_gemm m={mp * group.size()} n={n} k={k} {x.dtype} {transposed=}", x.device)
+        captured = _capturing(x)
+        work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
+        sms = launch.sm_count(x.device)
+        plan = self.plan or ag_plan(mp, n, k, group.size(), sms)
+        if captured and plan.comm == 0:
+            plan = launch.without_copy_engine(plan, mp, sms)
+        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed)
+
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """See :class:`~megatron_flux.ops.backend.Backend`. Always finished: there is nothing left to overlap."""
+        from megatron_flux.ops import launch
+
+        m, k = x.shape
+        tp = group.size()
+        n = weight.shape[1] if transposed else weight.shape[0]
+        agree(group, f"gemm_reduce_scatter {m=} {n=} {k=} {x.dtype} {transposed=}", x.device)
+        plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device))
+        nbytes = tp * launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
+        work = slab.pool.get(group, "gemm", nbytes, x.device, _capturing(x))
+        return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
+
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """See :class:`~megatron_flux.ops.backend.Backend`. By copy engine: it takes no SM from the GEMM it hides
+        behind.
+
+        The result is valid until the next ``all_gather`` of the group. Under capture it is torch's collective,
+        finished.
+        """
+        from megatron_flux.ops import launch
+
+        if _capturing(x):
+            return collectives.all_gather(x, group)
+        agree(group, f"all_gather {tuple(x.shape)} {x.dtype}", x.device)
+        work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
+        return launch.all_gather(x, work)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    return _captured_mode or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def sm_margin() -> int:
+    """SMs that fused kernels leave to others: ``MEGATRON_FLUX_SM_MARGIN``, default 0."""
+    return int(os.environ.get("MEGATRON_FLUX_SM_MARGIN", "0"))

@@ -1,0 +1,387 @@
+"""Launching the fused kernels: descriptors, copies, flags. Imports triton; only :mod:`megatron_flux.ops.fused` uses
+it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
+from megatron_flux.kernels.gather import gather_wait_kernel
+from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
+from megatron_flux.ops.plan import Plan
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TWIN_CTAS = 3
+TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """CTAs a persistent kernel may have; a handful on the CPU twin."""
+    if device.type != "cuda":
+        return TWIN_CTAS
+    from megatron_flux.ops.fused import sm_margin
+
+    return torch.cuda.get_device_properties(device).multi_processor_count - sm_margin()
+
+
+def rs_tiles(mp: int, n: int, plan: Plan) -> int:
+    """Tiles of a rank's own rows."""
+    return triton.cdiv(mp, plan.bm) * triton.cdiv(n, plan.bn)
+
+
+def without_copy_engine(plan: Plan, mp: int, sms: int) -> Plan:
+    """The plan with CTAs that push instead: copies with addresses that alternate cannot be captured."""
+    return replace(plan, comm=max(1, min(16, sms // 4)), skip=1, block=0)
+
+
+def all_gather_gemm(
+    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, *, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``."""
+    mp, k = x.shape
+    tp, rank = work.group.size(), work.rank
+    m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
+    cuda = x.is_cuda
+    sms = sm_count(x.device)
+    plan = replace(plan, comm=min(plan.comm, sms - 1))
+    block = plan.block or mp
+    blocks = triton.cdiv(mp, block)
+    lanes = triton.next_power_of_2(max(1, plan.comm))
+    chunk_k = triton.cdiv(triton.cdiv(k, plan.chunks), plan.bk) * plan.bk
+    chunks = triton.cdiv(k, chunk_k)
+    if tp * blocks * chunks * lanes > FLAG_WORDS - ENTER_WORDS:
+        raise UserError(f"all_gather_gemm: too many blocks for x {tuple(x.shape)} with plan {plan.label()}")
+    if plan.comm == 0 and chunks > 1:
+        raise UserError("all_gather_gemm: the copy engine moves whole rows; chunks need comm > 0")
+    if block < mp and block % plan.bm:
+        raise UserError(f"all_gather_gemm: blocks of {block} rows must be multiples of the tile's {plan.bm}")
+    turn = work.begin()
+    buffers = _buffers(work, turn.half, m, k, x.dtype)
+    gathered = buffers[rank]
+    flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
+    finish = None
+    if plan.comm == 0:
+        finish = _copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
+    _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
+    c = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    early = sms - plan.comm
+    per = triton.cdiv(block, plan.bm) * triton.cdiv(n, plan.bn)
+    skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
+    tma = _tma(x, weight, n, k)
+    mask_rows = mp % plan.bm != 0
+    a = b = cd = weight
+    push_rows, push_cols = (64, 256) if cuda else (16, 16)
+    tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
+    if tma_push:
+        chunk_k = triton.cdiv(chunk_k, push_cols) * push_cols
+        chunks = triton.cdiv(k, chunk_k)
+    peers = [x] * 8
+    if tma_push:
+        ordered = _view(
+            work,
+            ("push", turn.half, m, k, x.dtype),
+            lambda: [_desc(buffers[(rank - step) % tp], push_rows, push_cols) for step in range(1, tp)],
+        )
+        peers = [_desc(x, push_rows, push_cols), *ordered, *[ordered[0]] * (8 - tp)]
+    if tma:
+        a = _view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
+        b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
+        cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
+    else:
+        a = gathered
+    ag_gemm_kernel[(sms,)](
+        a,
+        b,
+        cd,
+        c,
+        *peers,
+        x,
+        work.data_table,
+        work.flag_table,
+        work.flags[rank],
+        turn.half * FLAG_WORDS,
+        work.ctrl,
+        work.epochs,
+        work.alarm.words,
+        work.alarm.limit,
+        turn.half,
+        turn.next_half,
+        flag_off,
+        turn.half * (work.half_bytes // x.element_size()),
+        m,
+        n,
+        k,
+        mp,
+        rank,
+        blocks,
+        block,
+        chunk_k,
+        TP=tp,
+        BM=plan.bm,
+        BN=plan.bn,
+        BK=plan.bk,
+        GROUP=plan.group,
+        KCH=chunks,
+        COMM=plan.comm,
+        SKIP=skip,
+        LANES=lanes,
+        PR=push_rows if tma_push else 8 if cuda else 2,
+        PC=push_cols if tma_push else 2048 if cuda else 64,
+        TMA_PUSH=tma_push,
+        CTAS=sms,
+        TRANSPOSED=transposed,
+        TMA=tma,
+        MASK_ROWS=mask_rows,
+        SPLIT=plan.split,
+        ENTER=turn.enter,
+        CPU=not cuda,
+        THREADS=32 * plan.warps,
+        DTYPE=TYPES[x.dtype],
+        num_stages=plan.stages,
+        num_warps=plan.warps,
+    )
+    if finish is not None:
+        finish()
+    work.end()
+    return c, gathered
+
+
+def gemm_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, *, transposed: bool
+) -> torch.Tensor:
+    """``[mp, n]`` for x ``[m, k]``."""
+    m, k = x.shape
+    tp, rank = work.group.size(), work.rank
+    mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
+    cuda = x.is_cuda
+    sms = sm_count(x.device)
+    reducers = min(plan.reducers, sms - 1)
+    if rs_tiles(mp, n, plan) * tp > FLAG_WORDS - ENTER_WORDS:
+        raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
+    turn = work.begin()
+    out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
+    tma = _tma(x, weight, n, k)
+    width = plan.bn // 2 if plan.split else plan.bn
+    rows = 2 * work.half_bytes // (plan.bn * x.element_size())
+    spaces = _view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
+    a, b, sinks = x, weight, [out] * 8
+    if tma:
+        a = _desc(x, plan.bm, plan.bk)
+        b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
+        by_rank = _view(
+            work,
+            ("rs-desc", plan.bm, plan.bn, width, x.dtype),
+            lambda: [_desc(s, plan.bm, width) for s in spaces],
+        )
+        sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
+    gemm_rs_kernel[(sms,)](
+        a,
+        b,
+        *sinks,
+        work.data_table,
+        work.flag_table,
+        work.flags[rank],
+        turn.half * FLAG_WORDS,
+        spaces[rank],
+        out,
+        work.ctrl,
+        work.epochs,
+        work.alarm.words,
+        work.alarm.limit,
+        turn.half,
+        turn.next_half,
+        turn.half * FLAG_WORDS + ENTER_WORDS,
+        turn.half * (rows // 2),
+        m,
+        n,
+        k,
+        mp,
+        rank,
+        sms - reducers,
+        TP=tp,
+        BM=plan.bm,
+        BN=plan.bn,
+        BK=plan.bk,
+        BAND=plan.band,
+        CTAS=sms,
+        CHUNK=min(8192, plan.bm * plan.bn // 4),
+        PIECES=2,
+        TRANSPOSED=transposed,
+        TMA=tma,
+        SPLIT=plan.split,
+        ENTER=turn.enter,
+        JOIN=cuda,
+        CPU=not cuda,
+        THREADS=32 * plan.warps,
+        DTYPE=TYPES[x.dtype],
+        num_stages=plan.stages,
+        num_warps=plan.warps,
+    )
+    work.end()
+    return out
+
+
+def all_gather(x: torch.Tensor, work: Slab) -> Pending:
+    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards.
+
+    One gather is open at a time: starting another waits for it first.
+    """
+    unfinished = work.views.pop("open", None)
+    if unfinished is not None:
+        unfinished.wait()
+    mp, k = x.shape
+    tp, rank = work.group.size(), work.rank
+    turn = work.begin()
+    buffers = _buffers(work, turn.half, mp * tp, k, x.dtype)
+    flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
+    finish = _copy_engine_push(x, work, turn, buffers, flag_off, mp)
+    buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
+
+    def wait() -> None:
+        gather_wait_kernel[(1,)](
+            work.flags[rank],
+            work.ctrl,
+            work.epochs,
+            work.alarm.words,
+            work.alarm.limit,
+            turn.half,
+            turn.next_half,
+            flag_off,
+            rank,
+            TP=tp,
+            CPU=not x.is_cuda,
+            THREADS=32,
+            num_warps=1,
+        )
+        finish()
+        work.end()
+        if work.views.get("open") is pending:
+            del work.views["open"]
+
+    pending = Pending(buffers[rank], wait, keep=(x,))
+    work.views["open"] = pending
+    return pending
+
+
+def _copy_engine_push(
+    x: torch.Tensor,
+    work: Slab,
+    turn: Turn,
+    buffers: list[torch.Tensor],
+    flag_off: int,
+    block: int,
+    pace: bool = False,
+) -> Callable[[], None]:
+    """Enqueue the shard's blocks to all peers, in reverse ring order so that a receiver has one writer at a time.
+
+    Behind each block travels the epoch. With ``pace`` (whole shards only) the order is enforced: rank r begins step d
+    when rank r-1, which wrote to the same receiver in step d-1, says that it has finished. Without it ranks drift,
+    several write to one receiver and the copy engines slow down. Returns what makes the current stream wait for the
+    copies.
+    """
+    mp = x.shape[0]
+    tp, rank = work.group.size(), work.rank
+    blocks = triton.cdiv(mp, block)
+    pace = pace and x.is_cuda and blocks == 1 and tp > 2
+    base = turn.half * FLAG_WORDS + TOKENS
+
+    def views() -> list[tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        found = []
+        for j in range(blocks):
+            for step in range(1, tp):
+                peer, follower = (rank - step) % tp, (rank + 1) % tp
+                rows = slice(j * block, min((j + 1) * block, mp))
+                target = buffers[peer][rank * mp + rows.start : rank * mp + rows.stop]
+                word = flag_off + rank * blocks + j
+                mine = work.flags[rank][base + step : base + step + 1]
+                theirs = work.flags[follower][base + step + 1 : base + step + 2]
+                found.append((target, rows, work.flags[peer][word : word + 1], mine, theirs))
+        return found
+
+    epoch = work.epochs[turn.half : turn.half + 1]
+    moves = _view(work, ("ce", turn.half, mp, x.shape[1], x.dtype, block), views)
+
+    def push(side: torch.cuda.Stream | None) -> None:
+        for i, (target, rows, flag, mine, theirs) in enumerate(moves):
+            if pace and side is not None and i > 0:
+                _stream_wait(side, mine, work.calls)
+            target.copy_(x[rows])
+            flag.copy_(epoch)
+            if pace and i < len(moves) - 1:
+                theirs.copy_(epoch)
+
+    if not x.is_cuda:
+        push(None)
+        return lambda: None
+    side = _view(work, ("side",), lambda: torch.cuda.Stream(x.device, priority=-1))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        push(side)
+    return lambda: torch.cuda.current_stream().wait_stream(side)
+
+
+def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
+    """A kernel and not a memcpy: the copy engines are busy with the peers' shards."""
+    bits = {2: torch.int16, 4: torch.int32}[source.element_size()]
+    torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
+
+
+def _stream_wait(stream: torch.cuda.Stream, word: torch.Tensor, value: int) -> None:
+    """Hold ``stream`` until ``word`` (int32) has reached ``value``.
+
+    Not bounded by itself: the kernel of the same call is, and its trap ends the process.
+    """
+    from cuda.bindings import driver
+
+    flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    (status,) = driver.cuStreamWaitValue32(stream.cuda_stream, word.data_ptr(), value & 0xFFFFFFFF, flag)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise OperatorError(f"cuStreamWaitValue32 failed: {status}")
+
+
+def _buffers(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The gather buffer ``[m, k]`` of every rank."""
+
+    def make() -> list[torch.Tensor]:
+        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())]
+
+    return _view(work, ("gather", half, m, k, dtype), make)
+
+
+def _view(work: Slab, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    found = work.views.get(key)
+    if found is None:
+        found = work.views[key] = make()
+    return found
+
+
+def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return os.environ.get("MEGATRON_FLUX_TWIN_TMA", "1") == "1"
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _tma(x: torch.Tensor, weight: torch.Tensor, n: int, k: int) -> bool:
+    """Whether TMA can address the operands: Hopper, rows of whole 16 bytes, aligned."""
+    size = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return _hopper(x.device) and aligned and n * size % 16 == 0 and k * size % 16 == 0

@@ -1,0 +1,62 @@
+"""The ``pipelined`` backend: torch's decomposed operators, one chunk per rank on a side stream while another
+multiplies.
+
+It is the peer known as async-TP (``torch.ops.symm_mem.fused_*``), made a candidate: where it is faster than the fused
+kernels on some shape or group size, the tuner takes it. It moves whole shards by copy engine, meets at a barrier for
+every step and adds the partials in a pass of its own.
+
+Limits: CUDA, one host with peer access; bf16 or fp16. Not inside CUDA-graph capture. A gathered input is a fresh
+tensor.
+
+Source: torch/distributed/_symmetric_memory/__init__.py of torch 2.11.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import collectives, topology
+from megatron_flux.comm.pending import Pending
+
+
+class PipelinedBackend:
+    """See the module."""
+
+    name = "pipelined"
+    automatic = False
+    """``auto`` does not choose it; the tuner does where it is the fastest."""
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """None, or the first limit these operands meet; collective on a group's first call."""
+        if x.device.type != "cuda":
+            return f"it needs CUDA tensors, x is on {x.device.type}"
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return f"it needs bf16 or fp16, x is {x.dtype}"
+        if torch.cuda.is_current_stream_capturing():
+            return "it cannot be captured in a CUDA graph"
+        link = topology.probe(group, x.device)
+        return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
+
+    def all_gather_gemm(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        importlib.import_module("torch.distributed._symmetric_memory")  # registers the operators
+        b = weight if transposed else weight.t()
+        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [b], 0, group.group_name)
+        return y, gathered
+
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """See :class:`~megatron_flux.ops.backend.Backend`. Always finished."""
+        importlib.import_module("torch.distributed._symmetric_memory")
+        b = weight if transposed else weight.t()
+        return Pending(torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, "sum", 0, group.group_name))
+
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """See :class:`~megatron_flux.ops.backend.Backend`: torch's collective."""
+        return collectives.all_gather(x, group, async_op=async_op)

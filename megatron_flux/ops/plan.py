@@ -1,0 +1,79 @@
+"""What a fused call can choose: tile, schedule and transport, and the choice without a tuner.
+
+The rules come from measurements on 8 x H200 (results/ops-h200x8-nvlink): with 128 x 256 tiles the usual shapes make
+multiples of 128 tiles, so four of 132 SMs are free for moving or adding data at no cost in waves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to run a fused call. Sizes are in elements."""
+
+    bm: int = 128
+    bn: int = 256
+    bk: int = 64
+    stages: int = 4
+    warps: int = 8
+    split: bool = True
+    """Store a tile as two halves: needs half the shared memory."""
+    group: int = 8
+    """all_gather_gemm: row blocks per raster group."""
+    comm: int = 0
+    """all_gather_gemm: CTAs that push; 0 is the copy engine."""
+    skip: int = 0
+    """all_gather_gemm: rounds of tiles that pushing CTAs sit out; -1 is all."""
+    pace: bool = False
+    """all_gather_gemm by copy engine: one writer per receiver, enforced."""
+    block: int = 0
+    """all_gather_gemm: rows that travel together; 0 is a shard."""
+    chunks: int = 1
+    """all_gather_gemm: chunks of columns of a block, each with its own flag."""
+    band: int = 1
+    """gemm_reduce_scatter: row blocks per destination and step."""
+    reducers: int = 4
+    """gemm_reduce_scatter: CTAs that only add partials."""
+
+    def label(self) -> str:
+        """Differences from the defaults, short."""
+        base = asdict(Plan())
+        return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value != base[key]) or "default"
+
+
+def ag_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
+    """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner."""
+    if mp * tp >= 4096 and n >= 2048:
+        return Plan()
+    if n < 2048:
+        return Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128)
+    return Plan(comm=12, skip=1, block=_block(mp, 128))
+
+
+def rs_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
+    """The plan of a gemm_reduce_scatter with ``mp`` rows a rank, without a tuner."""
+    return Plan(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
+
+
+def _block(mp: int, rows: int) -> int:
+    """``rows`` if they divide a shard, else 0 (a whole shard)."""
+    return rows if mp % rows == 0 and mp > rows else 0
+
+
+def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int) -> list[Plan]:
+    """Plans worth measuring, the likeliest first."""
+    found: list[Plan] = []
+    if op == "all_gather_gemm":
+        found = [
+            ag_plan(mp, n, k, tp, sms),
+            Plan(),
+            Plan(pace=True),
+            Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128),
+            Plan(comm=12, skip=1, block=_block(mp, 128)),
+        ]
+    else:
+        first = rs_plan(mp, n, k, tp, sms)
+        found = [first] + [replace(first, reducers=r) for r in (4, 12)]
+    return list(dict.fromkeys(found))

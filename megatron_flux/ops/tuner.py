@@ -1,0 +1,277 @@
+"""The ``tuned`` backend: measures once per call shape which backend and plan is fastest, and keeps the answer.
+
+Contract
+    * Candidates are ``reference``, ``pipelined`` and a short list of fused plans; what is kept is the fastest by the
+      slowest rank's
+      median,
+      so a tuned call is never slower than ``reference`` was in that measurement. Others must win by 1 %.
+    * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
+      the
+      group's first rank and broadcast. One collective per new shape, none afterwards.
+    * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default
+      ``~/.cache/megatron_flux/tuned.json``. Its keys name operator, shape, dtype, weight form, group size, link, GPU
+      and versions. Only the first rank of a group writes, atomically.
+    * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30; compilation of a candidate that
+      has
+      begun is not interrupted); 0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph
+      capture nothing is measured either.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import topology
+from megatron_flux.comm.pending import Pending
+from megatron_flux.errors import UserError
+from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.pipelined import PipelinedBackend
+from megatron_flux.ops.plan import Plan, candidates
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.version import __version__
+
+MARGIN = 0.99
+ROUNDS, BURST = 5, 3
+
+
+def cache_path() -> Path:
+    """Where answers are kept."""
+    given = os.environ.get("MEGATRON_FLUX_TUNE_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "megatron_flux" / "tuned.json"
+
+
+def describe(op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str) -> str:
+    """The key of an answer: everything it depends on."""
+    device = _device_name(x.device)
+    form = "[k,n]" if transposed else "[n,k]"
+    versions = f"flux {__version__} torch {torch.__version__}"
+    return f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link} | {device} | {versions}"
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def load(path: Path) -> dict[str, Any]:
+    """All kept answers; none if the file does not exist.
+
+    Raises:
+        UserError: the file is not what this module writes.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"tuning cache {path} cannot be read: {error}; delete it to tune again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"tuning cache {path} must hold one JSON object; delete it to tune again")
+    return found
+
+
+def store(path: Path, key: str, answer: dict[str, Any]) -> None:
+    """Add one answer; a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {**load(path), key: answer}
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as out:
+        json.dump(merged, out, indent=1, sort_keys=True)
+        out.write("\n")
+    os.replace(name, path)
+
+
+class TunedBackend:
+    """See the module."""
+
+    name = "tuned"
+    automatic = False
+    """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
+
+    def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend, fused: FusedBackend) -> None:
+        """``fused`` also answers what this backend can run."""
+        self.reference = reference
+        self.pipelined = pipelined
+        self.fused = fused
+        self.answers: dict[tuple[str, str], dict[str, Any]] = {}
+        """By group and key; filled as shapes come."""
+        self._quick: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """Whatever keeps ``fused`` from running."""
+        return self.fused.why_not(x, weight, group)
+
+    def all_gather_gemm(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+
+        def run(backend: Any) -> Any:
+            return backend.all_gather_gemm(x, weight, group, transposed=transposed)
+
+        m = x.shape[0] * group.size()
+        n = weight.shape[1] if transposed else weight.shape[0]
+        return self._run("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed)
+
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+
+        def run(backend: Any) -> Any:
+            return backend.gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
+
+        n = weight.shape[1] if transposed else weight.shape[0]
+        return self._run("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed)
+
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
+        return self.fused.all_gather(x, group, async_op=async_op)
+
+    def _run(
+        self,
+        op: str,
+        run: Callable[[Any], Any],
+        x: torch.Tensor,
+        m: int,
+        n: int,
+        k: int,
+        group: dist.ProcessGroup,
+        transposed: bool,
+    ) -> Any:
+        answer = self.answer(op, run, x, m, n, k, group, transposed)
+        if answer["backend"] == "reference":
+            return run(self.reference)
+        if answer["backend"] == "pipelined":
+            return run(self.reference if torch.cuda.is_current_stream_capturing() else self.pipelined)
+        return self._with_plan(run, Plan(**answer["plan"]))
+
+    def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
+        before, self.fused.plan = self.fused.plan, plan
+        try:
+            return run(self.fused)
+        finally:
+            self.fused.plan = before
+
+    def answer(
+        self,
+        op: str,
+        run: Callable[[Any], Any],
+        x: torch.Tensor,
+        m: int,
+        n: int,
+        k: int,
+        group: dist.ProcessGroup,
+        transposed: bool,
+    ) -> dict[str, Any]:
+        """``{"backend", "plan", "ms"}`` for this call; measured if it is new."""
+        call = (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
+        found = self._quick.get(call)
+        if found is None:
+            found = self._find(op, run, x, m, n, k, group, transposed)
+            if not torch.cuda.is_current_stream_capturing():
+                self._quick[call] = found
+        return found
+
+    def _find(
+        self,
+        op: str,
+        run: Callable[[Any], Any],
+        x: torch.Tensor,
+        m: int,
+        n: int,
+        k: int,
+        group: dist.ProcessGroup,
+        transposed: bool,
+    ) -> dict[str, Any]:
+        tp = group.size()
+        key = describe(op, m, n, k, x, transposed, tp, topology.probe(group, x.device).kind)
+        found = self.answers.get((group.group_name, key))
+        if found is not None:
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            return {"backend": "reference", "plan": None, "ms": {}}
+        kept: list[Any] = [load(cache_path()).get(key) if group.rank() == 0 else None]
+        dist.broadcast_object_list(kept, group=group, group_src=0)
+        found = kept[0]
+        if found is None:
+            found = self._measure(op, run, m, n, k, group)
+            if found["ms"] and group.rank() == 0:
+                store(cache_path(), key, found)
+        self.answers[group.group_name, key] = found
+        return found
+
+    def _measure(
+        self, op: str, run: Callable[[Any], Any], m: int, n: int, k: int, group: dist.ProcessGroup
+    ) -> dict[str, Any]:
+        limit = float(os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30"))
+        if limit <= 0:
+            return {"backend": "reference", "plan": None, "ms": {}}
+        began = time.monotonic()
+        from megatron_flux.ops.launch import sm_count
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {
+            "reference": (None, lambda: run(self.reference)),
+            "pipelined": (None, lambda: run(self.pipelined)),
+        }
+        ways["pipelined"][1]()  # allocates its workspace
+        for plan in candidates(op, m // group.size(), n, k, group.size(), sm_count(device)):
+
+            def way(plan: Plan = plan) -> Any:
+                return self._with_plan(run, plan)
+
+            late = torch.tensor([time.monotonic() - began > limit], dtype=torch.int32, device=device)
+            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=group)
+            if late.item():
+                break
+            way()  # compiles
+            ways[f"fused {plan.label()}"] = (plan, way)
+        ms = {name: statistics.median(t) for name, t in _time(ways, group, device).items()}
+        best = min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
+        chosen = ways[best][0]
+        return {
+            "backend": best if chosen is None else "fused",
+            "plan": None if chosen is None else asdict(chosen),
+            "ms": {name: round(value, 4) for name, value in ms.items()},
+        }
+
+
+def _time(
+    ways: dict[str, tuple[Plan | None, Callable[[], Any]]], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of the slowest rank per round, interleaved."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    names = list(ways)
+    times = torch.zeros(len(names), ROUNDS, device=device)
+    for turn in range(ROUNDS):
+        for i, name in enumerate(names):
+            call = ways[name][1]
+            torch.cuda.synchronize()
+            dist.barrier(group=group)
+            _finish(call())
+            start.record()
+            for _ in range(BURST):
+                _finish(call())
+            end.record()
+            end.synchronize()
+            times[i, turn] = start.elapsed_time(end) / BURST
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(names, times.tolist(), strict=True))
+
+
+def _finish(result: Any) -> None:
+    if isinstance(result, Pending):
+        result.wait()

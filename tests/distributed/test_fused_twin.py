@@ -1,0 +1,208 @@
+"""The fused kernels in Triton's interpreter over shared memory: real processes, real flags, small shapes.
+
+Covered: both operators and ``all_gather``, both weight forms, every transport and schedule, descriptors and plain
+pointers, sizes that fill no tile, reuse of both halves, calls of different shapes in turn, captured-mode calls, a late
+rank, a peer that never comes (time-out names it), epochs that wrap, ranks that disagree about the shape.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops.plan import Plan
+from tests.distributed.pool import WorkerPool
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
+PLANS = {
+    "copy engine": Plan(**TINY),
+    "copy engine, blocks": Plan(**TINY, block=16),
+    "pushes, chunks, join": Plan(**TINY, comm=1, skip=1, block=16, chunks=2),
+    "pushes, never join": Plan(**TINY, comm=2, skip=-1, band=2),
+    "pushes, whole tiles": Plan(**TINY, comm=1, split=False, reducers=2),
+}
+
+
+def twin() -> Any:
+    """The backend, with the interpreter switched on before triton is first imported in this worker."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megatron_flux.ops.fused import FusedBackend
+
+    return FusedBackend("twin", twin=True)
+
+
+def integers(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-1, 2, (rows, cols)).to(dtype)
+
+
+def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transposed: bool) -> None:
+    from megatron_flux.ops.reference import ReferenceBackend
+
+    group, stock = dist.group.WORLD, ReferenceBackend()
+    w = integers(k, n, dtype) if transposed else integers(n, k, dtype)
+    x = integers(mp, k, dtype)
+    y, gathered = backend.all_gather_gemm(x, w, group, transposed=transposed)
+    want, want_gathered = stock.all_gather_gemm(x, w, group, transposed=transposed)
+    assert torch.equal(gathered, want_gathered)
+    assert torch.equal(y, want)
+    x = integers(mp * group.size(), k, dtype)
+    z = backend.gemm_reduce_scatter(x, w, group, transposed=transposed, async_op=False).wait()
+    exact = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=transposed, async_op=False).wait()
+    assert torch.equal(z, exact.to(dtype))
+    pending = backend.all_gather(x, group, async_op=True)
+    assert torch.equal(pending.wait(), stock.all_gather(x, group, async_op=False).wait())
+
+
+def all_shapes(plan: Plan, tma: bool) -> None:
+    os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
+    backend = twin()
+    from megatron_flux.ops import launch
+
+    launch._hopper.cache_clear()
+    backend.plan = plan
+    for mp, n, k, transposed, dtype in (
+        (32, 64, 48, False, torch.float16),
+        (32, 48, 32, True, torch.bfloat16),
+        (48, 32, 64, False, torch.bfloat16),
+        (32, 64, 48, False, torch.float16),
+    ):
+        compare(backend, mp, n, k, dtype, transposed)
+    if plan.block == 0:
+        compare(backend, 7, 33, 19, torch.float16, True)
+        compare(backend, 1, 8, 8, torch.bfloat16, False)
+
+
+def captured_between_eager() -> None:
+    from megatron_flux.ops.fused import captured_calls
+
+    backend = twin()
+    backend.plan = Plan(**TINY)
+    for _ in range(3):
+        with captured_calls():
+            compare(backend, 32, 32, 32, torch.float16, False)
+        compare(backend, 32, 32, 32, torch.float16, False)
+
+
+def one_rank_late() -> None:
+    backend = twin()
+    backend.plan = Plan(**TINY, comm=1)
+    for late in range(dist.get_world_size()):
+        if dist.get_rank() == late:
+            time.sleep(0.5)
+        compare(backend, 16, 32, 32, torch.float16, False)
+
+
+def epochs_wrap() -> None:
+    from megatron_flux.comm import slab
+
+    backend = twin()
+    backend.plan = Plan(**TINY)
+    compare(backend, 16, 32, 32, torch.float16, False)
+    dist.barrier()
+    top = 2**31 - 3
+    for work in slab.pool._slabs.values():
+        work.flags[work.rank].fill_(top - 1)
+        work.epochs.fill_(top)
+    dist.barrier()
+    for _ in range(4):
+        compare(backend, 16, 32, 32, torch.float16, False)
+    slab.pool.clear()
+
+
+def two_gathers_open() -> None:
+    backend = twin()
+    group = dist.group.WORLD
+    a, b = integers(8, 16, torch.float16), integers(8, 16, torch.float16)
+    first = backend.all_gather(a, group, async_op=True)
+    second = backend.all_gather(b, group, async_op=True)
+    wants = []
+    for x in (a, b):
+        want = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(want, x)
+        wants.append(torch.cat(want))
+    assert torch.equal(second.wait(), wants[1])
+    assert torch.equal(first.wait(), wants[0])
+    compare(backend, 16, 32, 32, torch.float16, False)
+
+
+def peer_never_comes() -> str | None:
+    from megatron_flux.comm import slab
+
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
+    slab.pool.clear()
+    backend = twin()
+    backend.plan = Plan(**TINY)
+    group = dist.group.WORLD
+    x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
+    said = None
+    try:
+        backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False)
+        if group.rank() == 0:
+            with pytest.raises(OperatorError) as caught:
+                backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False)
+            said = str(caught.value)
+    finally:
+        del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
+        slab.pool.clear()
+        dist.barrier()
+    return said
+
+
+def different_shapes() -> str:
+    backend = twin()
+    x, w = integers(8 + 8 * dist.get_rank(), 16, torch.float16), integers(16, 16, torch.float16)
+    with pytest.raises(UserError) as caught:
+        backend.all_gather_gemm(x, w, dist.group.WORLD, transposed=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: Plan, tma: bool) -> None:
+    world2.run(all_shapes, plan, tma)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes, chunks, join"]], ids=["copy engine", "pushes"])
+def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: Plan) -> None:
+    world4.run(all_shapes, plan, True)
+
+
+def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:
+    world2.run(captured_between_eager)
+
+
+def test_second_gather_finishes_the_first(world2: WorkerPool) -> None:
+    world2.run(two_gathers_open)
+
+
+def test_late_rank_is_waited_for(world2: WorkerPool) -> None:
+    world2.run(one_rank_late)
+
+
+def test_epochs_may_wrap(world2: WorkerPool) -> None:
+    world2.run(epochs_wrap)
+
+
+def test_timeout_names_operator_rank_peer_tile_and_epoch(world2: WorkerPool) -> None:
+    said = world2.run(peer_never_comes)[0]
+    for part in ("rank 0", "gemm_reduce_scatter", "peer rank 1", "tile 0", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
+        assert part in said, said
+
+
+def test_ranks_that_disagree_get_an_error(world2: WorkerPool) -> None:
+    for said in world2.run(different_shapes):
+        assert "m=16 n=16" in said
+        assert "m=32 n=16" in said

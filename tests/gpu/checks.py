@@ -1,0 +1,319 @@
+"""Correctness of the fused backend on real GPUs: run under torchrun, writes a log line per check.
+
+    python -m torch.distributed.run --nproc-per-node 8 tests/gpu/checks.py --out checks.jsonl [--seconds 60] [--only
+    NAME]
+
+Every check runs on all ranks and raises on the rank that sees the failure. Inputs are fresh and random; memory that the
+caching allocator hands out for results, and the workspaces, are poisoned with NaN before each comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.comm import slab
+from megatron_flux.ops import fused
+from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.registry import _backends
+
+Check = Callable[[dist.ProcessGroup], str]
+
+
+def backend() -> fused.FusedBackend:
+    return _backends["fused"]
+
+
+def poison(group: dist.ProcessGroup) -> None:
+    """NaN into every half of every slab and into memory that results will be allocated from."""
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    for (name, *_), work in slab.pool._slabs.items():
+        if name == group.group_name:
+            work.data[group.rank()].view(torch.bfloat16).fill_(float("nan"))
+    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    del spare
+
+
+def operands(group, mp, n, k, dtype, transposed, integer=False):
+    def make(*shape):
+        if integer:
+            return torch.randint(-1, 2, shape, device="cuda").to(dtype)
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    tp = group.size()
+    w = make(k, n) if transposed else make(n, k)
+    return make(mp, k), make(mp * tp, k), w
+
+
+def gather(x, group):
+    out = torch.empty(x.shape[0] * group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def scatter_sum(y, group):
+    out = torch.empty(y.shape[0] // group.size(), *y.shape[1:], dtype=y.dtype, device=y.device)
+    dist.reduce_scatter_tensor(out, y, group=group)
+    return out
+
+
+def error(got, want):
+    assert got.shape == want.shape
+    return ((got.float() - want).norm() / want.norm()).item()
+
+
+def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=False) -> str:
+    xs, xl, w = operands(group, mp, n, k, dtype, transposed, integer)
+    wt = w if transposed else w.t()
+    poison(group)
+    y, full = ops.all_gather_gemm(xs, w, group, transposed=transposed, return_gathered=True, backend="fused")
+    want_full = gather(xs, group)
+    assert torch.equal(full, want_full), "the gathered input differs"
+    exact, torchs = want_full.float() @ wt.float(), want_full @ wt
+    ag, ag_torch = error(y, exact), error(torchs, exact)
+    poison(group)
+    z = ops.gemm_reduce_scatter(xl, w, group, transposed=transposed, backend="fused")
+    exact = scatter_sum(xl.float() @ wt.float(), group)
+    rs, rs_torch = error(z, exact), error(scatter_sum(xl @ wt, group), exact)
+    if integer:
+        assert ag == rs == 0, f"integers are not exact: {ag} {rs}"
+    assert ag <= 2 * ag_torch + 1e-6, f"all_gather_gemm error {ag} against torch's {ag_torch}"
+    assert rs <= 2 * rs_torch + 1e-6, f"gemm_reduce_scatter error {rs} against torch's {rs_torch}"
+    return f"mp={mp} n={n} k={k} {dtype} {transposed=} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
+
+
+def shapes(group):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for dtype in (torch.bfloat16, torch.float16):
+        for transposed in (False, True):
+            for mp, n, k in ((256, 1024, 512), (128, 768, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
+                last = compare(group, mp, n, k, dtype, transposed)
+    compare(group, 256, 512, 64, integer=True)
+    return last
+
+
+def with_plans(group, *chosen):
+    b, done = backend(), []
+    try:
+        for plan in chosen:
+            b.plan = plan
+            compare(group, 512, 1280, 1024)
+            compare(group, 256, 520, 1032, transposed=True)
+            done.append(plan.label())
+    finally:
+        b.plan = None
+    return "; ".join(done)
+
+
+def plans(group):
+    """What the tuner chooses from."""
+    return with_plans(
+        group, Plan(), Plan(pace=True), Plan(comm=24, skip=-1, block=128, bn=128), Plan(comm=12, skip=1, block=128),
+        Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
+    )  # fmt: skip
+
+
+def more_plans(group):
+    return with_plans(
+        group, Plan(block=128, reducers=20, band=2), Plan(comm=4, skip=-1), Plan(comm=16, skip=1, chunks=4),
+        Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(bm=64, bn=128, split=False), Plan(bn=128, band=4),
+    )  # fmt: skip
+
+
+def repeated(group):
+    """The same bits 100 times, back to back, both operators alternating."""
+    xs, xl, w = operands(group, 256, 2048, 1024, torch.bfloat16, False)
+    y0 = ops.all_gather_gemm(xs, w, group, backend="fused")
+    z0 = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(100):
+        differ += (ops.all_gather_gemm(xs, w, group, backend="fused") != y0).sum()
+        differ += (ops.gemm_reduce_scatter(xl, w, group, backend="fused") != z0).sum()
+    assert differ.item() == 0, f"{differ.item()} elements differ over 100 repetitions"
+    return "100 x 2"
+
+
+def random_shapes(group, rounds=200):
+    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
+    dist.broadcast(seed, group=group, group_src=0)
+    r = random.Random(seed.item())
+    for i in range(rounds):
+        mp = r.choice([r.randint(1, 300), 64 * r.randint(1, 6), 128 * r.randint(1, 3)])
+        n, k = (r.choice([8 * r.randint(1, 200), r.randint(1, 700)]) for _ in range(2))
+        transposed, late = r.random() < 0.5, r.randrange(group.size())
+        if i % 20 == 7 and group.rank() == late:
+            torch.cuda._sleep(int(r.random() * 1.5e9))  # up to about a second
+        compare(group, mp, n, k, r.choice([torch.bfloat16, torch.float16]), transposed)
+    return f"{rounds} rounds"
+
+
+def poisoned_shard(group):
+    """NaN in one rank's row reaches exactly the rows it should."""
+    xs, xl, w = operands(group, 256, 512, 512, torch.bfloat16, False)
+    bad = group.size() - 1
+    if group.rank() == bad:
+        xs[3, 5] = float("nan")
+        xl[300, 7] = float("nan")
+    y = ops.all_gather_gemm(xs, w, group, backend="fused")
+    rows = y.isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [bad * 256 + 3], rows
+    assert y[rows[0]].isnan().all()
+    z = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+    rows = z.isnan().any(1).nonzero().flatten().tolist()
+    assert rows == ([300 - 256] if group.rank() == 1 else []), rows
+    return "rows as expected"
+
+
+def streams(group):
+    """Calls that alternate between two streams, of shapes that grow and shrink."""
+    s = [torch.cuda.Stream(), torch.cuda.Stream()]
+    inputs = [operands(group, mp, 768, 512, torch.bfloat16, False) for mp in (64, 512, 128, 256)]
+    results = []
+    torch.cuda.synchronize()
+    for i in range(24):
+        xs, xl, w = inputs[i % 4]
+        with torch.cuda.stream(s[i % 2]):
+            results.append((i % 4, ops.all_gather_gemm(xs, w, group, backend="fused"),
+                            ops.gemm_reduce_scatter(xl, w, group, backend="fused")))  # fmt: skip
+    torch.cuda.synchronize()
+    first = {}
+    for i, y, z in results:
+        y0, z0 = first.setdefault(i, (y, z))
+        assert torch.equal(y, y0), f"call {i} differs"
+        assert torch.equal(z, z0), f"call {i} differs"
+    for i, (xs, _, w) in enumerate(inputs):
+        assert error(first[i][0], gather(xs, group).float() @ w.float().t()) < 1e-2
+    return "24 x 2 calls"
+
+
+def graphs(group):
+    """Three captured calls of each operator, replayed, with eager calls in between."""
+    xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False)
+    with fused.captured_calls():
+        ops.all_gather_gemm(xs, w, group, backend="fused")
+        ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [(ops.all_gather_gemm(xs, w, group, backend="fused"),
+                ops.gemm_reduce_scatter(xl, w, group, backend="fused")) for _ in range(3)]  # fmt: skip
+    for _ in range(5):
+        xs.normal_()
+        xl.normal_()
+        graph.replay()
+        y = ops.all_gather_gemm(xs, w, group, backend="fused")
+        z = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+        graph.replay()
+        torch.cuda.synchronize()
+        for yg, zg in got:
+            assert torch.equal(zg, z)
+            assert error(yg, y.float()) < 1e-2
+        assert error(z, scatter_sum(xl.float() @ w.float().t(), group)) < 1e-2
+    return "5 x 2 replays of 3 calls"
+
+
+def gather_async(group):
+    """all_gather behind a gemm_reduce_scatter, as in the backward pass of a column-parallel layer."""
+    xs, xl, w = operands(group, 512, 1024, 512, torch.bfloat16, False)
+    want = gather(xs, group)
+    for _ in range(20):
+        pending = ops.all_gather(xs, group, backend="fused")
+        ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+        assert torch.equal(pending.wait(), want)
+    return "20"
+
+
+def mismatch(group):
+    """Different shapes on different ranks are an error."""
+    from megatron_flux.errors import UserError
+
+    xs, _, w = operands(group, 64 * (1 + group.rank() % 2), 256, 256, torch.bfloat16, False)
+    try:
+        ops.all_gather_gemm(xs, w, group, backend="fused")
+    except UserError as err:
+        return str(err)[:120]
+    raise AssertionError("no error")
+
+
+def bench_shapes(group):
+    """Integer inputs at the sizes that the benchmark times."""
+    for mp, n, k in ((1024, 1536, 12288), (1024, 12288, 1536), (256, 6144, 2048), (1024, 1280, 8192)):
+        last = compare(group, mp, n, k)
+    return last
+
+
+CHECKS: dict[str, Check] = {
+    "shapes": shapes,
+    "plans": plans,
+    "more_plans": more_plans,
+    "repeated": repeated,
+    "poisoned_shard": poisoned_shard,
+    "streams": streams,
+    "gather_async": gather_async,
+    "graphs": graphs,
+    "mismatch": mismatch,
+    "bench_shapes": bench_shapes,
+    "random_shapes": random_shapes,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--split", type=int, default=1, help="groups that run at the same time")
+    args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    group, size = dist.group.WORLD, dist.get_world_size() // args.split
+    if args.split > 1:
+        for first in range(0, dist.get_world_size(), size):
+            made = dist.new_group(list(range(first, first + size)))
+            group = made if first <= rank < first + size else group
+    torch.manual_seed(1000 + rank)
+    for name, check in CHECKS.items():
+        if args.only and name not in args.only.split(","):
+            continue
+        start = time.time()
+        try:
+            said = check(group, args.rounds) if name == "random_shapes" else check(group)
+            torch.cuda.synchronize()
+            line = {"check": name, "groups": args.split, "tp": group.size(), "ok": True, "said": said}
+        except Exception as err:
+            line = {
+                "check": name,
+                "groups": args.split,
+                "tp": group.size(),
+                "rank": rank,
+                "ok": False,
+                "said": repr(err)[:1500],
+            }
+        line["seconds"] = round(time.time() - start, 2)
+        if rank == 0 or not line["ok"]:
+            print(json.dumps(line), flush=True)
+            if args.out:
+                with args.out.open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+        if not line["ok"]:
+            os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The fused backend on real GPUs: every check of ``checks.py`` under torchrun, and what a dead rank does to the
+others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+GPUS = torch.cuda.device_count()
+TIMEOUT_S = 6
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, {GPUS} visible")]
+
+VICTIM = """
+import os, sys, torch, torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+from megatron_flux import ops
+x = torch.randn(size * 128, 256, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
+torch.cuda.synchronize()
+dist.barrier()
+if rank == size - 1:
+    os.kill(os.getpid(), 9)
+ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
+torch.cuda.synchronize()
+print("still alive")
+os._exit(0)
+"""
+
+
+def environment() -> dict[str, str]:
+    root = str(HERE.parent.parent)
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "MEGATRON_FLUX_TIMEOUT_S": str(TIMEOUT_S),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
+def test_checks(groups: int, tmp_path: Path) -> None:
+    size = next(n for n in (8, 4, 2) if n <= GPUS)
+    if size // groups < 2:
+        pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(HERE / "checks.py")]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "checks.jsonl"), "--split", str(groups)],
+        env=environment(),
+        timeout=900,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_killed_rank_ends_the_others_in_time() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", VICTIM],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ranks[1].wait(120)
+    died = time.monotonic()
+    said, _ = ranks[0].communicate(timeout=TIMEOUT_S + 60)
+    took = time.monotonic() - died
+    assert ranks[0].returncode != 0
+    assert "still alive" not in said
+    for part in ("gemm_reduce_scatter timed out", "peer rank 1", "tile", "epoch 2"):
+        assert part in said, said[-2000:]
+    assert took < TIMEOUT_S + 30, f"{took:.0f} s"

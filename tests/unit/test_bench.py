@@ -1,0 +1,46 @@
+"""The benchmark's arithmetic and picture, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch.distributed as dist
+
+from megatron_flux.bench import ops, plot
+from megatron_flux.errors import UserError
+
+ROW = {
+    "op": "gemm_reduce_scatter", "model": "gpt3-175b", "layer": "fc2", "direction": "forward", "m": 8192, "n": 12288,
+    "k": 6144, "dtype": "bfloat16", "gemm_ms": 1.0, "nccl_ms": 0.5, "serial_ms": 1.5, "async_tp_ms": None,
+    "pipelined_ms": None, "fused_ms": 1.1, "tuned_ms": 1.6, "tuned_choice": "fused <x>", "e_overlap": -0.2,
+    "bound_ms": 1.0,
+}  # fmt: skip
+
+
+def test_efficiency_is_that_of_the_paper() -> None:
+    assert plot.efficiency(ROW, "fused_ms") == pytest.approx(0.8)
+    assert plot.efficiency(ROW, "tuned_ms") == pytest.approx(-0.2)
+    assert plot.efficiency(ROW, "async_tp_ms") is None
+    assert plot.efficiency({**ROW, "serial_ms": 1.0}, "fused_ms") is None
+
+
+def test_picture_is_xml_and_names_every_call(tmp_path: Path) -> None:
+    plot.write({"device": "A & B", "tp": 8, "rows": [ROW, {**ROW, "layer": "proj"}]}, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    ElementTree.fromstring(text)
+    assert "fc2 forward m=8192" in text
+    assert "80%" in text
+
+
+def test_line_holds_the_figures() -> None:
+    said = ops.line(ROW)
+    for part in ("fc2", "gemm 1.000", "async-TP -", "tuned 1.600", "E -20%", "[fused <x>]"):
+        assert part in said
+
+
+def test_without_a_gpu_the_benchmark_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        ops.run([], tmp_path, group=dist.GroupMember.WORLD or object())

@@ -1,0 +1,103 @@
+"""The choice of a plan, the shapes of the benchmark, and the tuning cache: no GPU, no triton."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flux.bench.shapes import MODELS, cases
+from megatron_flux.errors import UserError
+from megatron_flux.ops import tuner
+from megatron_flux.ops.plan import Plan, ag_plan, candidates, rs_plan
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("m", [8, 200, 1024, 2048, 8192, 16384])
+def test_blocks_divide_shards(m: int, tp: int) -> None:
+    mp = m // tp
+    for op in ("all_gather_gemm", "gemm_reduce_scatter"):
+        for plan in candidates(op, mp, 1280, 8192, tp, 132):
+            assert plan.block == 0 or mp % plan.block == 0
+            assert plan.block % plan.bm == 0
+            assert plan.comm < 132
+            assert plan.reducers < 132
+
+
+def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
+    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == ag_plan(1024, 6144, 12288, 8, 132)
+    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == rs_plan(1024, 12288, 6144, 8, 132)
+
+
+def test_label_names_what_differs() -> None:
+    assert Plan().label() == "default"
+    assert Plan(comm=4, bn=128).label() == "bn=128 comm=4"
+
+
+def test_shapes_of_gpt3() -> None:
+    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases(["gpt3-175b"], [8192], ["forward", "dgrad"], 8)}
+    assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
+    assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
+    assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
+    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases(["gpt3-175b"], [8192], ["forward"], 8))
+
+
+def test_shapes_of_llama_70b() -> None:
+    found = {c.layer: (c.n, c.k) for c in cases(["llama-70b"], [2048], ["forward"], 8)}
+    assert found == {"qkv": (1280, 8192), "proj": (8192, 1024), "fc1": (7168, 8192), "fc2": (8192, 3584)}
+
+
+@pytest.mark.parametrize(
+    ("models", "tokens", "directions", "part"),
+    [
+        (["gpt5"], [8192], ["forward"], ", ".join(MODELS)),
+        (["llama-70b"], [100], ["forward"], "divisible"),
+        (["llama-70b"], [8192], ["wgrad"], "forward or dgrad"),
+    ],
+)
+def test_bad_choices_say_what_is_allowed(
+    models: list[str], tokens: list[int], directions: list[str], part: str
+) -> None:
+    with pytest.raises(UserError, match=part):
+        cases(models, tokens, directions, 8)
+
+
+def test_cache_is_merged_and_readable(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tuned.json"
+    tuner.store(path, "a", {"backend": "reference", "plan": None, "ms": {}})
+    tuner.store(path, "b", {"backend": "fused", "plan": {"bm": 128}, "ms": {"reference": 2.0}})
+    assert set(tuner.load(path)) == {"a", "b"}
+    assert len(path.read_text().splitlines()) > 5
+    assert [p.name for p in path.parent.iterdir()] == ["tuned.json"]
+
+
+def test_broken_cache_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text("{")
+    with pytest.raises(UserError, match="delete it"):
+        tuner.load(path)
+    path.write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="delete it"):
+        tuner.load(path)
+
+
+def test_key_names_everything_an_answer_depends_on() -> None:
+    x = torch.empty(1, 1, dtype=torch.bfloat16)
+    key = tuner.describe("all_gather_gemm", 8192, 6144, 12288, x, True, 8, "nvlink")
+    for part in (
+        "all_gather_gemm",
+        "m=8192",
+        "n=6144",
+        "k=12288",
+        "bfloat16",
+        "[k,n]",
+        "tp=8",
+        "nvlink",
+        "torch",
+        "flux",
+    ):
+        assert part in key

@@ -1,0 +1,94 @@
+"""What the tuner does with a kept answer; measuring itself needs GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.topology import Link
+from megatron_flux.ops import tuner
+from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.tuner import TunedBackend, describe, store
+
+
+class Group:
+    group_name = "g"
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+class Recorder:
+    """A backend that says it was called, and with which plan."""
+
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log, self.plan = name, log, None
+
+    def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Pending:
+        self.log.append((self.name, self.plan))
+        return Pending(x)
+
+
+X, W = torch.zeros(8, 4), torch.zeros(6, 4)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
+    monkeypatch.setattr(tuner.topology, "probe", lambda group, device: Link("nvlink", ""))
+    monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    log: list[Any] = []
+    made = TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))  # type: ignore[arg-type]
+    made.log = log
+    return made
+
+
+def call(backend: TunedBackend) -> Any:
+    backend.gemm_reduce_scatter(X, W, Group(), transposed=False, async_op=False).wait()
+    return backend.log[-1]
+
+
+def keep(backend: str, plan: Plan | None) -> None:
+    key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink")
+    store(tuner.cache_path(), key, {"backend": backend, "plan": plan and asdict(plan), "ms": {backend: 1.0}})
+
+
+def test_nothing_kept_and_no_time_to_measure_is_reference(tuned: TunedBackend) -> None:
+    assert call(tuned) == ("reference", None)
+
+
+@pytest.mark.parametrize("name", ["reference", "pipelined"])
+def test_a_kept_answer_is_taken(tuned: TunedBackend, name: str) -> None:
+    keep(name, None)
+    assert call(tuned) == (name, None)
+
+
+def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
+    keep("fused", Plan(reducers=7))
+    assert call(tuned) == ("fused", Plan(reducers=7))
+    assert tuned.fused.plan is None
+
+
+def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
+    keep("fused", Plan())
+    call(tuned)
+    tuner.cache_path().unlink()
+    assert call(tuned)[0] == "fused"
+
+
+def test_capture_measures_nothing_and_remembers_nothing(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("fused", Plan())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert call(tuned)[0] == "reference"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert call(tuned)[0] == "fused"

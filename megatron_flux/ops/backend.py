@@ -14,6 +14,10 @@ class Backend(Protocol):
     """One way to run the operators. Shapes are those of :mod:`megatron_flux.ops`."""
 
     name: str
+    automatic: bool
+    """``auto`` may choose it. Otherwise it runs only when it is asked for by name."""
+    needs_cuda: bool
+    """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None if this backend can take these operands, else the reason; ``weight`` is None for a plain all_gather."""

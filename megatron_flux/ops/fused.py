@@ -48,6 +48,7 @@ def captured_calls() -> Iterator[None]:
 class FusedBackend:
     """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
 
+    needs_cuda = True
     automatic = False
     """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
 

@@ -26,6 +26,7 @@ class PipelinedBackend:
     """See the module."""
 
     name = "pipelined"
+    needs_cuda = True
     automatic = False
     """``auto`` does not choose it; the tuner does where it is the fastest."""
 

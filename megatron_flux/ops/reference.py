@@ -22,6 +22,8 @@ class ReferenceBackend:
     """Collective, then matmul; matmul, then collective."""
 
     name = "reference"
+    automatic = True
+    needs_cuda = False
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Nothing is refused."""

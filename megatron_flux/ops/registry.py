@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -18,8 +16,9 @@ _backends: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Make ``backend`` known under its name. ``auto`` tries the one registered last first, but not
-    those whose ``automatic`` is False: they run when they are asked for by name.
+    """Make ``backend`` known under its name.
+
+    ``auto`` tries the one registered last first, but not those that are not ``automatic``: they run when asked for.
 
     Raises:
         UserError: if the name is taken.
@@ -42,7 +41,7 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     """
     if name == "auto":
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
-            if backend.why_not(x, weight, group) is None:
+            if backend.automatic and backend.why_not(x, weight, group) is None:
                 return backend
     backend = _backends.get(name)
     if backend is None:
@@ -53,7 +52,7 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     return backend
 
 
-def get_backend(name: str) -> Any:
+def get_backend(name: str) -> Backend:
     """The registered backend of this name.
 
     Raises:

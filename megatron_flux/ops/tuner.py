@@ -2,18 +2,15 @@
 
 Contract
     * Candidates are ``reference``, ``pipelined`` and a short list of fused plans; what is kept is the fastest by the
-      slowest rank's
-      median,
-      so a tuned call is never slower than ``reference`` was in that measurement. Others must win by 1 %.
+      slowest rank's median, so a tuned call is never slower than ``reference`` was in that measurement. Others must win
+      by 1 %.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
-      the
-      group's first rank and broadcast. One collective per new shape, none afterwards.
+      the group's first rank and broadcast. One collective per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default
       ``~/.cache/megatron_flux/tuned.json``. Its keys name operator, shape, dtype, weight form, group size, link, GPU
       and versions. Only the first rank of a group writes, atomically.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30; compilation of a candidate that
-      has
-      begun is not interrupted); 0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph
+      has begun is not interrupted); 0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph
       capture nothing is measured either.
 """
 
@@ -97,6 +94,7 @@ class TunedBackend:
     """See the module."""
 
     name = "tuned"
+    needs_cuda = True
     automatic = False
     """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
 

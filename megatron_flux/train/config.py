@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
+from megatron_flux.ops.registry import get_backend
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
 
@@ -119,6 +120,15 @@ def resolve(
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
+    precision = options.precision or ("bf16" if device == "cuda" else "fp32")
+    if (
+        options.backend != "auto"
+        and get_backend(options.backend).needs_cuda
+        and (device, precision) != ("cuda", "bf16")
+    ):
+        raise UserError(
+            f"backend {options.backend!r} needs GPUs and bf16, this run is {precision} on {device}; use --backend auto"
+        )
     preset = PRESETS[options.preset]
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     if options.num_attention_heads and not options.num_query_groups:
@@ -157,7 +167,7 @@ def resolve(
         "micro_batch_size": micro_batch_size,
         "global_batch_size": global_batch_size,
         "lr": lr,
-        "precision": options.precision or ("bf16" if device == "cuda" else "fp32"),
+        "precision": precision,
         "gradient_accumulation_fusion": device == "cuda" if fusion is None else fusion,
         "out": out,
     }

@@ -63,7 +63,7 @@ class TrainOptions(BaseModel):
         None, description="Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
     )
 
-    backend: str = Field("auto", description="Operator backend of flux layers.")
+    backend: str = Field("auto", description="Operator backend of flux layers: auto, or one by name.")
     strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")

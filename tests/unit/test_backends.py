@@ -16,6 +16,8 @@ from tests.unit.groups import group_of
 class Named:
     """A backend that only says whether it would run."""
 
+    automatic, needs_cuda = True, False
+
     def __init__(self, name: str, reason: str | None = None) -> None:
         self.name, self.reason = name, reason
 
@@ -55,6 +57,19 @@ def test_auto_takes_the_last_registered_that_can() -> None:
     ops.register_backend(Named("unable", "not on Tuesdays"))
     assert selected("auto") == "second"
     assert selected("first") == "first"
+
+
+def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where they could run."""
+    for backend in registry._backends.values():
+        monkeypatch.setattr(backend, "why_not", lambda *operands: None)
+    assert selected("auto") == "reference"
+    assert selected("fused") == "fused"
+    shy = Named("shy")
+    shy.automatic = False
+    ops.register_backend(shy)
+    assert selected("auto") == "reference"
+    assert selected("shy") == "shy"
 
 
 def test_a_backend_asked_for_by_name_says_why_it_cannot() -> None:

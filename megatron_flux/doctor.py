@@ -77,8 +77,9 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
     names = found["devices"]
     rows("devices", [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)])
-    pairs = found["link"]["pairs"]
-    rows("link", [f"{found['link']['kind']}  ({pairs['peer_access']} of {pairs['all']} GPU pairs with peer access)"])
+    link = found["link"]
+    why = f", {link['reason']}" if link["reason"] else ""
+    rows("link", [f"{link['kind']}  ({link['peer_access']} of {link['pairs']} GPU pairs with peer access{why})"])
     rows("backends", [", ".join(found["backends"])])
     rows("would patch", found["would_patch"] or ["nothing"])
     rows("notes", found["notes"])

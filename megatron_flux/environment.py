@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import shutil
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+
+from megatron_flux.comm import topology
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
 
@@ -53,33 +53,18 @@ def link() -> dict[str, Any]:
     """How the GPUs of this machine reach each other.
 
     Returns:
-        ``kind``: ``none`` (fewer than two GPUs), ``nvlink`` (every pair), ``p2p`` (every pair has peer access, not all
-        of it over NVLink or that is not known), or ``host`` (some pair goes through host memory); ``pairs``: GPU pairs
-        in all, with peer access, and with NVLink (None where nvidia-smi cannot say).
+        ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or
+        ``p2p`` as in :mod:`megatron_flux.comm.topology`; ``reason``: why it is not ``nvlink``; ``pairs`` and
+        ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    nvlinks = _nvlink_pairs(count)
     if not pairs:
-        kind = "none"
+        kind, reason = "none", f"{count} GPU(s)"
     elif peers < len(pairs):
-        kind = "host"
+        kind, reason = "host", "not every pair of GPUs has peer access"
     else:
-        kind = "nvlink" if nvlinks == len(pairs) else "p2p"
-    return {"kind": kind, "pairs": {"all": len(pairs), "peer_access": peers, "nvlink": nvlinks}}
-
-
-def _nvlink_pairs(count: int) -> int | None:
-    """Ordered GPU pairs joined by NVLink, read from ``nvidia-smi topo -m``; None where that is not possible."""
-    program = shutil.which("nvidia-smi")
-    if program is None or count < 2:
-        return None
-    try:
-        done = subprocess.run(  # noqa: S603 - a fixed argument list
-            [program, "topo", "-m"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
-    return sum(cell.startswith("NV") for row in rows for cell in row[1 : count + 1])
+        found = topology.between(list(range(count)))
+        kind, reason = found.kind, found.reason
+    return {"kind": kind, "reason": reason, "pairs": len(pairs), "peer_access": peers}

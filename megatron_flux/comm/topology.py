@@ -61,10 +61,11 @@ def _probe(group: dist.ProcessGroup, device: torch.device) -> Link:
             return _agree(Link("p2p", "peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES)"), group)
         if uuid != mine[1] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
             return _agree(Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}"), group)
-    return _agree(_nvlink([visible[uuid] for _, uuid, _ in everyone]), group)
+    return _agree(between([visible[uuid] for _, uuid, _ in everyone]), group)
 
 
-def _nvlink(devices: list[int]) -> Link:
+def between(devices: list[int]) -> Link:
+    """``nvlink`` or ``p2p``, for GPUs of this machine (by index) that all have peer access to each other."""
     try:
         from torch._C._autograd import DeviceType
         from torch._C._distributed_c10d import _detect_dma_connectivity

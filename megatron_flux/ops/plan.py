@@ -1,6 +1,6 @@
 """What a fused call can choose: tile, schedule and transport, and the choice without a tuner.
 
-The rules come from measurements on 8 x H200 (results/ops-h200x8-nvlink): with 128 x 256 tiles the usual shapes make
+The rules come from measurements on four H200s (results/ops-h200x4-nvlink): with 128 x 256 tiles the usual shapes make
 multiples of 128 tiles, so four of 132 SMs are free for moving or adding data at no cost in waves.
 """
 

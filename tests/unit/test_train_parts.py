@@ -1,0 +1,119 @@
+"""Parts of the training commands that need no processes: turns of compare, first failure, shims, micro-batches."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron_flux.errors import UserError
+from megatron_flux.train.compare import schedule
+from megatron_flux.train.cpu_shims import cpu_shims
+from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.launcher import failure_of
+
+
+def test_turns_go_a_b_b_a() -> None:
+    turns = list(schedule(7, 2))
+    assert [arm for _, arm, _ in turns] == ["baseline", "flux", "flux", "baseline"] * 2
+    assert [block for block, _, _ in turns] == list(range(8))
+    for name in ("baseline", "flux"):
+        assert [count for _, arm, count in turns if arm == name] == [2, 2, 2, 1]
+
+
+def failed(codes: dict[int, int], times: dict[int, int] | None = None) -> str:
+    failures = {}
+    for rank, code in codes.items():
+        failure = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
+        failure.timestamp = (times or {}).get(rank, 0)
+        failures[rank] = failure
+    error = failure_of(ChildFailedError("worker", failures), Path("runs/x"))
+    assert isinstance(error, UserError) == (2 in codes.values())
+    return str(error)
+
+
+def test_the_first_failure_is_named() -> None:
+    assert failed({0: 1, 1: 1}, {0: 20, 1: 10}).startswith("rank 1 failed")
+
+
+def test_a_killed_rank_comes_before_those_that_missed_it() -> None:
+    said = failed({0: 1, 1: -signal.SIGKILL}, {0: 10, 1: 20})
+    assert said.startswith("rank 1 was killed by SIGKILL (exit code -9)")
+    assert "runs/x" in said
+
+
+def test_ranks_that_the_launcher_ended_come_last() -> None:
+    assert failed({0: -signal.SIGTERM, 1: 1}, {0: 10, 1: 20}).startswith("rank 1 failed")
+
+
+def test_a_refusal_stays_a_refusal() -> None:
+    failed({0: 2, 1: 2})
+
+
+def test_shims_are_undone_to_the_identical_objects() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def state() -> list[Any]:
+        cuda = torch.cuda
+        names = ("current_device", "get_rng_state", "set_rng_state", "manual_seed", "synchronize", "Stream", "Event")
+        return [
+            *(vars(cuda).get(name) for name in names),
+            vars(torch.Tensor).get("type"),
+            megatron_random._get_cuda_rng_state,
+            torch.autograd._engine_run_backward,
+        ]
+
+    @cpu_shims()
+    def fails_inside() -> None:
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1).cuda().device.type == "cpu"
+        raise RuntimeError("inside")
+
+    before = state()
+    with pytest.raises(RuntimeError, match="inside"):
+        fails_inside()
+    assert all(now is then for now, then in zip(state(), before, strict=True))
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+class Numbered:
+    """A dataset whose sample ``i`` says ``i``."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.tensor([i])}
+
+
+def drawn(dp: int, steps: int, length: int = 1000, consumed: int = 0) -> list[int]:
+    """Sequences of ``steps`` micro-batches over all data-parallel ranks, in order of training."""
+    shape = SimpleNamespace(vocab_size=10_000)
+    config: Any = SimpleNamespace(micro_batch_size=2, dp=dp, shape=shape)
+    ranks = [MicroBatches(config, Numbered(length), rank, torch.device("cpu")) for rank in range(dp)]
+    found = []
+    for batches in ranks:
+        batches.consumed = consumed
+    for _ in range(steps):
+        for batches in ranks:
+            found += next(batches)["tokens"].flatten().tolist()
+    assert all(batches.consumed == consumed + len(found) for batches in ranks)
+    return found
+
+
+def test_order_of_data_depends_neither_on_ranks_nor_on_where_a_run_began() -> None:
+    assert drawn(dp=1, steps=8) == drawn(dp=2, steps=4) == drawn(dp=4, steps=2) == list(range(16))
+    assert drawn(dp=2, steps=2, consumed=8) == list(range(8, 16))
+
+
+def test_an_epoch_is_followed_by_the_same_again() -> None:
+    assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2]

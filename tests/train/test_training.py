@@ -128,6 +128,21 @@ def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:
     assert losses(out / "flux") == pytest.approx(losses(tmp_path / "whole" / "flux")[3:], rel=1e-5)
 
 
+def test_the_remaining_options_do_what_they_say(command: Run, tmp_path: Path) -> None:
+    out, cache = tmp_path / "run", tmp_path / "cache"
+    command("train", "--steps", "3", "--out", out)
+    first = losses(out / "flux")
+    more = ["--seed", "7", "--strict", "--backend", "reference", "--timeout", "60", "--data-cache", cache]
+    rates = ["--lr", "1e-3", "--lr-decay-steps", "3", "--min-lr", "1e-4", "--weight-decay", "0"]
+    command("train", "--steps", "3", *more, *rates, "--overwrite", "--out", out)
+    assert losses(out / "flux")[0] != first[0]
+    assert not list((out / "flux").glob("*.superseded-*"))
+    used = [r["learning-rate"] for r in records(out / "flux")]
+    # Cosine over three steps, the rate that each step begins with.
+    assert used == pytest.approx([1e-3, 7.75e-4, 3.25e-4], rel=1e-6)
+    assert list(cache.glob("bytes-*.bin"))
+
+
 def test_resume_into_the_same_folder_appends(command: Run, tmp_path: Path) -> None:
     out, saved = tmp_path / "run", tmp_path / "checkpoints"
     command("train", "--steps", "4", "--save", saved, "--save-interval", "2", "--out", out)

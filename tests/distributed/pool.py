@@ -124,7 +124,7 @@ class WorkerPool:
             return
         context = get_context("spawn")
         saved = dict(os.environ)
-        os.environ.update(_worker_environment())
+        os.environ.update(_worker_environment(self.backend))
         try:
             for rank in range(self.size):
                 here, there = context.Pipe()
@@ -154,8 +154,11 @@ class WorkerPool:
         raise RankError(f"[rank {rank} of {self.size}] the worker did not start; its output is above")
 
 
-def _worker_environment() -> dict[str, str]:
+def _worker_environment(backend: str) -> dict[str, str]:
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if backend == "gloo":
+        # Read when triton is first imported, which megatron-core may do before a test of the kernels gets its turn.
+        environment["TRITON_INTERPRET"] = "1"
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         environment["GLOO_SOCKET_IFNAME"] = loopback[0]

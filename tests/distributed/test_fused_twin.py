@@ -36,8 +36,7 @@ PLANS = {
 
 
 def twin() -> Any:
-    """The backend, with the interpreter switched on before triton is first imported in this worker."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    """The backend on CPU tensors; the pool has switched Triton's interpreter on."""
     from megatron_flux.ops.fused import FusedBackend
 
     return FusedBackend("twin", twin=True)

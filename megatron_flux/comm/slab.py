@@ -22,7 +22,7 @@ CUDA graphs
     :func:`megatron_flux.ops.fused.captured_calls`.
 
 Hazards
-    * Calls on different streams are put in order by an event.
+    * Calls on different streams are put in order: the later stream waits for all that the earlier one was given.
     * ``torch.distributed._symmetric_memory`` is rendezvoused once per slab: a collective. All ranks reach it together,
       because a size class depends on shapes that all ranks share.
     * NVLink multicast is refused: a multicast pointer on the handle is an error.
@@ -86,7 +86,8 @@ class Slab:
     views: dict[Any, Any] = field(default_factory=dict)
     """Whatever operators want to keep per slab: views, descriptors."""
     _stream: torch.cuda.Stream | None = None
-    _event: torch.cuda.Event | None = None
+    _raw: int = -1
+    """The stream of the latest call, and its handle: asking for the handle costs a twentieth."""
 
     @property
     def rank(self) -> int:
@@ -104,11 +105,7 @@ class Slab:
             raise OperatorError(reason)
         if self.captured:
             return Turn(0, 0, True)
-        if self.data_table.is_cuda:
-            current = torch.cuda.current_stream()
-            if self._event is not None and self._stream != current:
-                current.wait_event(self._event)
-            self._stream = current
+        self._follow()
         half = self.calls & 1
         self.calls += 1
         return Turn(half, 1 - half, False)
@@ -118,13 +115,22 @@ class Slab:
         if self.captured:
             return
         if self.data_table.is_cuda:
-            if self._event is None:
-                self._event = torch.cuda.Event()
-            self._event.record()
+            self._follow()
         else:
             reason = self.alarm.message()
             if reason is not None:
                 raise OperatorError(reason)
+
+    def _follow(self) -> None:
+        """Put the current stream behind the one used before, if it is another."""
+        if not self.data_table.is_cuda:
+            return
+        raw = torch._C._cuda_getCurrentRawStream(self.data_table.device.index)
+        if raw != self._raw:
+            current = torch.cuda.current_stream()
+            if self._stream is not None:
+                current.wait_stream(self._stream)
+            self._stream, self._raw = current, raw
 
     def half(self, half: int, rank: int) -> torch.Tensor:
         """uint8 ``[half_bytes]`` of ``rank``."""

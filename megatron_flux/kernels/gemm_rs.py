@@ -51,16 +51,24 @@ from megatron_flux.kernels.device import (
 
 @triton.jit
 def _place(t, nrb, npn, rank, BAND: tl.constexpr, TP: tl.constexpr):
-    """Tile number to (step, row block, column block); the destination is rank ``rank + 1 + step``."""
-    full = BAND * TP * npn
-    band = t // full
-    u = t % full
-    height = min(nrb - band * BAND, BAND)
+    """Tile number to (step, row block, column block); the destination is rank ``rank + 1 + step``.
+
+    Bands are counted from the last row block: if they do not divide the rows, the first one is short.
+    """
+    first = nrb - ((nrb - 1) // BAND) * BAND
+    u = t
+    base = nrb * 0
+    height = first
+    if t >= first * TP * npn:
+        u = t - first * TP * npn
+        base = first + (u // (BAND * TP * npn)) * BAND
+        height = nrb * 0 + BAND
+        u = u % (BAND * TP * npn)
     width = height * TP
     step = (u % width) % TP
     rb = (u % width) // TP
     pn = u // width
-    if (band + 1) * BAND >= nrb:
+    if base + height >= nrb:
         remote = height * (TP - 1)
         if u < remote * npn:
             step = (u % remote) % (TP - 1)
@@ -68,10 +76,10 @@ def _place(t, nrb, npn, rank, BAND: tl.constexpr, TP: tl.constexpr):
             pn = u // remote
         else:
             v = u - remote * npn
-            step = TP - 1
+            step = v * 0 + TP - 1
             rb = v % height
             pn = v // height
-    return step, band * BAND + rb, pn
+    return step, base + rb, pn
 
 
 @triton.jit

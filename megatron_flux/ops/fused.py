@@ -9,8 +9,11 @@ Limits, said by :meth:`FusedBackend.why_not`: bf16 or fp16 on CUDA, one host wit
 TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the same kernels on plain pointers.
 
 Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
-waits for *its* peers at the same time (NCCL of data parallelism) can, in principle, hold SMs while it waits for a rank
-whose SMs are held by this one. ``MEGATRON_FLUX_SM_MARGIN`` leaves that many SMs to others.
+waits for *its* peers at the same time (NCCL of data parallelism) can hold SMs while it waits for a rank whose SMs are
+held by this one: two groups then wait for each other. It cannot happen where all kernels go through one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for with sequence parallelism) and all ranks enqueue them in the
+same order, nor where ``MEGATRON_FLUX_SM_MARGIN`` leaves as many SMs as the other kernels take. Without either, the
+backend refuses groups that are smaller than the world.
 """
 
 from __future__ import annotations
@@ -71,6 +74,11 @@ class FusedBackend:
             return f"it needs a group of 2, 4 or 8 ranks, not {group.size()}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
+        if group.size() < dist.get_world_size() and not _others_cannot_block():
+            return (
+                "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
+                "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
+            )
         if _capability(x.device) < (8, 0):
             return f"it needs compute capability 8.0, {torch.cuda.get_device_name(x.device)} has less"
         link = topology.probe(group, x.device)
@@ -90,7 +98,8 @@ class FusedBackend:
         captured = _capturing(x)
         work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
         sms = launch.sm_count(x.device)
-        plan = self.plan or ag_plan(mp, n, k, group.size(), sms)
+        ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
+        plan = self.plan or ag_plan(mp, n, k, group.size(), sms, ws)
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, sms)
         return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed)
@@ -105,7 +114,8 @@ class FusedBackend:
         tp = group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
         agree(group, f"gemm_reduce_scatter {m=} {n=} {k=} {x.dtype} {transposed=}", x.device)
-        plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device))
+        ws = launch.hopper_kernels(x, weight, n, k)
+        plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
         nbytes = tp * launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
         work = slab.pool.get(group, "gemm", nbytes, x.device, _capturing(x))
         return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
@@ -124,6 +134,10 @@ class FusedBackend:
         agree(group, f"all_gather {tuple(x.shape)} {x.dtype}", x.device)
         work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
         return launch.all_gather(x, work)
+
+
+def _others_cannot_block() -> bool:
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.plan import Plan, cdiv
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
@@ -40,11 +40,13 @@ def sm_count(device: torch.device) -> int:
 
 def rs_tiles(mp: int, n: int, plan: Plan) -> int:
     """Tiles of a rank's own rows."""
-    return triton.cdiv(mp, plan.bm) * triton.cdiv(n, plan.bn)
+    return cdiv(mp, plan.bm) * cdiv(n, plan.bn)
 
 
 def without_copy_engine(plan: Plan, mp: int, sms: int) -> Plan:
     """The plan with CTAs that push instead: copies with addresses that alternate cannot be captured."""
+    if plan.ws:
+        return replace(plan, comm=1, chunks=8)
     return replace(plan, comm=max(1, min(16, sms // 4)), skip=1, block=0)
 
 
@@ -57,12 +59,14 @@ def all_gather_gemm(
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
+    if plan.ws and hopper_kernels(x, weight, n, k) and mp % plan.bm == 0:
+        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed)
     plan = replace(plan, comm=min(plan.comm, sms - 1))
     block = plan.block or mp
-    blocks = triton.cdiv(mp, block)
+    blocks = cdiv(mp, block)
     lanes = triton.next_power_of_2(max(1, plan.comm))
-    chunk_k = triton.cdiv(triton.cdiv(k, plan.chunks), plan.bk) * plan.bk
-    chunks = triton.cdiv(k, chunk_k)
+    chunk_k = cdiv(cdiv(k, plan.chunks), plan.bk) * plan.bk
+    chunks = cdiv(k, chunk_k)
     if tp * blocks * chunks * lanes > FLAG_WORDS - ENTER_WORDS:
         raise UserError(f"all_gather_gemm: too many blocks for x {tuple(x.shape)} with plan {plan.label()}")
     if plan.comm == 0 and chunks > 1:
@@ -79,7 +83,7 @@ def all_gather_gemm(
     _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
-    per = triton.cdiv(block, plan.bm) * triton.cdiv(n, plan.bn)
+    per = cdiv(block, plan.bm) * cdiv(n, plan.bn)
     skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
     tma = _tma(x, weight, n, k)
     mask_rows = mp % plan.bm != 0
@@ -87,8 +91,8 @@ def all_gather_gemm(
     push_rows, push_cols = (64, 256) if cuda else (16, 16)
     tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
     if tma_push:
-        chunk_k = triton.cdiv(chunk_k, push_cols) * push_cols
-        chunks = triton.cdiv(k, chunk_k)
+        chunk_k = cdiv(chunk_k, push_cols) * push_cols
+        chunks = cdiv(k, chunk_k)
     peers = [x] * 8
     if tma_push:
         ordered = _view(
@@ -160,6 +164,24 @@ def all_gather_gemm(
     return c, gathered
 
 
+def _hopper_all_gather_gemm(
+    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, sms: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron_flux.ops import launch_hopper
+
+    mp, k = x.shape
+    turn = work.begin()
+    buffers = _buffers(work, turn.half, mp * work.group.size(), k, x.dtype)
+    finish = None
+    if plan.comm == 0:
+        finish = _copy_engine_push(x, work, turn, buffers, turn.half * FLAG_WORDS + ENTER_WORDS, mp, plan.pace)
+    c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed)
+    if finish is not None:
+        finish()
+    work.end()
+    return c, buffers[work.rank]
+
+
 def gemm_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, *, transposed: bool
 ) -> torch.Tensor:
@@ -170,6 +192,13 @@ def gemm_reduce_scatter(
     cuda = x.is_cuda
     sms = sm_count(x.device)
     reducers = min(plan.reducers, sms - 1)
+    if plan.ws and hopper_kernels(x, weight, n, k):
+        from megatron_flux.ops import launch_hopper
+
+        turn = work.begin()
+        out = launch_hopper.gemm_reduce_scatter(x, weight, work, turn, plan, sms, transposed)
+        work.end()
+        return out
     if rs_tiles(mp, n, plan) * tp > FLAG_WORDS - ENTER_WORDS:
         raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
     turn = work.begin()
@@ -295,7 +324,7 @@ def _copy_engine_push(
     """
     mp = x.shape[0]
     tp, rank = work.group.size(), work.rank
-    blocks = triton.cdiv(mp, block)
+    blocks = cdiv(mp, block)
     pace = pace and x.is_cuda and blocks == 1 and tp > 2
     base = turn.half * FLAG_WORDS + TOKENS
 
@@ -327,11 +356,18 @@ def _copy_engine_push(
     if not x.is_cuda:
         push(None)
         return lambda: None
-    side = _view(work, ("side",), lambda: torch.cuda.Stream(x.device, priority=-1))
-    side.wait_stream(torch.cuda.current_stream())
+    side, before, after = _view(work, ("side",), lambda: _side(x.device))
+    before.record()
+    side.wait_event(before)
     with torch.cuda.stream(side):
         push(side)
-    return lambda: torch.cuda.current_stream().wait_stream(side)
+        after.record()
+    return after.wait
+
+
+def _side(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
+    """The stream of the copies, and events to put it behind and before the caller's stream."""
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
 
 
 def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -373,11 +409,21 @@ def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
+def hopper_kernels(x: torch.Tensor, weight: torch.Tensor, n: int, k: int) -> bool:
+    """Whether the warp-specialised kernels can take these operands."""
+    return x.is_cuda and _capability(x.device) == (9, 0) and _tma(x, weight, n, k)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 @functools.cache
 def _hopper(device: torch.device) -> bool:
     if device.type != "cuda":
         return os.environ.get("MEGATRON_FLUX_TWIN_TMA", "1") == "1"
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return _capability(device) >= (9, 0)
 
 
 def _tma(x: torch.Tensor, weight: torch.Tensor, n: int, k: int) -> bool:

@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)``; Triton's own takes 1.5 us."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One way to run a fused call. Sizes are in elements."""
@@ -36,6 +41,12 @@ class Plan:
     """gemm_reduce_scatter: row blocks per destination and step."""
     reducers: int = 4
     """gemm_reduce_scatter: CTAs that only add partials."""
+    ws: bool = False
+    """The warp-specialised kernels (Hopper only): ``comm`` > 0 means that every SM pushes."""
+    ring: int = 2
+    """``ws``: pieces of 64 columns that wait to be stored."""
+    spread: int = 0
+    """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
 
     def label(self) -> str:
         """Differences from the defaults, short."""
@@ -43,8 +54,10 @@ class Plan:
         return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value != base[key]) or "default"
 
 
-def ag_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
-    """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner."""
+def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
+    """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`Plan`."""
+    if ws:
+        return _fewest_rounds(mp * tp, n, sms)[0]
     if mp * tp >= 4096 and n >= 2048:
         return Plan()
     if n < 2048:
@@ -52,9 +65,26 @@ def ag_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
     return Plan(comm=12, skip=1, block=_block(mp, 128))
 
 
-def rs_plan(mp: int, n: int, k: int, tp: int, sms: int) -> Plan:
-    """The plan of a gemm_reduce_scatter with ``mp`` rows a rank, without a tuner."""
+def rs_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
+    """The plan of a gemm_reduce_scatter with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`Plan`."""
+    if ws:
+        # The last band's own tiles, which nobody waits for, should fill one round.
+        band = max(1, min(cdiv(mp, 128), cdiv(sms, cdiv(n, 256))))
+        return Plan(ws=True, stages=3, ring=4, band=band, spread=0 if _link_bound(k, tp) else 75)
     return Plan(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
+
+
+def _link_bound(k: int, tp: int) -> bool:
+    """Whether sending a tile takes most of the time of computing it, on NVLink (350 GB/s, 700 TFLOP/s)."""
+    return k < 2500 * (tp - 1) / tp
+
+
+def _fewest_rounds(m: int, n: int, sms: int) -> list[Plan]:
+    """Both tile widths, first the one with less time in rounds: half a tile takes 0.53 of a whole one's time."""
+    tiles = cdiv(m, 128) * cdiv(n, 256), cdiv(m, 128) * cdiv(n, 128)
+    times = cdiv(tiles[0], sms), cdiv(tiles[1], sms) * 0.53
+    plans = [Plan(ws=True), Plan(ws=True, bn=128, stages=6)]
+    return plans if times[0] <= times[1] else plans[::-1]
 
 
 def _block(mp: int, rows: int) -> int:
@@ -62,10 +92,12 @@ def _block(mp: int, rows: int) -> int:
     return rows if mp % rows == 0 and mp > rows else 0
 
 
-def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int) -> list[Plan]:
+def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[Plan]:
     """Plans worth measuring, the likeliest first."""
-    found: list[Plan] = []
-    if op == "all_gather_gemm":
+    if op == "all_gather_gemm" and ws:
+        first, second = _fewest_rounds(mp * tp, n, sms)
+        found = [first, replace(first, comm=1, chunks=8), replace(first, group=16), second]
+    elif op == "all_gather_gemm":
         found = [
             ag_plan(mp, n, k, tp, sms),
             Plan(),
@@ -73,6 +105,10 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int) -> list[Plan
             Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128),
             Plan(comm=12, skip=1, block=_block(mp, 128)),
         ]
+    elif ws:
+        first = rs_plan(mp, n, k, tp, sms, ws)
+        narrow = replace(first, bn=128, stages=5)
+        found = [first, replace(first, spread=40), replace(first, spread=0), narrow]
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]

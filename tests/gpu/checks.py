@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm import slab
 from megatron_flux.ops import fused
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.registry import _backends
 
 Check = Callable[[dist.ProcessGroup], str]
@@ -119,16 +119,24 @@ def with_plans(group, *chosen):
 
 def plans(group):
     """What the tuner chooses from."""
-    return with_plans(
-        group, Plan(), Plan(pace=True), Plan(comm=24, skip=-1, block=128, bn=128), Plan(comm=12, skip=1, block=128),
-        Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
-    )  # fmt: skip
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    kinds = (False, True) if torch.cuda.get_device_capability() == (9, 0) else (False,)
+    found = [
+        plan
+        for ws in kinds
+        for op in ("all_gather_gemm", "gemm_reduce_scatter")
+        for plan in candidates(op, 512, 1280, 1024, group.size(), sms, ws)
+    ]
+    return with_plans(group, *dict.fromkeys(found))
 
 
 def more_plans(group):
+    """What the tuner does not try, but a person may."""
     return with_plans(
         group, Plan(block=128, reducers=20, band=2), Plan(comm=4, skip=-1), Plan(comm=16, skip=1, chunks=4),
         Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(bm=64, bn=128, split=False), Plan(bn=128, band=4),
+        Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
+        Plan(ws=True, stages=3, ring=3, bk=32, spread=90, band=5), Plan(ws=True, comm=1, chunks=3, group=1),
     )  # fmt: skip
 
 
@@ -152,9 +160,9 @@ def random_shapes(group, rounds=200):
     for i in range(rounds):
         mp = r.choice([r.randint(1, 300), 64 * r.randint(1, 6), 128 * r.randint(1, 3)])
         n, k = (r.choice([8 * r.randint(1, 200), r.randint(1, 700)]) for _ in range(2))
-        transposed, late = r.random() < 0.5, r.randrange(group.size())
+        transposed, late, delay = r.random() < 0.5, r.randrange(group.size()), r.random()
         if i % 20 == 7 and group.rank() == late:
-            torch.cuda._sleep(int(r.random() * 1.5e9))  # up to about a second
+            torch.cuda._sleep(int(delay * 1.5e9))  # up to about a second
         compare(group, mp, n, k, r.choice([torch.bfloat16, torch.float16]), transposed)
     return f"{rounds} rounds"
 

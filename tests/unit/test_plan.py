@@ -101,3 +101,22 @@ def test_key_names_everything_an_answer_depends_on() -> None:
         "flux",
     ):
         assert part in key
+
+
+def test_warp_specialised_plans_for_hopper() -> None:
+    # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
+    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == Plan(ws=True, bn=128, stages=6)
+    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == Plan(ws=True)
+    # 132 SMs, 48 columns of tiles: three row blocks fill a round. Short products are bound by the link: no pacing.
+    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == Plan(ws=True, stages=3, ring=4, band=3, spread=75)
+    assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
+    assert rs_plan(100, 12288, 4096, 4, 132, ws=True).band == 1
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(op: str) -> None:
+    default = {"all_gather_gemm": ag_plan, "gemm_reduce_scatter": rs_plan}[op](2048, 12288, 6144, 4, 132, ws=True)
+    found = candidates(op, 2048, 12288, 6144, 4, 132, ws=True)
+    assert found[0] == default
+    assert len(found) == len(set(found)) == 4
+    assert all(plan.ws for plan in found)

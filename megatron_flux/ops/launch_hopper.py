@@ -1,0 +1,178 @@
+"""Launching the warp-specialised Hopper kernels. Imports Gluon; only :mod:`megatron_flux.ops.launch` uses it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
+from megatron_flux.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
+from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.relaunch import Relauncher
+
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+PIECE = 64
+SM_FLOP_PER_NS = 5300
+"""What one SM of an H200 multiplies in a nanosecond, in the long run."""
+
+_ag_gemm = Relauncher(hopper_ag_gemm_kernel)
+_gemm_rs = Relauncher(hopper_gemm_rs_kernel)
+
+
+def all_gather_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    work: Slab,
+    turn: Turn,
+    gathered: torch.Tensor,
+    plan: Plan,
+    sms: int,
+    transposed: bool,
+) -> torch.Tensor:
+    """``[m, n]`` for x ``[mp, k]``; ``mp`` must be a multiple of the tile's rows. Copies are enqueued by the caller."""
+    mp, k = x.shape
+    tp, rank = work.group.size(), work.rank
+    m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
+    c = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    push = plan.comm > 0
+    chunk_k = cdiv(cdiv(k, plan.chunks if push else 1), plan.bk) * plan.bk
+    a = work.views.get(("hopper", turn.half, m, k, x.dtype, plan.bm, plan.bk))
+    if a is None:
+        a = _desc(gathered, plan.bm, plan.bk)
+        work.views["hopper", turn.half, m, k, x.dtype, plan.bm, plan.bk] = a
+    _ag_gemm(
+        (x.device, work.half_bytes, tp, mp, n, k, x.dtype, transposed, plan, turn.half, turn.enter),
+        sms,
+        (
+            a,
+            _desc(x, plan.bm, plan.bk),
+            _weight(weight, plan, transposed),
+            _desc(c, plan.bm, PIECE),
+            x,
+            work.data_table,
+            work.flag_table,
+            work.flags[rank],
+            turn.half * FLAG_WORDS,
+            work.ctrl,
+            work.epochs,
+            work.alarm.words,
+            work.alarm.limit,
+            turn.half,
+            turn.next_half,
+            turn.half * FLAG_WORDS + ENTER_WORDS,
+            turn.half * (work.half_bytes // x.element_size()),
+            n,
+            k,
+            mp,
+            chunk_k,
+            rank,
+        ),
+        {
+            "TP": tp,
+            "BM": plan.bm,
+            "BN": plan.bn,
+            "BK": plan.bk,
+            "GROUP": plan.group,
+            "KCH": cdiv(k, chunk_k),
+            "WIDTH": 1024,
+            "PUSH": push,
+            "KEEP": True,
+            "CTAS": sms,
+            "STAGES": plan.stages,
+            "RING": plan.ring,
+            "TRANSPOSED": transposed,
+            "ENTER": turn.enter,
+            "DTYPE": TYPES[x.dtype],
+        },
+        {"num_warps": 8},
+        x.device.index,
+    )
+    return c
+
+
+def gemm_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, work: Slab, turn: Turn, plan: Plan, sms: int, transposed: bool
+) -> torch.Tensor:
+    """``[mp, n]`` for x ``[m, k]``."""
+    m, k = x.shape
+    tp, rank = work.group.size(), work.rank
+    mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
+    out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
+    space, sinks = _sinks(work, plan, x.dtype)
+    _gemm_rs(
+        (x.device, work.half_bytes, tp, mp, n, k, x.dtype, transposed, plan, turn.half, turn.enter),
+        sms,
+        (
+            _desc(x, plan.bm, plan.bk),
+            _weight(weight, plan, transposed),
+            *sinks,
+            work.flag_table,
+            work.flags[rank],
+            turn.half * FLAG_WORDS,
+            space,
+            out,
+            work.ctrl,
+            work.epochs,
+            work.alarm.words,
+            work.alarm.limit,
+            turn.half,
+            turn.next_half,
+            turn.half * FLAG_WORDS + ENTER_WORDS,
+            turn.half * (space.shape[0] // 2),
+            n,
+            cdiv(k, plan.bk),
+            mp,
+            rank,
+            2 * plan.bm * plan.bn * k * plan.spread // (100 * SM_FLOP_PER_NS),
+        ),
+        {
+            "TP": tp,
+            "BM": plan.bm,
+            "BN": plan.bn,
+            "BK": plan.bk,
+            "BAND": plan.band,
+            "CTAS": sms,
+            "STAGES": plan.stages,
+            "RING": plan.ring,
+            "PIECES": 4,
+            "TRANSPOSED": transposed,
+            "ENTER": turn.enter,
+            "DTYPE": TYPES[x.dtype],
+        },
+        {"num_warps": 8},
+        x.device.index,
+    )
+    return out
+
+
+def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:
+    """The rank's workspace ``[rows, bn]``, and every step's destination as a descriptor (None beyond ``tp``)."""
+    key = ("hopper sinks", plan.bm, plan.bn, dtype)
+    found = work.views.get(key)
+    if found is None:
+        tp = work.group.size()
+        rows = 2 * work.half_bytes // (plan.bn * dtype.itemsize)
+        spaces = [data.view(dtype).view(rows, plan.bn) for data in work.data]
+        sinks = [_desc(spaces[(work.rank + 1 + step) % tp], plan.bm, PIECE) for step in range(tp)]
+        found = work.views[key] = (spaces[work.rank], sinks + [None] * (8 - tp))
+    return found
+
+
+def _weight(weight: torch.Tensor, plan: Plan, transposed: bool) -> TensorDescriptor:
+    return _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
+
+
+def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(tensor.stride()), [rows, cols], _layout(rows, cols, tensor.dtype)
+    )
+
+
+@functools.cache
+def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], TYPES[dtype])

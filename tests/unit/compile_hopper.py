@@ -1,0 +1,86 @@
+"""Compiles one warp-specialised kernel for compute capability 9.0 and prints what it takes.
+
+compile_hopper.py gemm_rs|ag_gemm [NAME=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from megatron_flux.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
+from megatron_flux.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
+
+POINTERS = {
+    "x": "*bf16", "recv": "*bf16", "out": "*bf16", "data_table": "*i64", "flag_table": "*i64", "flags": "*i32",
+    "ctrl": "*i32", "epochs": "*i32", "err": "*i32", "limit": "i64",
+}  # fmt: skip
+DIVISIBLE = ("n", "k", "mp", "chunk_k", "buf_off", "row_off")
+
+
+def descriptor(rows: int, cols: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, {cols}],{layout!r}>"
+
+
+def build(op: str, given: dict[str, int]) -> Any:
+    tp, bn, transposed = given.get("TP", 4), given.get("BN", 256), bool(given.get("TRANSPOSED", 0))
+    common = {"TP": tp, "BM": 128, "BN": bn, "BK": 64, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16,
+              "ENTER": bool(given.get("ENTER", 0))}  # fmt: skip
+    weight = descriptor(64, bn) if transposed else descriptor(bn, 64)
+    types = {**POINTERS, "a": descriptor(128, 64), "xd": descriptor(128, 64), "b": weight, "c": descriptor(128, 64)}
+    if op == "gemm_rs":
+        kernel = hopper_gemm_rs_kernel
+        types |= {f"d{i}": descriptor(128, 64) for i in range(tp)}
+        constants = {f"d{i}": None for i in range(tp, 8)}
+        constants |= {**common, "BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
+    else:
+        kernel = hopper_ag_gemm_kernel
+        constants = {**common, "GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": True,
+                     "PUSH": bool(given.get("PUSH", 0)), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or (name in DIVISIBLE and name not in constants)
+    }
+    source = GluonASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+
+
+def main() -> None:
+    op, *rest = sys.argv[1:]
+    compiled = build(op, {name: int(value) for name, value in (item.split("=") for item in rest)})
+    ptx = compiled.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        said = subprocess.run(
+            [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    print("shared", compiled.metadata.shared)
+    print("spilled", spilled[1] if spilled else -1)
+    print("wgmma", ptx.count("wgmma.mma_async"))
+    print("wide_stores", ptx.count("st.global.v4"))
+
+
+if __name__ == "__main__":
+    main()

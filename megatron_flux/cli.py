@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_options import DryRun, make_options, with_options
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
@@ -43,6 +44,10 @@ def train(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = Fa
 def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
     """Train stock and patched from the same seed, taking turns, and show both beside each other."""
     _run("compare", options, CompareOptions, special, dry_run)
+
+
+app.add_typer(bench, name="bench")
+app.command()(tune)
 
 
 @app.command()

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux.cli_options import with_options
+from megatron_flux.cli_bench import bench, tune
+from megatron_flux.cli_options import DryRun, make_options, with_options
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
@@ -21,8 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
-
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -47,6 +46,10 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
     _run("compare", options, CompareOptions, special, dry_run)
 
 
+app.add_typer(bench, name="bench")
+app.command()(tune)
+
+
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has, what would be patched, and whether flux can run; exit code 1 if it cannot."""
@@ -66,41 +69,33 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, Any], dry_run: bool) -> None:
     """Check, describe and start a run; on a rank that a launcher started, be that rank."""
+    import torch
+
     from megatron_flux import environment
     from megatron_flux.patch.registry import checked_versions
-    from megatron_flux.train import checkpoint, config, corpus, launcher, run_folder, worker
+    from megatron_flux.run import folder, launcher, rank
+    from megatron_flux.train import checkpoint, config, corpus, run_folder, worker
 
-    worker.quiet_megatron()
+    rank.quiet_megatron()
     checked_versions()
-    given = config.make_options(TrainOptions, options)
+    given = make_options(TrainOptions, options)
     device = environment.device_kind()
-    under_launcher = launcher.launched()
-    if under_launcher:
-        world_size = int(os.environ["WORLD_SIZE"])
-        if given.nproc not in (None, world_size):
-            raise UserError(f"--nproc {given.nproc} under a launcher that started {world_size} processes; leave it out")
-    else:
-        import torch
-
-        gpus = torch.cuda.device_count() if device == "cuda" else 0
-        world_size = given.nproc or gpus or 2
-        if gpus and world_size > gpus:
-            raise UserError(f"--nproc {world_size} on a machine with {gpus} GPU(s); give at most {gpus}")
-    out = given.out or run_folder.default_folder(command, given.preset)
-    run = config.resolve(given, config.make_options(kind, special), world_size=world_size, device=device, out=out)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
+    out = given.out or folder.default_folder(command, given.preset)
+    run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
     corpus.find_sources(run.data)
     if run.load is not None:
         checkpoint.check_fits(run.load, run)
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        run_folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
+    if rank.is_first():
+        folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
     if dry_run:
-        if first:
+        if rank.is_first():
             typer.echo(json.dumps(run_folder.description(run), indent=2))
         return
-    if under_launcher:
-        worker.configure_logging()
-        if first:
+    if launcher.launched():
+        rank.configure_logging()
+        if rank.is_first():
             run_folder.create(run)
         worker.run(run)
         return
@@ -110,7 +105,7 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     typer.echo(
         f"megatron-flux {command}: {world_size} {device} process(es), {_layout(run)}, run folder {out}", err=True
     )
-    launcher.launch(out, world_size)
+    launcher.launch(worker.__name__, [str(out)], world_size, left=f"what was recorded is in {out}")
 
 
 def _layout(run: Any) -> str:

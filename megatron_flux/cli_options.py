@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from megatron_flux.errors import UserError
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")]
 
 
 def with_options(*models: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -40,3 +44,17 @@ def with_options(*models: type[BaseModel]) -> Callable[[Callable[..., None]], Ca
         return call
 
     return decorate
+
+
+def make_options(model: type[BaseModel], values: dict[str, Any]) -> Any:
+    """``model(**values)`` with the first problem as a one-line error.
+
+    Raises:
+        UserError: a value outside its range.
+    """
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "--" + ".".join(str(p) for p in first["loc"]).replace("_", "-")
+        raise UserError(f"{name} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from None

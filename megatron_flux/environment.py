@@ -23,14 +23,19 @@ def versions() -> dict[str, str | None]:
 
     found: dict[str, str | None] = {"megatron-flux": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+        found[package] = _installed(package)
+    found["triton"] = found["triton"] or _installed("pytorch-triton")  # its name beside torch's nightly builds
     found["apex wgrad kernel"] = "present" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else None
     found["cuda"] = torch.version.cuda if torch.cuda.is_available() else None
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def device_kind() -> str:

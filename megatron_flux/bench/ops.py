@@ -1,19 +1,20 @@
 """``bench ops``: the operators against GEMM alone, the collective alone, both in turn, and torch's async-TP.
 
-Run it on every rank of a node, under ``torchrun`` or ``srun``. All methods of a case are interleaved in one process
-(see :mod:`megatron_flux.bench.timing`); times are medians over rounds of the slowest rank.
+Run it on every rank of a node. All methods of a case are interleaved in one process (see
+:mod:`megatron_flux.bench.timing`); times are medians over rounds of the slowest rank.
 
 * ``e_overlap``: FLUX's overlap efficiency (arXiv 2406.06858, eq. 2) of the tuned call,
   ``1 - (tuned - gemm) / (serial - gemm)``: 1 is "as fast as the GEMM alone", 0 is "no better than serial".
 * ``bound_ms``: max(GEMM alone, bytes received / link rate). The link rate is the fastest seen for these bytes: a
   copy-engine rate measured at the start of the run.
+* ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
+  their difference is host time.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
-from megatron_flux.bench import plot
+from megatron_flux import environment
+from megatron_flux.bench import choices, plot, world
+from megatron_flux.bench.methods import methods, operands, tuning_key
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing, interleaved
-from megatron_flux.comm import slab, topology
-from megatron_flux.errors import UserError
+from megatron_flux.comm import slab
 from megatron_flux.ops.registry import get_backend
-from megatron_flux.version import __version__
+from megatron_flux.run import folder
 
 
 def run(
@@ -62,39 +63,34 @@ def run(
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
     """
     group = group or dist.group.WORLD
-    if not torch.cuda.is_available():
-        raise UserError("bench ops measures GPUs; no CUDA device is visible here")
-    device = torch.device("cuda", torch.cuda.current_device())
-    link = topology.probe(group, device)
-    probe = torch.empty(8, 8, dtype=dtype, device=device)
-    reason = get_backend("fused").why_not(probe, probe, group)
-    if reason is not None:
-        raise UserError(f"bench ops: the fused backend cannot run here: {reason}")
+    device, link = world.checked("bench ops", group, dtype)
     first = group.rank() == 0
     rate = _link_rate(group, device)
     summary: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device),
+        "device": environment.device_name(),
         "tp": group.size(),
         "link": link.kind,
         "link_gb_per_s": round(rate, 1),
-        "versions": _versions(),
+        "versions": environment.versions(),
+        "environment": world.environment(),
+        "command": folder.command_line(),
         "rounds": rounds,
         "burst": burst,
         "rows": [],
     }
     if first:
+        log(f"{len(cases)} calls on {group.size()} x {summary['device']}, {link.kind}, {rate:.0f} GB/s a rank")
         out.mkdir(parents=True, exist_ok=True)
         (out / "rounds.jsonl").unlink(missing_ok=True)
-    start = torch.cuda.Event(enable_timing=True)
-    start.record()
-    for case in cases:
-        if seconds is not None and _late(start, seconds, group):
-            log(f"stopped after {seconds:g} s with {len(summary['rows'])} of {len(cases)} cases") if first else None
+    began = time.monotonic()
+    for number, case in enumerate(cases, 1):
+        if seconds is not None and _any(time.monotonic() - began > seconds, group, device):
+            log(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured") if first else None
             break
-        row, raw = _case(case, group, dtype, rate, rounds, burst)
+        row, raw = _case(case, group, dtype, device, link.kind, rate, rounds, burst)
         summary["rows"].append(row)
         if first:
-            log(line(row))
+            log(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {line(row)}")
             with (out / "rounds.jsonl").open("a") as file:
                 file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
             (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -109,7 +105,8 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
         f"k={row['k']:<5} gemm {row['gemm_ms']:.3f} nccl {row['nccl_ms']:.3f} serial {row['serial_ms']:.3f} "
-        f"async-TP {_ms(row['async_tp_ms'])} fused {row['fused_ms']:.3f} tuned {row['tuned_ms']:.3f} "
+        f"async-TP {_ms(row['async_tp_ms'])} pipelined {_ms(row['pipelined_ms'])} fused {row['fused_ms']:.3f} "
+        f"tuned {row['tuned_ms']:.3f} "
         f"E {'-' if e is None else f'{e:.0%}'} bound {row['bound_ms']:.3f} [{row['tuned_choice']}]"
     )
 
@@ -119,12 +116,19 @@ def _ms(value: float | None) -> str:
 
 
 def _case(
-    case: Case, group: dist.ProcessGroup, dtype: torch.dtype, rate: float, rounds: int, burst: int
+    case: Case,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    link: str,
+    rate: float,
+    rounds: int,
+    burst: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    methods = _methods(case, group, dtype)
-    times = interleaved(methods, group, rounds=rounds, burst=burst)
+    x, weight = operands(case, group, dtype, device)
+    times = interleaved(methods(case, x, weight, group), group, rounds=rounds, burst=burst)
     ms = {name: round(t.median, 4) for name, t in times.items()}
-    gain = ms["serial"] - ms["gemm"]
+    answer = get_backend("tuned").answers[group.group_name, tuning_key(case, x, group.size(), link)]
     received = case.bytes_received(group.size())
     row = {
         **asdict(case),
@@ -132,74 +136,18 @@ def _case(
         "gemm_ms": ms["gemm"],
         "nccl_ms": ms["nccl"],
         "serial_ms": ms["serial"],
-        "async_tp_ms": ms.get("async_tp"),
-        "pipelined_ms": ms.get("async_tp"),
+        "async_tp_ms": ms["async_tp"],
+        "pipelined_ms": ms["pipelined"],
         "fused_ms": ms["fused"],
         "tuned_ms": ms["tuned"],
-        "tuned_choice": _choice(case, group),
-        "e_overlap": round(1 - (ms["tuned"] - ms["gemm"]) / gain, 4) if gain > 0 else None,
+        "tuned_choice": choices.chosen(answer),
+        "e_overlap": None,
         "bound_ms": round(max(ms["gemm"], received / rate / 1e6), 4),
         "slab_bytes": slab.pool.bytes(group),
     }
+    e = plot.efficiency(row, "tuned_ms")
+    row["e_overlap"] = None if e is None else round(e, 4)
     return row, {name: asdict(t) for name, t in times.items()}
-
-
-def _methods(case: Case, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    tp, transposed = group.size(), case.transposed
-    mp = case.m // tp
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").to(dtype)
-
-    weight = normal(case.k, case.n) if transposed else normal(case.n, case.k)
-    wt = weight if transposed else weight.t()
-    name = group.group_name
-    if case.op == "all_gather_gemm":
-        x, full = normal(mp, case.k), normal(case.m, case.k)
-        y = torch.empty(case.m, case.n, dtype=dtype, device="cuda")
-
-        def serial() -> None:
-            dist.all_gather_into_tensor(full, x, group=group)
-            torch.matmul(full, wt, out=y)
-
-        methods: dict[str, Callable[[], object]] = {
-            "gemm": lambda: torch.matmul(full, wt, out=y),
-            "nccl": lambda: dist.all_gather_into_tensor(full, x, group=group),
-            "serial": serial,
-            "fused": lambda: ops.all_gather_gemm(x, weight, group, transposed=transposed, backend="fused"),
-            "tuned": lambda: ops.all_gather_gemm(x, weight, group, transposed=transposed, backend="tuned"),
-        }
-        peer = lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [wt], 0, name)  # noqa: E731
-    else:
-        x, y = normal(case.m, case.k), torch.empty(case.m, case.n, dtype=dtype, device="cuda")
-        z = torch.empty(mp, case.n, dtype=dtype, device="cuda")
-
-        def serial() -> None:
-            torch.matmul(x, wt, out=y)
-            dist.reduce_scatter_tensor(z, y, group=group)
-
-        methods = {
-            "gemm": lambda: torch.matmul(x, wt, out=y),
-            "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
-            "serial": serial,
-            "fused": lambda: ops.gemm_reduce_scatter(x, weight, group, transposed=transposed, backend="fused"),
-            "tuned": lambda: ops.gemm_reduce_scatter(x, weight, group, transposed=transposed, backend="tuned"),
-        }
-        peer = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)  # noqa: E731
-    importlib.import_module("torch.distributed._symmetric_memory")  # registers the peer's operators
-
-    methods["async_tp"] = peer  # which is also the pipelined backend
-    return methods
-
-
-def _choice(case: Case, group: dist.ProcessGroup) -> str:
-    tuned = get_backend("tuned")
-    form = "[k,n]" if case.transposed else "[n,k]"
-    wanted = (f"{case.op} m={case.m} n={case.n} k={case.k} ", f" {form} ")
-    for (name, key), answer in tuned.answers.items():
-        if name == group.group_name and key.startswith(wanted[0]) and wanted[1] in key:
-            return min(answer["ms"], key=answer["ms"].get) if answer["ms"] else answer["backend"]
-    return "unknown"
 
 
 def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -223,26 +171,11 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     return rate.item()
 
 
-def _late(start: torch.cuda.Event, seconds: float, group: dist.ProcessGroup) -> bool:
-    now = torch.cuda.Event(enable_timing=True)
-    now.record()
-    now.synchronize()
-    late = torch.tensor([start.elapsed_time(now) > seconds * 1e3], dtype=torch.int32, device="cuda")
-    dist.all_reduce(late, op=dist.ReduceOp.MAX, group=group)
-    return bool(late.item())
-
-
-def _versions() -> dict[str, str]:
-    import triton
-
-    return {
-        "megatron_flux": __version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda or "",
-        "nccl": ".".join(str(v) for v in torch.cuda.nccl.version()),
-        "multicast": "off" if os.environ.get("NCCL_NVLS_ENABLE") == "0" else "NCCL may use it",
-    }
+def _any(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether any rank says so: they must stop at the same case."""
+    there = torch.tensor([here], dtype=torch.int32, device=device)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+    return bool(there.item())
 
 
 __all__ = ["Timing", "line", "run"]

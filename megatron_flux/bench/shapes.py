@@ -24,6 +24,7 @@ MODELS = {
     "llama-70b": Model(hidden=8192, heads=64, groups=8, head_dim=128, ffn=28672, gated=True),
     "llama-405b": Model(hidden=16384, heads=128, groups=8, head_dim=128, ffn=53248, gated=True),
 }
+LAYERS = ("qkv", "proj", "fc1", "fc2")
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,21 @@ def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) 
     """All calls of the chosen models: QKV and FC1 gather, proj and FC2 scatter; in dgrad the other way round.
 
     Raises:
-        UserError: an unknown model or direction, or tokens that ``tp`` does not divide.
+        UserError: an unknown model or direction, or tokens or a layer that ``tp`` does not divide.
     """
     found = []
     for name in models:
         if name not in MODELS:
             raise UserError(f"unknown model {name!r}; use one of: {', '.join(MODELS)}")
+        model = MODELS[name]
+        for size, what in ((model.heads, "heads"), (model.groups, "key/value heads"), (model.ffn, "MLP columns")):
+            if size % tp:
+                raise UserError(f"{name} has {size} {what}, which are not divisible by the group size {tp}")
         for m in tokens:
             if m % tp:
                 raise UserError(f"{m} tokens are not divisible by the group size {tp}")
             for direction in directions:
-                found += _layer(name, MODELS[name], m, direction, tp)
+                found += _layer(name, model, m, direction, tp)
     return found
 
 

@@ -6,9 +6,9 @@ Contract
       by 1 %.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. One collective per new shape, none afterwards.
-    * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default
-      ``~/.cache/megatron_flux/tuned.json``. Its keys name operator, shape, dtype, weight form, group size, link, GPU
-      and versions. Only the first rank of a group writes, atomically.
+    * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
+      in the cache folder (:mod:`megatron_flux.cache`). Its keys name operator, shape, dtype, weight form, group size,
+      link, GPU and versions. Only the first rank of a group writes, atomically.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30; compilation of a candidate that
       has begun is not interrupted); 0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph
       capture nothing is measured either.
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flux.cache import cache_folder
 from megatron_flux.comm import topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
@@ -47,7 +48,7 @@ ROUNDS, BURST = 7, 4
 def cache_path() -> Path:
     """Where answers are kept."""
     given = os.environ.get("MEGATRON_FLUX_TUNE_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "megatron_flux" / "tuned.json"
+    return Path(given) if given else cache_folder() / "tuned.json"
 
 
 def describe(op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str) -> str:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.metrics import ARMS, print_summary, read_records, summarize, write_report, write_summary
+from megatron_flux.run.folder import CONFIG
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.progress import watch
-from megatron_flux.train.run_folder import CONFIG
 
 logger = logging.getLogger("megatron_flux")
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
@@ -87,20 +87,6 @@ class RunConfig(BaseModel):
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         return self.global_batch_size * self.shape.seq_length
-
-
-def make_options(model: type[BaseModel], values: dict[str, Any]) -> Any:
-    """``model(**values)`` with the first problem as a one-line error.
-
-    Raises:
-        UserError: a value outside its range.
-    """
-    try:
-        return model(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = "--" + ".".join(str(p) for p in first["loc"]).replace("_", "-")
-        raise UserError(f"{name} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
 def resolve(

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from platformdirs import user_cache_dir
 
+from megatron_flux.cache import cache_folder
 from megatron_flux.errors import UserError
 
 END_OF_DOCUMENT = 256
@@ -88,11 +88,6 @@ def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: i
             "smaller --seq-length"
         )
     return corpus
-
-
-def cache_folder(given: Path | None) -> Path:
-    """Where tokenized text and shuffled indices are kept."""
-    return given or Path(os.environ.get("MEGATRON_FLUX_CACHE") or user_cache_dir("megatron-flux"))
 
 
 def _pair_prefix(path: Path) -> Path | None:

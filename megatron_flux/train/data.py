@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from megatron_flux.cache import cache_folder
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.corpus import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PAD, Corpus, cache_folder, check_vocabulary
+from megatron_flux.train.corpus import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PAD, Corpus, check_vocabulary
 
 
 class _TokenSpace:

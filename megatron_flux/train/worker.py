@@ -2,52 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
-import signal
 import sys
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from megatron_flux.errors import UserError
+from megatron_flux.run.rank import serve
 from megatron_flux.train.config import RunConfig
-
-
-class _OncePerMessage(logging.Filter):
-    """Taking turns patches and unpatches many times; what it says of that, it says once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in self._said
-        self._said.add(message)
-        return new
-
-
-def configure_logging() -> None:
-    """Rank 0 logs; the other ranks only errors, since they would repeat every line."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_OncePerMessage())
-    first = os.environ.get("RANK", "0") == "0"
-    logger = logging.getLogger("megatron_flux")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO if first else logging.ERROR)
-    logger.propagate = False
-    quiet_megatron()
-
-
-def quiet_megatron() -> None:
-    """Silence what megatron-core warns at import, in every process, of packages it does not find: `doctor` says it."""
-    warnings.filterwarnings("ignore", module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def run(config: RunConfig) -> None:
@@ -72,26 +32,12 @@ def run(config: RunConfig) -> None:
         {"train": train, "compare": compare}[config.command](config, dataset, device)
 
 
-def end_with_parent() -> None:
-    """End quietly on Ctrl-C, and when the launcher is killed: nobody would stop this process otherwise."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
-
-
-@record
 def main() -> None:
-    """Run what the run folder's configuration says. ``record`` hands an exception to the launcher."""
+    """Run what the run folder's configuration says."""
     from megatron_flux.train.run_folder import load_config
 
-    end_with_parent()
-    configure_logging()
     run(load_config(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError:
-        sys.exit(2)  # the launcher prints the message once
+    serve(main)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flux import cli
 from megatron_flux.patch import registry
-from megatron_flux.train import launcher
+from megatron_flux.run import launcher
 
 Refused = Callable[..., str]
 
@@ -27,7 +27,7 @@ def refused(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def started(*_: object) -> None:
+    def started(*_: object, **__: object) -> None:
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(launcher, "launch", started)

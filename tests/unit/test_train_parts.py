@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_flux.errors import UserError
+from megatron_flux.run.launcher import failure_of
 from megatron_flux.train.compare import schedule
 from megatron_flux.train.cpu_shims import cpu_shims
 from megatron_flux.train.data import MicroBatches
-from megatron_flux.train.launcher import failure_of
 
 
 def test_turns_go_a_b_b_a() -> None:
@@ -32,7 +31,7 @@ def failed(codes: dict[int, int], times: dict[int, int] | None = None) -> str:
         failure = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
         failure.timestamp = (times or {}).get(rank, 0)
         failures[rank] = failure
-    error = failure_of(ChildFailedError("worker", failures), Path("runs/x"))
+    error = failure_of(ChildFailedError("worker", failures), "what was recorded is in runs/x")
     assert isinstance(error, UserError) == (2 in codes.values())
     return str(error)
 

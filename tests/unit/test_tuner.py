@@ -92,3 +92,11 @@ def test_capture_measures_nothing_and_remembers_nothing(tuned: TunedBackend, mon
     assert call(tuned)[0] == "reference"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert call(tuned)[0] == "fused"
+
+
+def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))
+    assert tuner.cache_path() == tmp_path / "tuned.json"
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "mine.json"))
+    assert tuner.cache_path() == tmp_path / "mine.json"

@@ -26,8 +26,31 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(run_folder: Path, nproc: int) -> None:
-    """Run :mod:`megatron_flux.train.worker` on ``nproc`` processes and wait for them.
+def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
+    """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
+
+    Raises:
+        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any).
+    """
+    if launched():
+        started = int(os.environ["WORLD_SIZE"])
+        if nproc not in (None, started):
+            raise UserError(f"--nproc {nproc} under a launcher that started {started} processes; leave it out")
+        return started
+    wanted = nproc or gpus or otherwise
+    if gpus and wanted > gpus:
+        raise UserError(f"--nproc {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")
+    return wanted
+
+
+def launch(module: str, arguments: list[str], nproc: int, *, left: str) -> None:
+    """Run ``python -m module arguments`` on ``nproc`` processes and wait for them.
+
+    Args:
+        module: calls :func:`megatron_flux.run.rank.serve`.
+        arguments: the same for every rank.
+        nproc: ranks.
+        left: the last words of an error: what a failed run leaves, and where.
 
     Raises:
         UserError: all ranks refused their input.
@@ -52,17 +75,15 @@ def launch(run_folder: Path, nproc: int) -> None:
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.train.worker", str(run_folder))
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
-        raise failure_of(error, run_folder) from None
+        raise failure_of(error, left) from None
     except SignalException as error:
         name = signal.Signals(error.sigval).name
-        raise InterruptedRunError(
-            f"stopped by {name}; what was recorded is in {run_folder}", int(error.sigval)
-        ) from None
+        raise InterruptedRunError(f"stopped by {name}; {left}", int(error.sigval)) from None
 
 
-def failure_of(error: ChildFailedError, run_folder: Path) -> FluxError:
+def failure_of(error: ChildFailedError, left: str) -> FluxError:
     """The first failure in one line: the rank, and its error or the signal that ended it."""
     # A killed rank makes its peers fail, so it comes first whatever the clocks say; SIGTERM and SIGINT are
     # how the launcher ends the ranks that were left.
@@ -74,7 +95,7 @@ def failure_of(error: ChildFailedError, run_folder: Path) -> FluxError:
     if first.exitcode == 2:
         return UserError(_message(first))
     said = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed: {_message(first)}"
-    return FluxError(f"rank {rank} {said} (exit code {first.exitcode}); what was recorded is in {run_folder}")
+    return FluxError(f"rank {rank} {said} (exit code {first.exitcode}); {left}")
 
 
 def _cause_order(exit_code: int) -> int:

@@ -1,0 +1,88 @@
+"""One operator call, done in every way that is compared."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.bench.shapes import Case
+from megatron_flux.ops.tuner import describe
+
+BACKENDS = ("pipelined", "fused", "tuned")
+"""Measured through the public operators, so that their host time counts."""
+
+
+def operands(
+    case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` and ``weight`` as the operator takes them, fresh and random."""
+    rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
+    weight = (case.k, case.n) if case.transposed else (case.n, case.k)
+    return (
+        torch.randn(rows, case.k, dtype=dtype, device=device),
+        torch.randn(*weight, dtype=dtype, device=device),
+    )
+
+
+def call(
+    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str
+) -> Callable[[], object]:
+    """The operator through one backend."""
+    operator = getattr(ops, case.op)
+    return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend)
+
+
+def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
+    """The name of this call's answer in the tuner's cache."""
+    return describe(case.op, case.m, case.n, case.k, x, case.transposed, tp, link)
+
+
+def methods(
+    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
+) -> dict[str, Callable[[], object]]:
+    """Every way by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends."""
+    wt = weight if case.transposed else weight.t()
+    y = x.new_empty(case.m, case.n)
+    importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
+    found = _gather(x, wt, y, group) if case.op == "all_gather_gemm" else _scatter(x, wt, y, group)
+    return found | {name: call(case, x, weight, group, name) for name in BACKENDS}
+
+
+def _gather(
+    x: torch.Tensor, wt: torch.Tensor, y: torch.Tensor, group: dist.ProcessGroup
+) -> dict[str, Callable[[], object]]:
+    # Random, not empty: a GEMM of zeros draws less power and clocks higher.
+    full = torch.randn(len(y), x.shape[1], dtype=x.dtype, device=x.device)
+
+    def serial() -> torch.Tensor:
+        dist.all_gather_into_tensor(full, x, group=group)
+        return torch.matmul(full, wt, out=y)
+
+    return {
+        "gemm": lambda: torch.matmul(full, wt, out=y),
+        "nccl": lambda: dist.all_gather_into_tensor(full, x, group=group),
+        "serial": serial,
+        "async_tp": lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [wt], 0, group.group_name),
+    }
+
+
+def _scatter(
+    x: torch.Tensor, wt: torch.Tensor, y: torch.Tensor, group: dist.ProcessGroup
+) -> dict[str, Callable[[], object]]:
+    z = y.new_empty(len(y) // group.size(), y.shape[1])
+
+    def serial() -> torch.Tensor:
+        torch.matmul(x, wt, out=y)
+        dist.reduce_scatter_tensor(z, y, group=group)
+        return z
+
+    return {
+        "gemm": lambda: torch.matmul(x, wt, out=y),
+        "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
+        "serial": serial,
+        "async_tp": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, wt, "sum", 0, group.group_name),
+    }

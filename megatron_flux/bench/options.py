@@ -1,0 +1,130 @@
+"""What a user may say on the command lines of ``bench ops`` and ``tune``, and the checked run that comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_flux.bench.shapes import LAYERS, MODELS, Case, cases
+from megatron_flux.errors import UserError
+
+
+class CallOptions(BaseModel):
+    """Which calls, on how many GPUs; for both commands. The descriptions are the help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    models: str = Field(",".join(MODELS), description="Models whose linear layers are called, separated by commas.")
+    tokens: str = Field("1024,2048,4096,8192,16384", description="Rows m of the whole group, separated by commas.")
+    layers: str = Field(",".join(LAYERS), description="Which linear layers, separated by commas.")
+    directions: str = Field("forward,dgrad", description="forward, dgrad or both, separated by commas.")
+    nproc: int | None = Field(
+        None, ge=2, description="GPUs, which are the tensor-parallel group. Default: all; 8 in a dry run without GPUs."
+    )
+    dtype: Literal["bf16", "fp16"] = Field("bf16", description="Of operands and results.")
+
+
+class OpsOptions(BaseModel):
+    """Options of ``bench ops`` alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
+    burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
+    seconds: float | None = Field(None, gt=0, description="Begin no further call after this long. Default: no limit.")
+    out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
+    overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
+
+
+class TuneOptions(BaseModel):
+    """Options of ``tune`` alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seconds_per_shape: float = Field(30.0, gt=0, description="Begin no further candidate after this long.")
+    force: bool = Field(False, description="Measure again what is kept already.")
+    cache: Path | None = Field(
+        None,
+        description="The JSON file with the choices. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder.",
+    )
+
+
+class Calls(BaseModel):
+    """The calls of a run, checked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    models: list[str]
+    tokens: list[int]
+    layers: list[str]
+    directions: list[str]
+    tp: int
+    dtype: Literal["bf16", "fp16"]
+
+    def cases(self) -> list[Case]:
+        """One for every layer, direction, size and model."""
+        found = cases(self.models, self.tokens, self.directions, self.tp)
+        return [case for case in found if case.layer in self.layers]
+
+
+class OpsRun(Calls):
+    """A ``bench ops`` run, complete; what the ranks are started with."""
+
+    command: Literal["bench ops"] = "bench ops"
+    rounds: int
+    burst: int
+    seconds: float | None
+    out: Path
+    overwrite: bool
+
+
+class TuneRun(Calls):
+    """A ``tune`` run, complete; what the ranks are started with."""
+
+    command: Literal["tune"] = "tune"
+    seconds_per_shape: float
+    force: bool
+    cache: Path
+
+
+Run = Annotated[OpsRun | TuneRun, Field(discriminator="command")]
+
+
+def calls(options: CallOptions, tp: int) -> Calls:
+    """The calls that ``options`` mean on ``tp`` ranks.
+
+    Raises:
+        UserError: an unknown model, layer or direction, a number that is none, or sizes that ``tp`` does not divide.
+    """
+    unknown = [layer for layer in _words("--layers", options.layers) if layer not in LAYERS]
+    if unknown:
+        raise UserError(f"unknown layer {unknown[0]!r}; use one or more of: {', '.join(LAYERS)}")
+    found = Calls(
+        models=_words("--models", options.models),
+        tokens=_numbers("--tokens", options.tokens),
+        layers=_words("--layers", options.layers),
+        directions=_words("--directions", options.directions),
+        tp=tp,
+        dtype=options.dtype,
+    )
+    found.cases()
+    return found
+
+
+def _words(option: str, text: str) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise UserError(f"{option} {text!r} names nothing; give names separated by commas")
+    return words
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in _words(option, text)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{option} {text}: give whole numbers greater than 0, separated by commas")
+    return numbers

@@ -1,0 +1,99 @@
+"""``megatron-flux tune``: let the tuner measure the calls of whole models, before training asks for them one by one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench import choices, world
+from megatron_flux.bench.methods import call, operands, tuning_key
+from megatron_flux.bench.shapes import Case
+from megatron_flux.bench.terminal import milliseconds
+from megatron_flux.ops import tuner
+from megatron_flux.ops.registry import get_backend
+
+
+def run(
+    cases: list[Case],
+    cache: Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seconds: float = 30.0,
+    force: bool = False,
+    log: Callable[[str], None] = print,
+) -> list[tuple[Case, str, dict[str, Any]]]:
+    """Fill ``cache`` with the fastest backend and plan of every case; on every rank.
+
+    Args:
+        cases: see :func:`megatron_flux.bench.shapes.cases`.
+        cache: the tuner's JSON file; the first rank reads and writes it, after every case.
+        group: the tensor-parallel group; None is the default group.
+        dtype: bf16 or fp16.
+        seconds: bound on each case, but for a compilation that has begun.
+        force: measure what is kept already too. An old answer stays until there is a new one. What this process has
+            measured or read before is not measured again.
+        log: called with one line per case on the first rank.
+
+    Returns:
+        Case, key in the cache and answer, in the order of the cases.
+
+    Raises:
+        UserError: no CUDA device, the group cannot run the fused backend (with the reason), or a damaged cache.
+    """
+    group = group or dist.group.WORLD
+    device, link = world.checked("tune", group, dtype)
+    first = group.rank() == 0
+    tuned = get_backend("tuned")
+    done = []
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _tuner_settings(Path(scratch, "tuned.json") if force else cache, seconds),
+    ):
+        for number, case in enumerate(cases, 1):
+            x, weight = operands(case, group, dtype, device)
+            key = tuning_key(case, x, group.size(), link.kind)
+            known = (group.group_name, key) in tuned.answers or (first and key in tuner.load(tuner.cache_path()))
+            call(case, x, weight, group, "tuned")()
+            answer = tuned.answers[group.group_name, key]
+            done.append((case, key, answer))
+            if first:
+                if force:
+                    tuner.store(cache, key, answer)
+                log(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {_line(case, answer, known)}")
+            del x, weight
+            torch.cuda.empty_cache()
+    return done
+
+
+def _line(case: Case, answer: dict[str, Any], known: bool) -> str:
+    name = choices.chosen(answer)
+    return (
+        f"{case.op} {case.model} {case.layer} {case.direction} m={case.m} n={case.n} k={case.k}: {name} "
+        f"{milliseconds(answer['ms'].get(name))} ms, reference {milliseconds(answer['ms'].get('reference'))} ms"
+        f"{' (kept)' if known else ''}"
+    )
+
+
+@contextmanager
+def _tuner_settings(cache: Path, seconds: float) -> Iterator[None]:
+    """Tell the tuner, which reads the environment, where to keep answers and how long to measure."""
+    wanted = {"MEGATRON_FLUX_TUNE_CACHE": str(cache), "MEGATRON_FLUX_TUNE_SECONDS": str(seconds)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,91 @@
+"""What every rank that :mod:`megatron_flux.run.launcher` starts does around its work: logging, and how it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from megatron_flux.errors import UserError
+
+logger = logging.getLogger("megatron_flux")
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def serve(work: Callable[[], None]) -> None:
+    """Do a launched rank's ``work``; ``record`` hands an exception to the launcher, which prints it once."""
+    end_with_parent()
+    configure_logging()
+    try:
+        record(work, WholeErrorFile())()
+    except UserError:
+        sys.exit(2)
+
+
+class WholeErrorFile(ErrorHandler):
+    """Writes a rank's error file in one step.
+
+    The launcher ends the ranks that are left while they may be writing theirs, and stumbles over half a file.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the file beside its place, and move it there."""
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is None:
+            return super().record_exception(e)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{file}.part"
+        try:
+            super().record_exception(e)
+        finally:
+            os.environ["TORCHELASTIC_ERROR_FILE"] = file
+        os.replace(f"{file}.part", file)
+        return None
+
+
+class _OncePerMessage(logging.Filter):
+    """Taking turns patches and unpatches many times; what it says of that, it says once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._said
+        self._said.add(message)
+        return new
+
+
+def configure_logging() -> None:
+    """Rank 0 logs; the other ranks only errors, since they would repeat every line."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(_OncePerMessage())
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO if is_first() else logging.ERROR)
+    logger.propagate = False
+    quiet_megatron()
+
+
+def quiet_megatron() -> None:
+    """Silence what megatron-core warns at import, in every process, of packages it does not find: `doctor` says it."""
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def end_with_parent() -> None:
+    """End quietly on Ctrl-C, and when the launcher is killed: nobody would stop this process otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)

@@ -1,0 +1,179 @@
+"""The operator benchmark and tuning on two real ranks without GPUs.
+
+The compared methods really run, over gloo. What only GPUs have is replaced: the clock, the link's rate, torch's
+async-TP, the fused kernels, and the tuner's measurement. Keys, files, cache and agreement of the ranks are real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench import choices, ops, table, tune, world
+from megatron_flux.bench.methods import BACKENDS, call, methods, operands
+from megatron_flux.bench.shapes import Case
+from megatron_flux.bench.timing import Timing
+from megatron_flux.comm.topology import Link
+from megatron_flux.ops import registry, tuner
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.tuner import TunedBackend
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+CASES = [
+    Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
+    Case("gemm_reduce_scatter", "toy", "fc2", "forward", 8, 4, 6),
+    Case("gemm_reduce_scatter", "toy", "fc1", "dgrad", 8, 4, 6),
+    Case("all_gather_gemm", "toy", "fc2", "dgrad", 8, 6, 4),
+]
+CPU = torch.device("cpu")
+TIMES = {"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "async_tp": 1.3, "pipelined": 1.4, "fused": 1.1, "tuned": 1.2}
+ROW_KEYS = {
+    "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms",
+    "pipelined_ms", "fused_ms", "tuned_ms", "tuned_choice", "e_overlap", "bound_ms",
+}  # fmt: skip
+
+
+class Named(ReferenceBackend):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Tuned(TunedBackend):
+    """Measures nothing: the first call of a shape finds "pipelined", others "reference"; counts."""
+
+    measured = 0
+
+    def why_not(self, *_: Any) -> None:
+        return None
+
+    def _measure(self, *_: Any) -> dict[str, Any]:
+        self.measured += 1
+        backend = "pipelined" if self.measured == 1 else "reference"
+        return {"backend": backend, "plan": None, "ms": {"reference": 2.0, "pipelined": 1.0 * self.measured}}
+
+
+@contextmanager
+def without_gpus() -> Iterator[Tuned]:
+    def timed(given: Mapping[str, Callable[[], object]], group: Any, **_: Any) -> dict[str, Timing]:
+        for name, method in given.items():
+            if name != "async_tp":
+                method()
+        return {name: Timing(TIMES[name], TIMES[name], TIMES[name]) for name in given}
+
+    link = Link("nvlink", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "checked", lambda *_: (CPU, link))
+        patch.setattr(tuner.topology, "probe", lambda *_: link)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(ops, "_link_rate", lambda *_: 100.0)
+        patch.setattr(ops, "interleaved", timed)
+        pipelined, fused = Named("pipelined"), Named("fused")
+        tuned = Tuned(ReferenceBackend(), pipelined, fused)  # type: ignore[arg-type]
+        for backend in (pipelined, fused, tuned):
+            patch.setitem(registry._backends, backend.name, backend)
+        yield tuned
+
+
+def compare_methods(case: Case) -> None:
+    group = dist.group.WORLD
+    torch.manual_seed(group.rank())
+    x, weight = operands(case, group, torch.float32, CPU)
+    with without_gpus():
+        ways = methods(case, x, weight, group)
+        assert list(ways) == ["gemm", "nccl", "serial", "async_tp", *BACKENDS]
+        expected = call(case, x, weight, group, "reference")()
+        torch.testing.assert_close(ways["serial"](), expected)
+        ways["gemm"]()
+        ways["nccl"]()
+        torch.testing.assert_close(ways["fused"](), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.direction}")
+def test_serial_does_what_the_operator_does(world2: WorkerPool, case: Case) -> None:
+    world2.run(compare_methods, case)
+
+
+def bench(out: Path, cache: Path, seconds: float | None = None) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    with without_gpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        summary = ops.run(CASES, out, dtype=torch.float32, rounds=3, seconds=seconds, log=said.append)
+    return summary, said
+
+
+def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, said), (other, silent) = world2.run(bench, tmp_path / "run", tmp_path / "tuned.json")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert other["rows"] == summary["rows"]
+    assert silent == []
+    assert {"device", "tp", "link", "versions", "rows"} <= set(summary)
+    assert (summary["tp"], summary["link"]) == (2, "nvlink")
+    assert {"megatron-flux", "torch", "triton", "cuda", "nccl"} <= set(summary["versions"])
+    assert len(summary["rows"]) == 4
+    for row in summary["rows"]:
+        assert set(row) >= ROW_KEYS
+        for method in ("async_tp", "pipelined", "fused", "tuned"):
+            assert row[f"{method}_ms"] == TIMES[method]
+        assert row["e_overlap"] == 0.6
+    assert [row["tuned_choice"] for row in summary["rows"]] == ["pipelined", *["reference"] * 3]
+    assert len(said) == 5
+    assert said[4].startswith("[4/4, ")
+    rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [line["layer"] for line in rounds] == ["fc1", "fc2", "fc1", "fc2"]
+    assert set(rounds[0]["ms"]) == set(TIMES)
+    assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
+    table.show(summary)
+
+
+def test_time_that_is_up_ends_all_ranks_at_the_same_call(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, said), (other, _) = world2.run(bench, tmp_path / "run", tmp_path / "tuned.json", 1e-9)
+    assert summary["rows"] == other["rows"] == []
+    assert said[-1] == "stopped after 1e-09 s with 0 of 4 calls measured"
+
+
+def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], int]:
+    said: list[str] = []
+    with without_gpus() as tuned:
+        done = tune.run([*CASES, CASES[0]], cache, dtype=torch.float32, force=force, log=said.append)
+        return [(key, choices.chosen(answer)) for _, key, answer in done], said, tuned.measured
+
+
+def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:
+    cache = tmp_path / "tuned.json"
+    (done, said, measured), (other, silent, _) = world2.run(fill, cache, False)
+    kept = json.loads(cache.read_text())
+    assert done == other
+    assert silent == []
+    # Gather and scatter, each with both forms of the weight; the fifth call is the first one again.
+    assert measured == len(kept) == 4
+    assert [name for _, name in done] == ["pipelined", *["reference"] * 3, "pipelined"]
+    assert {key for key, _ in done} == set(kept)
+    assert said[0].startswith("[1/5, ")
+    assert said[0].endswith("pipelined 1.000 ms, reference 2.000 ms")
+    assert [line.endswith("(kept)") for line in said] == [False] * 4 + [True]
+
+    (_, said, measured), _ = world2.run(fill, cache, False)
+    assert measured == 0
+    assert all(line.endswith("(kept)") for line in said)
+    assert json.loads(cache.read_text()) == kept
+
+
+def test_force_measures_again_and_keeps_what_it_does_not_touch(world2: WorkerPool, tmp_path: Path) -> None:
+    cache = tmp_path / "tuned.json"
+    (done, _, _), _ = world2.run(fill, cache, False)
+    kept = json.loads(cache.read_text())
+    stale = {"backend": "reference", "plan": None, "ms": {"reference": 9.0}}
+    cache.write_text(json.dumps({**kept, done[0][0]: stale, "another machine's": stale}))
+    (_, said, measured), _ = world2.run(fill, cache, True)
+    assert measured == 4
+    assert [line.endswith("(kept)") for line in said] == [False] * 4 + [True]
+    assert json.loads(cache.read_text()) == {**kept, "another machine's": stale}

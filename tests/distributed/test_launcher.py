@@ -1,0 +1,94 @@
+"""The launcher, with work that is neither training nor a benchmark: it starts ranks, and says how they failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.errors import UserError
+from megatron_flux.run import launcher
+from megatron_flux.run.rank import WholeErrorFile
+
+LAUNCH = """
+import sys
+from megatron_flux.errors import FluxError
+from megatron_flux.run.launcher import launch
+try:
+    launch("tests.distributed.launched", sys.argv[1:], 2, left="the rest is in the attic")
+except FluxError as error:
+    print(type(error).__name__, error)
+    sys.exit(1)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def launch(*arguments: str) -> tuple[int, str]:
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])},
+    )
+    return done.returncode, done.stdout.strip()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_find_each_other(tmp_path: Path) -> None:
+    assert launch("sum", str(tmp_path)) == (0, "")
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3 1", "3 1"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("refuse", "UserError three is not even"),
+        ("fail", "FluxError rank 1 failed: RuntimeError: broke (exit code 1); the rest is in the attic"),
+        ("die", "FluxError rank 1 was killed by SIGKILL (exit code -9); the rest is in the attic"),
+    ],
+)
+def test_a_failure_is_one_line_and_ends_the_others(what: str, said: str) -> None:
+    began = time.monotonic()
+    assert launch(what) == (1, said)
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])
+def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch, nproc: int | None, gpus: int, expected: int) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert launcher.world_size(nproc, gpus=gpus, otherwise=2) == expected
+
+
+def test_no_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="--nproc 8 on a machine with 4"):
+        launcher.world_size(8, gpus=4, otherwise=2)
+
+
+def test_an_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def cut_off(*_: object) -> None:
+        (tmp_path / "error.json.part").write_text("{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "dump", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            WholeErrorFile().record_exception(ValueError("no"))
+    assert not file.exists()
+    WholeErrorFile().record_exception(ValueError("no"))
+    assert json.loads(file.read_text())["message"]["message"] == "ValueError: no"

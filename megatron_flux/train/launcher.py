@@ -26,8 +26,8 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(run_folder: Path, nproc: int) -> None:
-    """Run :mod:`megatron_flux.train.worker` on ``nproc`` processes and wait for them.
+def launch(run_folder: Path, nproc: int, module: str = "megatron_flux.train.worker") -> None:
+    """Run ``python -m module run_folder`` on ``nproc`` processes and wait for them.
 
     Raises:
         UserError: all ranks refused their input.
@@ -52,7 +52,7 @@ def launch(run_folder: Path, nproc: int) -> None:
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.train.worker", str(run_folder))
+        elastic_launch(config, sys.executable)("-u", "-m", module, str(run_folder))
     except ChildFailedError as error:
         raise failure_of(error, run_folder) from None
     except SignalException as error:

@@ -13,12 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_flux.bench import layer_arms, layer_report
-from megatron_flux.bench.layer_blocks import shared_name
+from megatron_flux.bench.layer_blocks import prepare_gradients, share, shared_name
 from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
 from megatron_flux.bench.layer_rows import complete, row
 from megatron_flux.bench.rounds import Samples, quartiles
 from megatron_flux.cli import app
-from megatron_flux.errors import UserError
+from megatron_flux.errors import FluxError, UserError
 
 GPT = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
 
@@ -168,3 +168,19 @@ def test_dry_run_works_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert said["config"]["trace"] is False
     assert list(said["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "gpt3-175b-2048x1"]
     assert not (tmp_path / "run").exists()
+
+
+def test_arms_share_parameters_and_their_gradients() -> None:
+    first, second = (torch.nn.Sequential(torch.nn.Linear(3, 2)) for _ in range(2))
+    weights = prepare_gradients(first)
+    share(second, weights)
+    assert all(a is b for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    first(torch.ones(4, 3)).sum().backward()
+    second(torch.ones(4, 3)).sum().backward()
+    for parameter, each in ((first[0].weight, 4.0), (first[0].bias, 4.0)):
+        assert parameter.grad is None
+        assert parameter.main_grad.eq(2 * each).all()
+    with pytest.raises(FluxError, match=r"do not have the same parameters: 0\.bias"):
+        share(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), weights)
+    with pytest.raises(FluxError, match=r"0\.weight is \(2, 4\) in one arm, \(2, 3\) in others"):
+        share(torch.nn.Sequential(torch.nn.Linear(4, 2)), weights)

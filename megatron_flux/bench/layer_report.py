@@ -57,6 +57,9 @@ def print_summary(summary: dict[str, Any], file: IO[str] | None = None) -> None:
         for row in rows:
             table.add_row(*cells(row))
         console.print(table)
+        for row in rows:
+            for reason, calls in row.get("flux_fallbacks", {}).items():
+                console.print(f"{row['arm']}: {calls} calls ran stock: {reason}", soft_wrap=True)
     for skipped in summary["skipped"]:
         console.print(f"{_title(skipped)}: {skipped['arm']} skipped: {skipped['reason']}", soft_wrap=True)
     console.print(EXPLANATION)

@@ -119,11 +119,12 @@ def test_without_te_or_a_faster_floor_nothing_is_made_up() -> None:
 
 
 def test_table_and_picture(summary: dict[str, Any], tmp_path: Path) -> None:
+    summary["rows"][1]["flux_fallbacks"] = {"row: [fp8]": 4}
     text = io.StringIO()
     layer_report.print_summary(summary, text)
     said = text.getvalue()
     for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x", "60%", "NO", "floor, no training",
-                 "te_ub skipped: <it> [did] not start", "5.000"):  # fmt: skip
+                 "te_ub skipped: <it> [did] not start", "5.000", "4 calls ran stock: row: [fp8]"):  # fmt: skip
         assert part in said
     layer_report.write_plot(summary, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()

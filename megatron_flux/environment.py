@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,6 +13,19 @@ import torch
 from megatron_flux.comm import topology
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
+
+_SWITCHES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "MEGATRON_FLUX_SM_MARGIN",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "UB_SKIPMC",
+)
 
 
 def versions() -> dict[str, str | None]:
@@ -73,3 +87,8 @@ def link() -> dict[str, Any]:
         found = topology.between(list(range(count)))
         kind, reason = found.kind, found.reason
     return {"kind": kind, "reason": reason, "pairs": len(pairs), "peer_access": peers}
+
+
+def switches() -> dict[str, str | None]:
+    """The environment variables that decide how communication and kernels run; None where one is not set."""
+    return {name: os.environ.get(name) for name in _SWITCHES}

@@ -6,15 +6,34 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.train.config import RunConfig
+
+class Layout(Protocol):
+    """What a run's configuration must say for its process groups."""
+
+    @property
+    def device(self) -> str:
+        """``cuda`` or ``cpu``."""
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel size."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a collective without its peers is an error."""
 
 
 @contextmanager
-def process_groups(config: RunConfig) -> Iterator[torch.device]:
+def process_groups(config: Layout) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
     On an error the groups are left as they are: tearing them down would wait for peers that may be gone.

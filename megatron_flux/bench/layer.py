@@ -1,0 +1,102 @@
+"""``bench layer``: forward and backward of transformer layers, stock against flux, in one run.
+
+Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and input; arms are timed in turn
+(:mod:`megatron_flux.bench.rounds`). What a row of the summary says:
+
+* ``ms_per_layer``: median over rounds of the slowest rank's milliseconds per step, divided by the layers; ``_low`` and
+  ``_high`` are the quartiles.
+* ``speedup_vs_te``: te's median divided by the arm's.
+* ``hidden_share``: ``(te - arm) / (te - floor)``, the part of what hiding all communication would save that the arm
+  saves. 0 is stock, 1 is the floor; negative is slower than stock. Communication that te hides already counts in
+  neither. None without te or floor, or where the floor is not faster than te.
+* ``host_ms_per_step``: median over rounds of the slowest rank's time to enqueue one step.
+* ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights and main gradients, plus what the arm has
+  allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
+  symmetric memory, userbuffers. Nothing that other arms hold is in it.
+* ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
+* ``breakdown``: see :mod:`megatron_flux.bench.breakdown`; rank 0, one step outside the timed rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flux import environment
+from megatron_flux.bench.layer_config import LayerConfig
+from megatron_flux.bench.layer_workload import WorkloadBench
+from megatron_flux.bench.together import Together
+from megatron_flux.comm import topology
+from megatron_flux.errors import UserError
+from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+
+Log = Callable[[str], None]
+
+
+def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
+    """Measure all workloads and write ``summary.json``, ``rounds.jsonl`` and the traces into ``out`` (first rank).
+
+    Call it on every rank, with torch.distributed and Megatron's parallel state initialised.
+
+    Args:
+        config: what to run.
+        out: the run folder; made if missing.
+        log: called with lines for people, on the first rank.
+
+    Returns:
+        The summary. The breakdown is the first rank's and empty on the others.
+
+    Raises:
+        UserError: a GPU run without a CUDA device.
+    """
+    from megatron.core import parallel_state
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench layer measures GPUs; no CUDA device is visible here")
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    group = parallel_state.get_tensor_model_parallel_group()
+    together = Together(group, config.timeout)
+    first = together.first
+    say = log if first else _silent
+    summary: dict[str, Any] = {
+        "device": environment.device_name(),
+        "tp": group.size(),
+        "link": topology.probe(group, device).kind,
+        "versions": environment.versions(),
+        "config": config.model_dump(mode="json"),
+        "environment": environment.switches(),
+        "rows": [],
+        "skipped": [],
+    }
+    if first:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "rounds.jsonl").unlink(missing_ok=True)
+    began = time.monotonic()
+    with gradient_accumulation_fusion():
+        for index, workload in enumerate(config.workloads):
+            deadline = None
+            if config.seconds is not None:
+                if together.decided(time.monotonic() - began > config.seconds):
+                    say(f"stopped after {config.seconds:g} s, before {workload.label}")
+                    break
+                # An equal share of the time for each; what one leaves over is the next one's.
+                deadline = began + config.seconds * (index + 1) / len(config.workloads)
+            say(f"{workload.label}: {workload.layers} layers, tp {group.size()}")
+            bench = WorkloadBench(workload, config, group, together, device, out, say)
+            rows, skipped, rounds = bench.run(deadline)
+            summary["rows"] += rows
+            summary["skipped"] += skipped
+            if first:
+                with (out / "rounds.jsonl").open("a") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in rounds)
+                (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def _silent(text: str) -> None:
+    """Ranks other than the first say nothing."""

@@ -1,0 +1,92 @@
+"""What every rank of ``bench layer`` executes: ``python -m megatron_flux.bench.layer_worker RUN_FOLDER``.
+
+The run folder holds ``config.json``, written by the command. The first rank adds ``summary.json``, ``rounds.jsonl``,
+the traces, ``plot.svg`` and ``log.txt``, and prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron_flux.bench.layer_config import LayerConfig
+from megatron_flux.errors import UserError
+from megatron_flux.train.worker import configure_logging, end_with_parent
+
+CONFIG = "config.json"
+
+logger = logging.getLogger("megatron_flux.bench")
+
+
+def set_switches() -> None:
+    """Environment that must be there before CUDA, NCCL or TransformerEngine start.
+
+    NVLink multicast stays off in all three of its users; userbuffers refuse to start without the last line.
+    """
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["UB_SKIPMC"] = "1"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def run(config: LayerConfig, out: Path) -> None:
+    """Measure on this rank, from process groups to the picture."""
+    set_switches()
+    from megatron_flux.bench import layer, layer_report
+    from megatron_flux.train.cpu_shims import cpu_shims
+    from megatron_flux.train.distributed import process_groups
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        _log_to(out / "log.txt")
+    warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
+    with cpu_shims(), process_groups(config):
+        summary = layer.run(config, out, log=logger.info)
+        if first:
+            layer_report.write_plot(summary, out / "plot.svg")
+            with (out / "log.txt").open("a") as file:
+                layer_report.print_summary(summary, file)
+            layer_report.print_summary(summary)
+
+
+def _log_to(path: Path) -> None:
+    """Write what the package logs to ``path``; each message once, since arms patch and unpatch in every round."""
+    said: set[str] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        known = message in said
+        said.add(message)
+        return not known
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, mode="w")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(new)
+    logging.getLogger("megatron_flux").addHandler(handler)
+
+
+def load_config(out: Path) -> LayerConfig:
+    """The configuration that the command wrote."""
+    return LayerConfig.model_validate(json.loads((out / CONFIG).read_text())["config"])
+
+
+@record
+def main() -> None:
+    """Run what the run folder's configuration says. ``record`` hands an exception to the launcher."""
+    end_with_parent()
+    configure_logging()
+    run(load_config(Path(sys.argv[1])), Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError:
+        sys.exit(2)  # the launcher prints the message once

@@ -1,0 +1,184 @@
+"""``bench layer`` on real megatron-core layers over gloo: everything but the speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.bench import layer_config
+from megatron_flux.bench.layer_config import LayerConfig, Workload
+from megatron_flux.bench.shapes import Model
+from tests.distributed.megatron_world import megatron
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+SMALL = {
+    "gelu": Model(hidden=64, heads=4, groups=4, head_dim=16, ffn=96, gated=False),
+    "swiglu": Model(hidden=64, heads=8, groups=4, head_dim=8, ffn=96, gated=True),
+}
+
+
+def config(tp: int, **changes: Any) -> LayerConfig:
+    workloads = tuple(Workload(model=name, seq=16, micro_batch=2, layers=2) for name in SMALL)
+    chosen = {"workloads": workloads, "arms": layer_config.ARMS, "rounds": 3, "burst": 1, "device": "cpu"}
+    return LayerConfig(tp=tp, **{**chosen, **changes})
+
+
+def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dict[str, Any]:
+    from megatron_flux.bench import layer
+    from megatron_flux.ops.reference import ReferenceBackend
+
+    layer_config.LAYER_MODELS.update(SMALL)
+    stock = ReferenceBackend.gemm_reduce_scatter
+    if spoil:
+
+        def own_part_only(self, x, weight, group, *, transposed, async_op):
+            from megatron_flux.bench.floor import FloorBackend
+
+            return FloorBackend().gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
+
+        ReferenceBackend.gemm_reduce_scatter = own_part_only
+    try:
+        with megatron(tp):
+            return layer.run(config(tp, **changes), out, log=lambda text: None)
+    finally:
+        ReferenceBackend.gemm_reduce_scatter = stock
+
+
+def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
+    tp = world.size
+    summary = world.run(run, tp, tmp_path, {})[0]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert summary["tp"] == tp
+    assert summary["link"] == "none"
+    assert [(r["model"], r["arm"]) for r in summary["rows"]] == [
+        (model, arm) for model in SMALL for arm in ("local", "flux_local", "floor")
+    ]
+    assert [(s["model"], s["arm"], s["reason"]) for s in summary["skipped"]] == [
+        (model, arm, "TransformerEngine needs a GPU") for model in SMALL for arm in ("te", "te_ub", "flux_te")
+    ]
+    for row in summary["rows"]:
+        assert row["ms_per_layer_low"] <= row["ms_per_layer"] <= row["ms_per_layer_high"]
+        assert row["ms_per_layer"] > 0
+        assert row["host_ms_per_step"] > 0
+        assert row["rounds"] == 3
+        assert row["training"] is (row["arm"] != "floor")
+        assert row["speedup_vs_te"] is None
+    flux = [r for r in summary["rows"] if r["arm"] == "flux_local"]
+    for row in flux:
+        # The same collectives and GEMMs in fp32: nothing but the order of a few additions can differ.
+        assert row["agreement"]["ok"]
+        assert row["agreement"]["with"] == "local"
+        assert max(row["agreement"][name] for name in ("y", "dx", "wgrad")) < 1e-5
+        assert row["flux_layers"] == 8
+        assert row["flux_fallbacks"] == {}
+        assert row["flux_calls_per_step"] == {
+            "all_gather/reference": 4,
+            "all_gather_gemm/reference": 8,
+            "gemm_reduce_scatter/reference": 8,
+        }
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [(line["model"], line["arm"]) for line in lines] == [(r["model"], r["arm"]) for r in summary["rows"]]
+    assert all(len(line["step_ms"]) == len(line["host_ms"]) == 3 for line in lines)
+
+
+def test_the_floor_communicates_nothing(world2: WorkerPool, tmp_path: Path) -> None:
+    rows = world2.run(run, 2, tmp_path, {"arms": ("floor",)})[0]["rows"]
+    for row in rows:
+        assert row["flux_calls_per_step"] == {
+            "all_gather/floor": 4,
+            "all_gather_gemm/floor": 8,
+            "gemm_reduce_scatter/floor": 8,
+        }
+        assert row["agreement"] is None
+
+
+def test_a_wrong_arm_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
+    rows = world2.run(run, 2, tmp_path, {"arms": ("local", "flux_local")}, True)[0]["rows"]
+    assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
+
+
+def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_flux.bench.rounds import interleave
+    from megatron_flux.bench.together import Together
+
+    order: list[str] = []
+    arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
+    samples = interleave(
+        arms,
+        Together(dist.group.WORLD, 30.0),
+        torch.device("cpu"),
+        rounds=rounds,
+        burst=2,
+        # The first rank's clock decides for all.
+        deadline=time.monotonic() + (-1 if late == (dist.get_rank() == 0) else 1000),
+    )
+    turns = ["".join(order[i : i + 9 : 3]) for i in range(0, len(order), 9)]
+    return turns, {name: len(s.step_ms) for name, s in samples.items()}
+
+
+def test_rounds_are_shuffled_alike_on_all_ranks(world2: WorkerPool) -> None:
+    (turns, counts), other = world2.run(count_steps, 8, False)
+    assert other == (turns, counts)
+    assert counts == {"a": 8, "b": 8, "c": 8}
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) > 1
+
+
+def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
+    for _, counts in world2.run(count_steps, 8, True):
+        assert counts == {"a": 1, "b": 1, "c": 1}
+    summary = world2.run(run, 2, tmp_path, {"arms": ("local",), "seconds": 1e-9})[0]
+    assert summary["rows"] == []
+
+
+def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
+    workload = Workload(model="tiny", seq=16, micro_batch=1, layers=1)
+    chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1)
+    (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "-m", "megatron_flux.bench.layer_worker", str(tmp_path)],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [r["arm"] for r in summary["rows"]] == ["local", "floor"]
+    assert summary["environment"]["NCCL_NVLS_ENABLE"] == "0"
+    assert summary["environment"]["UB_SKIPMC"] == "1"
+    assert "floor, no training" in done.stdout
+    assert "tiny-16x1 local: ready" in done.stderr
+    log = (tmp_path / "log.txt").read_text()
+    assert "tiny-16x1 te: skipped: TransformerEngine needs a GPU" in log
+    assert "ms per layer" in log
+    assert (tmp_path / "plot.svg").exists()
+
+
+def attempt(fails_on: int) -> tuple[Any, Any]:
+    import torch.distributed as dist
+
+    from megatron_flux.bench.together import Together
+
+    def action() -> str:
+        if dist.get_rank() == fails_on:
+            raise ValueError("no\n luck")
+        return "done"
+
+    return Together(dist.group.WORLD, 30.0).attempt(action)
+
+
+def test_what_fails_on_one_rank_is_left_out_on_all(world2: WorkerPool) -> None:
+    assert world2.run(attempt, 1) == [(None, "rank 1: ValueError: no luck")] * 2
+    assert world2.run(attempt, 7) == [("done", None)] * 2

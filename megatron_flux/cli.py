@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_flux.cli_bench import bench, tune
+from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
@@ -46,6 +47,7 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
     _run("compare", options, CompareOptions, special, dry_run)
 
 
+bench.add_typer(bench_app)  # its commands become bench's own
 app.add_typer(bench, name="bench")
 app.command()(tune)
 

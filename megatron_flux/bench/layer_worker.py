@@ -13,13 +13,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from megatron_flux.bench.layer_config import LayerConfig
-from megatron_flux.errors import UserError
-from megatron_flux.train.worker import configure_logging, end_with_parent
-
-CONFIG = "config.json"
+from megatron_flux.run.folder import CONFIG
+from megatron_flux.run.rank import is_first, serve
 
 logger = logging.getLogger("megatron_flux.bench")
 
@@ -42,7 +38,7 @@ def run(config: LayerConfig, out: Path) -> None:
     from megatron_flux.train.cpu_shims import cpu_shims
     from megatron_flux.train.distributed import process_groups
 
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_first()
     if first:
         _log_to(out / "log.txt")
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
@@ -77,16 +73,10 @@ def load_config(out: Path) -> LayerConfig:
     return LayerConfig.model_validate(json.loads((out / CONFIG).read_text())["config"])
 
 
-@record
 def main() -> None:
-    """Run what the run folder's configuration says. ``record`` hands an exception to the launcher."""
-    end_with_parent()
-    configure_logging()
+    """Run what the run folder's configuration says."""
     run(load_config(Path(sys.argv[1])), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError:
-        sys.exit(2)  # the launcher prints the message once
+    serve(main)

@@ -1,7 +1,7 @@
-"""Symmetric memory: one slab per process group and size class, with flags, epochs and a double buffer.
+"""Symmetric memory: one slab per process group and purpose, with flags, epochs and a double buffer.
 
 A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it;
-a call uses one half, the next call the other.
+a call uses one half, the next call the other. It is as large as the largest call so far.
 
 Why no barrier is needed
     Every operator that runs on a slab (1) is enqueued on all ranks in the same order, each call after the previous one
@@ -24,7 +24,7 @@ CUDA graphs
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given.
     * ``torch.distributed._symmetric_memory`` is rendezvoused once per slab: a collective. All ranks reach it together,
-      because a size class depends on shapes that all ranks share.
+      because sizes depend on shapes that all ranks share.
     * NVLink multicast is refused: a multicast pointer on the handle is an error.
     * torch's own signal pads are not used: their slots collide between groups.
 
@@ -138,44 +138,66 @@ class Slab:
 
 
 class SlabPool:
-    """The slabs of this process, by group, purpose and size class."""
+    """The slabs of this process: one by group, purpose and whether it is for captured calls, of the largest size seen.
+
+    A larger call makes a larger slab and drops the smaller one. Slabs of captured calls are kept: graphs hold their
+    addresses. So memory is bounded by the largest call, whatever the number of layers and shapes.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
-        self._slabs: dict[tuple[str, str, int, bool], Slab] = {}
+        self._slabs: dict[tuple[str, str, bool], Slab] = {}
+        self._kept: list[Slab] = []
 
     def get(self, group: dist.ProcessGroup, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
-        """The slab of ``group`` whose halves hold ``nbytes``; made (a collective call) if it is the first of its size.
+        """The slab of ``group`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
 
         Raises:
             UserError: it would have to be made while a CUDA graph is captured.
         """
-        size = max(4 * MIB, 1 << (nbytes - 1).bit_length())
-        key = (group.group_name, purpose, size, captured)
+        key = (group.group_name, purpose, captured)
         slab = self._slabs.get(key)
-        if slab is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise UserError(
-                    f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
-                    "the operator once with this shape inside megatron_flux.ops.fused.captured_calls() before capturing"
-                )
-            slab = _make(group, size, device, captured)
-            self._slabs[key] = slab
-        return slab
+        # Another group may have the name of one that was destroyed.
+        if slab is not None and slab.half_bytes >= nbytes and slab.group is group:
+            return slab
+        size = size_class(nbytes)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
+                "the operator once with this shape inside megatron_flux.ops.fused.captured_calls() before capturing"
+            )
+        made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
+        if slab is not None:
+            if captured and slab.group is group:
+                self._kept.append(slab)
+            else:
+                slab.alarm.close()
+        self._slabs[key] = made
+        return made
 
     def bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Bytes of symmetric memory this rank holds, of one group or of all."""
+        slabs = [*self._slabs.values(), *self._kept]
         return sum(
-            2 * (s.half_bytes + 4 * FLAG_WORDS)
-            for (name, *_), s in self._slabs.items()
-            if group is None or name == group.group_name
+            2 * (slab.half_bytes + 4 * FLAG_WORDS)
+            for slab in slabs
+            if group is None or slab.group.group_name == group.group_name
         )
 
     def clear(self) -> None:
         """Forget all slabs. Only when every rank has finished with them."""
-        for slab in self._slabs.values():
+        for slab in [*self._slabs.values(), *self._kept]:
             slab.alarm.close()
         self._slabs.clear()
+        self._kept.clear()
+
+
+def size_class(nbytes: int) -> int:
+    """What is allocated for ``nbytes``: at least 4 MiB, rounded up to an eighth of the power of two below."""
+    if nbytes <= 4 * MIB:
+        return 4 * MIB
+    step = 1 << ((nbytes - 1).bit_length() - 4)
+    return -(-nbytes // step) * step
 
 
 pool = SlabPool()

@@ -53,7 +53,7 @@ class FusedBackend:
 
     needs_cuda = True
     automatic = False
-    """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
+    """``auto`` does not choose it; the tuner does where it is the fastest."""
 
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
         """Nothing is allocated or imported before the first call."""

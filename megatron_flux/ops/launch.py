@@ -22,6 +22,9 @@ from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.relaunch import Relauncher
+
+_gather_wait = Relauncher(gather_wait_kernel)
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
@@ -280,22 +283,24 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     finish = _copy_engine_push(x, work, turn, buffers, flag_off, mp)
     buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
 
+    arguments = (
+        work.flags[rank],
+        work.ctrl,
+        work.epochs,
+        work.alarm.words,
+        work.alarm.limit,
+        turn.half,
+        turn.next_half,
+        flag_off,
+        rank,
+    )
+    constants = {"TP": tp, "CPU": not x.is_cuda, "THREADS": 32}
+
     def wait() -> None:
-        gather_wait_kernel[(1,)](
-            work.flags[rank],
-            work.ctrl,
-            work.epochs,
-            work.alarm.words,
-            work.alarm.limit,
-            turn.half,
-            turn.next_half,
-            flag_off,
-            rank,
-            TP=tp,
-            CPU=not x.is_cuda,
-            THREADS=32,
-            num_warps=1,
-        )
+        if x.is_cuda:
+            _gather_wait((tp, x.device), 1, arguments, constants, {"num_warps": 1}, x.device.index)
+        else:
+            gather_wait_kernel[(1,)](*arguments, **constants)
         finish()
         work.end()
         if work.views.get("open") is pending:

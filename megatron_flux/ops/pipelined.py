@@ -61,3 +61,8 @@ class PipelinedBackend:
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`: torch's collective."""
         return collectives.all_gather(x, group, async_op=async_op)
+
+    def release(self, group: dist.ProcessGroup) -> None:
+        """Give back torch's workspace of ``group``, as large as a gathered input; another call makes it again."""
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+        getattr(module, "_group_name_to_workspace_tensor", {}).pop(group.group_name, None)

@@ -97,8 +97,7 @@ class TunedBackend:
 
     name = "tuned"
     needs_cuda = True
-    automatic = False
-    """``auto`` does not choose it: so far measured on one kind of machine, and not inside training."""
+    automatic = True
 
     def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend, fused: FusedBackend) -> None:
         """``fused`` also answers what this backend can run."""
@@ -210,8 +209,16 @@ class TunedBackend:
             found = self._measure(op, run, x, m, n, k, group)
             if found["ms"] and group.rank() == 0:
                 store(cache_path(), key, found)
+            if found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
+                self.pipelined.release(group)
         self.answers[group.group_name, key] = found
         return found
+
+    def _pipelines(self, group: dist.ProcessGroup) -> bool:
+        """Whether any call of ``group`` so far runs on ``pipelined``."""
+        return any(
+            name == group.group_name and answer["backend"] == "pipelined" for (name, _), answer in self.answers.items()
+        )
 
     def _measure(
         self, op: str, run: Callable[[Any], Any], x: torch.Tensor, m: int, n: int, k: int, group: dist.ProcessGroup

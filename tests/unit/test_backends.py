@@ -63,13 +63,17 @@ def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.Mon
     """Even where they could run."""
     for backend in registry._backends.values():
         monkeypatch.setattr(backend, "why_not", lambda *operands: None)
-    assert selected("auto") == "reference"
+    assert selected("auto") == "tuned"
     assert selected("fused") == "fused"
     shy = Named("shy")
     shy.automatic = False
     ops.register_backend(shy)
-    assert selected("auto") == "reference"
+    assert selected("auto") == "tuned"
     assert selected("shy") == "shy"
+
+
+def test_auto_is_reference_where_there_is_no_gpu() -> None:
+    assert selected("auto") == "reference"
 
 
 def test_a_backend_asked_for_by_name_says_why_it_cannot() -> None:

@@ -17,10 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
+from megatron_flux.ops import copies
 from megatron_flux.ops.plan import Plan, cdiv
 from megatron_flux.ops.relaunch import Relauncher
 
@@ -346,13 +347,13 @@ def _copy_engine_push(
                 found.append((target, rows, work.flags[peer][word : word + 1], mine, theirs))
         return found
 
-    epoch = work.epochs[turn.half : turn.half + 1]
+    epoch = _view(work, ("epoch", turn.half), lambda: work.epochs[turn.half : turn.half + 1])
     moves = _view(work, ("ce", turn.half, mp, x.shape[1], x.dtype, block), views)
 
     def push(side: torch.cuda.Stream | None) -> None:
         for i, (target, rows, flag, mine, theirs) in enumerate(moves):
             if pace and side is not None and i > 0:
-                _stream_wait(side, mine, work.calls)
+                copies.hold(side, mine, work.calls)
             target.copy_(x[rows])
             flag.copy_(epoch)
             if pace and i < len(moves) - 1:
@@ -364,10 +365,26 @@ def _copy_engine_push(
     side, before, after = _view(work, ("side",), lambda: _side(x.device))
     before.record()
     side.wait_event(before)
-    with torch.cuda.stream(side):
-        push(side)
-        after.record()
+    if copies.available() and not pace:
+        key = ("addresses", turn.half, mp, x.shape[1], x.dtype, block)
+        stream, source, value = side.cuda_stream, x.data_ptr(), epoch.data_ptr()
+        for target, offset, nbytes, flag in _view(work, key, lambda: _addresses(moves, x)):
+            copies.enqueue(target, source + offset, nbytes, stream)
+            copies.enqueue(flag, value, 4, stream)
+    else:
+        with torch.cuda.stream(side):
+            push(side)
+    after.record(side)
     return after.wait
+
+
+def _addresses(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """The moves as (target, offset in x, bytes, flag), in bytes."""
+    row = x.shape[1] * x.element_size()
+    return [
+        (target.data_ptr(), rows.start * row, (rows.stop - rows.start) * row, flag.data_ptr())
+        for target, rows, flag, _, _ in moves
+    ]
 
 
 def _side(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
@@ -379,19 +396,6 @@ def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
     """A kernel and not a memcpy: the copy engines are busy with the peers' shards."""
     bits = {2: torch.int16, 4: torch.int32}[source.element_size()]
     torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
-
-
-def _stream_wait(stream: torch.cuda.Stream, word: torch.Tensor, value: int) -> None:
-    """Hold ``stream`` until ``word`` (int32) has reached ``value``.
-
-    Not bounded by itself: the kernel of the same call is, and its trap ends the process.
-    """
-    from cuda.bindings import driver
-
-    flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    (status,) = driver.cuStreamWaitValue32(stream.cuda_stream, word.data_ptr(), value & 0xFFFFFFFF, flag)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise OperatorError(f"cuStreamWaitValue32 failed: {status}")
 
 
 def _buffers(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -247,7 +247,7 @@ class TunedBackend:
                 break
             way()  # compiles
             ways[f"fused {plan.label()}"] = (plan, way)
-        ms = {name: statistics.median(t) for name, t in _time(ways, group, device).items()}
+        ms = {name: statistics.median(t) for name, t in _time(ways, group).items()}
         best = min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
         chosen = ways[best][0]
         return {
@@ -257,30 +257,35 @@ class TunedBackend:
         }
 
 
-def _time(
-    ways: dict[str, tuple[Plan | None, Callable[[], Any]]], group: dist.ProcessGroup, device: torch.device
-) -> dict[str, list[float]]:
+def _time(ways: dict[str, tuple[Plan | None, Callable[[], Any]]], group: dist.ProcessGroup) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank per round, interleaved."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     names = list(ways)
-    times = torch.zeros(len(names), ROUNDS, device=device)
+    times = torch.zeros(len(names), ROUNDS)
+    # Short calls are bound by host time, which a burst must be long enough to show.
+    burst = max(BURST, min(50, int(4.0 / max(_burst(ways["reference"][1], BURST, group), 0.01))))
     for turn in range(ROUNDS):
         order = list(enumerate(names))
         # Another order every round, the same on all ranks: clocks fall while a round lasts.
         random.Random(turn).shuffle(order)  # noqa: S311
         for i, name in order:
-            call = ways[name][1]
-            torch.cuda.synchronize()
-            dist.barrier(group=group)
-            _finish(call())
-            start.record()
-            for _ in range(BURST):
-                _finish(call())
-            end.record()
-            end.synchronize()
-            times[i, turn] = start.elapsed_time(end) / BURST
-    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+            times[i, turn] = _burst(ways[name][1], burst, group)
     return dict(zip(names, times.tolist(), strict=True))
+
+
+def _burst(call: Callable[[], Any], count: int, group: dist.ProcessGroup) -> float:
+    """Milliseconds of one of ``count`` back-to-back calls, on the slowest rank."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    _finish(call())
+    start.record()
+    for _ in range(count):
+        _finish(call())
+    end.record()
+    end.synchronize()
+    slowest = torch.tensor(start.elapsed_time(end) / count, device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return slowest.item()
 
 
 def _finish(result: Any) -> None:

@@ -158,12 +158,17 @@ def random_shapes(group, rounds=200):
     dist.broadcast(seed, group=group, group_src=0)
     r = random.Random(seed.item())
     for i in range(rounds):
-        mp = r.choice([r.randint(1, 300), 64 * r.randint(1, 6), 128 * r.randint(1, 3)])
-        n, k = (r.choice([8 * r.randint(1, 200), r.randint(1, 700)]) for _ in range(2))
+        # Multiples of 16, or odd: Triton compiles another kernel for every mix of what 16 divides.
+        mp = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
+        n, k = (
+            (16 * r.randint(1, 100) for _ in range(2))
+            if r.random() < 0.7
+            else (2 * r.randint(0, 350) + 1 for _ in range(2))
+        )
         transposed, late, delay = r.random() < 0.5, r.randrange(group.size()), r.random()
         if i % 20 == 7 and group.rank() == late:
             torch.cuda._sleep(int(delay * 1.5e9))  # up to about a second
-        compare(group, mp, n, k, r.choice([torch.bfloat16, torch.float16]), transposed)
+        compare(group, mp, n, k, torch.float16 if r.random() < 0.1 and n % 2 == 0 else torch.bfloat16, transposed)
     return f"{rounds} rounds"
 
 

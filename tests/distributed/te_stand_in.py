@@ -1,8 +1,8 @@
 """TransformerEngine's own Python on CPUs, its compiled part replaced by torch.
 
-TransformerEngine is Python over one compiled module, ``transformer_engine_torch``. Tests of patched against stock layers
-need all of the former (parameters, autograd functions, main_grad, checkpoints) and of the latter four norm kernels and
-one GEMM. So its Python is read as it was released, and those five are written in torch here.
+TransformerEngine is Python over one compiled module, ``transformer_engine_torch``. Tests of patched against stock
+layers need all of the former (parameters, autograd functions, main_grad, checkpoints) and of the latter four norm
+kernels and one GEMM. So its Python is read as it was released, and those five are written in torch here.
 
 Its assertions are left out when it is compiled to bytecode: they ask for a GPU. An environment cannot have it without
 its compiled part, which is why it is kept in a folder of its own::
@@ -128,14 +128,16 @@ def generic_gemm(
     **communication: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Column-major as cuBLAS: in torch's order ``op(b) @ op(a)``. With ``grad``, ``bias`` asks for its gradient."""
-    d = (b.float().t() if transb else b.float()) @ (a.float().t() if transa else a.float())
+    lead = b.shape[:-1]
+    rows_a, rows_b = (t.float().reshape(-1, t.shape[-1]) for t in (a, b))
+    d = (rows_b.t() if transb else rows_b) @ (rows_a.t() if transa else rows_a)
     bias_gradient = None
     if bias is not None and grad:
-        bias_gradient = b.float().sum(0).to(b.dtype)
+        bias_gradient = rows_b.sum(0).to(b.dtype)
     elif bias is not None:
         d = d + bias.float()
     if out is None:
-        return d.to(a.dtype), bias_gradient, None, None
+        return d.to(a.dtype).view(d.shape if transb else (*lead, d.shape[-1])), bias_gradient, None, None
     return (out.add_(d) if accumulate else out.copy_(d)), bias_gradient, None, None
 
 

@@ -46,8 +46,8 @@ def _lay_out(layout: dict[str, int]) -> None:
     global _layout
     if layout == _layout:
         return
-    if _layout is not None:
-        _layout = None
+    _layout = None
+    if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**layout)
     _layout = layout

@@ -68,6 +68,11 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-3 if on_gpu() else 1e-5
 
 
+def model_tolerance() -> float:
+    """For gradients of whole models in fp32, through several layers."""
+    return 1e-2 if on_gpu() else 1e-5
+
+
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return normals(*shape, seed=seed, dtype=dtype).to("cuda" if on_gpu() else "cpu")
 

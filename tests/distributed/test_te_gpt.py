@@ -1,7 +1,8 @@
 """Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python.
 
 Covered: both families' loss and every gradient, full recompute, megatron-core's DistributedDataParallel with wgrad
-fused into main_grad over three micro-batches, checkpoint contents against stock and against the local spec.
+fused into main_grad over three micro-batches, checkpoint contents against stock and against the local spec, the layers
+that ``--transformer-impl transformer_engine`` builds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.distributed import te_stand_in
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, batch, flux, gpt_model, loss_and_gradients, on_gpu
 from tests.distributed.pool import WorkerPool
-from tests.distributed.te_cases import STRICT, te_megatron, tolerance
+from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
 
 pytestmark = [
@@ -32,9 +33,9 @@ def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
         with flux(STRICT) as seen:
             ours = loss_and_gradients(model)
         parameters = {name for name, _ in model.named_parameters()}
-        require_same(stock, ours, parameters, tolerance(torch.float32))
+        require_same(stock, ours, parameters, model_tolerance())
         unpatched = loss_and_gradients(model)
-        require_same(stock, unpatched, parameters, tolerance(torch.float32) if on_gpu() else 1e-7)
+        require_same(stock, unpatched, parameters, model_tolerance() if on_gpu() else 1e-7)
         return seen.as_dict()
 
 
@@ -86,11 +87,41 @@ def rank_data_parallel() -> None:
             ours = train()
         for name, gradient in stock.items():
             assert gradient.any(), name
-            require_close(name, ours[name], gradient, tolerance(torch.float32))
+            require_close(name, ours[name], gradient, model_tolerance())
 
 
 def test_data_parallel_with_main_grad(te_world2: WorkerPool) -> None:
     te_world2.run(rank_data_parallel)
+
+
+def rank_spec_of_train(layers: dict[str, str]) -> None:
+    """``--transformer-impl transformer_engine`` builds layers of these classes, with TransformerEngine's final norm."""
+    from types import SimpleNamespace
+
+    with te_megatron(dist.get_world_size()):
+        from megatron.core.extensions import transformer_engine as extension
+
+        from megatron_flux.train.model import layer_spec
+
+        config: Any = SimpleNamespace(transformer_impl="transformer_engine")
+        layer, norm = layer_spec(config)
+        assert norm is extension.TENorm
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        found = {name: getattr(attention, name, None) or getattr(mlp, name) for name in layers}
+        assert found == {name: getattr(extension, cls) for name, cls in layers.items()}
+
+
+def test_spec_of_train(te_world2: WorkerPool) -> None:
+    te_world2.run(
+        rank_spec_of_train,
+        {
+            "linear_qkv": "TELayerNormColumnParallelLinear",
+            "linear_proj": "TERowParallelLinear",
+            "core_attention": "TEDotProductAttention",
+            "linear_fc1": "TELayerNormColumnParallelLinear",
+            "linear_fc2": "TERowParallelLinear",
+        },
+    )
 
 
 def rank_checkpoint_contents() -> int:

@@ -1,9 +1,9 @@
 """megatron-core's layers over TransformerEngine, patched against stock: TransformerEngine's own Python, real ranks.
 
-Covered, for tp 2 and 4: forward, dx, the gradients of weight, bias and norm, LayerNorm and RMSNorm, zero-centred gamma;
-bias added or returned; wgrad into main_grad over two micro-batches, the first of which replaces what is there; frozen
-parameters; bf16; recompute; a layer built before patch(); what is saved for backward; state dicts; every reason that a
-built layer or the process can give to run stock; unpatch(). Whole models: test_te_gpt.py. On GPUs: tests/gpu.
+Covered, for tp 2 and 4: forward, dx, the gradients of weight, bias and norm; LayerNorm and RMSNorm to the bit, with
+zero-centred gamma; bias added or returned; wgrad into main_grad over two micro-batches, the first of which replaces
+what is there; frozen parameters; bf16; recompute; a layer built before patch(); what is saved for backward; state
+dicts; reasons to run stock; unpatch(). Whole models: test_te_gpt.py. On GPUs: tests/gpu.
 """
 
 from __future__ import annotations
@@ -63,6 +63,31 @@ def test_patched_equals_stock(te_world: WorkerPool, kind: str, bias: bool, skip:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
     te_world2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
+
+
+def rank_norm_exact(norm: str, dtype: torch.dtype) -> None:
+    """With a weight that only selects, no GEMM rounds: what is left is the norm, and it must be stock's to the bit."""
+    case = Case("norm column", bias=False, dtype=dtype, options=NORMS[norm])
+
+    def selected() -> dict[str, torch.Tensor]:
+        layer = build(case)
+        with torch.no_grad():
+            layer.weight.copy_(torch.eye(*layer.weight.shape))
+        return run(case, layer)
+
+    with te_megatron(dist.get_world_size()):
+        stock = selected()
+        with flux(STRICT):
+            ours = selected()
+        for name in stock.keys() - {"weight"}:
+            assert stock[name].any(), name
+            assert torch.equal(ours[name], stock[name]), name
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_stocks_to_the_bit(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
+    te_world2.run(rank_norm_exact, norm, dtype)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from megatron_flux import environment, ops
 from megatron_flux.errors import FluxError
-from megatron_flux.patch.line import LAYERS
-from megatron_flux.patch.patcher import REPLACED
+from megatron_flux.patch import te_seam
+from megatron_flux.patch.line import LAYERS, TE_LAYERS
+from megatron_flux.patch.patcher import REPLACED, TE_REPLACED
 from megatron_flux.patch.registry import SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, checked_line, shown
 
 
@@ -33,6 +34,13 @@ def examine() -> dict[str, Any]:
     except FluxError as error:
         problems.append(str(error))
         lines = None
+    would_patch = [] if problems else [f"{LAYERS}.{cls}.{method}" for cls, method in REPLACED]
+    if not problems and te_seam.in_use() is not None:
+        would_patch += [f"{TE_LAYERS}.{cls}.{method}" for cls, method in TE_REPLACED]
+        try:
+            te_seam.load()
+        except FluxError as error:
+            notes.append(f"TransformerEngine's layers would run stock: {error}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     link = environment.link()
     if count == 0:
@@ -50,7 +58,7 @@ def examine() -> dict[str, Any]:
         "link": link,
         "backends": ops.backend_names(),
         "megatron_core_line": lines,
-        "would_patch": [] if problems else [f"{LAYERS}.{cls}.{method}" for cls, method in REPLACED],
+        "would_patch": would_patch,
         "problems": problems,
         "notes": notes,
         "ok": not problems,

@@ -27,6 +27,24 @@ def world4() -> Iterator[WorkerPool]:
     yield from _pool(4)
 
 
+@pytest.fixture(scope="session")
+def te_world2() -> Iterator[WorkerPool]:
+    """Two ranks of their own for TransformerEngine, which must be there before megatron-core is imported."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def te_world4() -> Iterator[WorkerPool]:
+    """Four of them."""
+    yield from _pool(4)
+
+
+@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="session")
+def te_world(request: pytest.FixtureRequest) -> WorkerPool:
+    """Two ranks for TransformerEngine, then four."""
+    return request.getfixturevalue(f"te_world{request.param}")
+
+
 @pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="session")
 def world(request: pytest.FixtureRequest) -> WorkerPool:
     """Two ranks, then four."""

@@ -13,12 +13,15 @@ row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)
          ``[s/tp, b, n]``           wgrad    ``dw = all_gather(dy).T @ x``                    reuses dgrad's gather
 =======  =========================  ==========================================================================
 
+``norm_column_parallel_linear`` puts a norm before the column layer's gather; the rest is the same.
+
 The column layer saves its shard of ``x`` and gathers it again in backward: saving the gathered ``x`` would cost ``tp``
 times the activation memory. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (arXiv 2205.05198), section 4.2.2.
 """
 
 from megatron_flux.layers.column import column_parallel_linear
+from megatron_flux.layers.norm_column import Norm, norm_column_parallel_linear
 from megatron_flux.layers.row import row_parallel_linear
 
-__all__ = ["column_parallel_linear", "row_parallel_linear"]
+__all__ = ["Norm", "column_parallel_linear", "norm_column_parallel_linear", "row_parallel_linear"]

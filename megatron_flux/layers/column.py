@@ -5,10 +5,14 @@ backward (pipeline warm-up, activation recompute): nothing but the saved tensors
 
 Backward enqueues three things in this order, so that each transfer has a GEMM to hide behind:
 gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
+
+Hazard: under saved-tensor hooks (activation offloading) a saved weight comes back without the attributes that Megatron
+set on the parameter, so the parameter itself is kept beside it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +20,17 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.layers.wgrad import main_grad_of, rows, weight_gradient
+
+
+@dataclass(slots=True)
+class ColumnWeight:
+    """What backward needs of the weight, besides its values."""
+
+    parameter: torch.Tensor
+    main_grad: torch.Tensor | None
+    overwrite_main_grad: bool
+    group: dist.ProcessGroup
+    backend: str
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -29,32 +44,57 @@ class _ColumnParallelLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         group: dist.ProcessGroup,
         gradient_accumulation_fusion: bool,
+        overwrite_main_grad: bool,
         backend: str,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.group, ctx.backend = group, backend
+        main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backend)
         return ops.all_gather_gemm(x, weight, group, bias=bias, backend=backend)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        dx = dw = db = gathered = pending = None
-        if need_dw:
-            gathered = ops.all_gather(x, ctx.group, backend=ctx.backend)
-        if need_dx:
-            pending = ops.gemm_reduce_scatter(
-                dy, weight, ctx.group, transposed=True, async_op=True, backend=ctx.backend
-            )
-        if need_dw:
-            dw = weight_gradient(weight, ctx.main_grad, dy, gathered.wait())
-        if need_db:
-            db = rows(dy).sum(dim=0)
-        if need_dx:
-            dx = pending.wait()
-        return dx, dw, db, None, None, None
+        dx, dw, db = column_backward(dy, x, weight, ctx.weight, need_dx=need_dx, need_dw=need_dw, need_db=need_db)
+        return dx, dw, db, None, None, None, None
+
+
+def column_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    about: ColumnWeight,
+    *,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """``dx``, ``dw`` (as from :func:`weight_gradient`) and ``db`` of a column-parallel linear; None where not needed.
+
+    Args:
+        dy: ``[s, b, n]``.
+        x: ``[s/tp, b, k]``; may be None where ``dw`` is not needed.
+        weight: ``[n, k]``.
+        about: the weight's parameter, ``main_grad``, group and backend.
+        need_dx: compute ``dx``.
+        need_dw: compute ``dw``.
+        need_db: compute ``db``.
+    """
+    group, backend = about.group, about.backend
+    dx = dw = db = gathered = pending = None
+    if need_dw:
+        gathered = ops.all_gather(x, group, backend=backend)
+    if need_dx:
+        pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backend)
+    if gathered is not None:
+        dw = weight_gradient(about.parameter, about.main_grad, dy, gathered.wait(), overwrite=about.overwrite_main_grad)
+    if need_db:
+        db = rows(dy).sum(dim=0)
+    if pending is not None:
+        dx = pending.wait()
+    return dx, dw, db
 
 
 def column_parallel_linear(
@@ -64,6 +104,7 @@ def column_parallel_linear(
     group: dist.ProcessGroup,
     *,
     gradient_accumulation_fusion: bool = False,
+    overwrite_main_grad: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T + bias``, differentiable.
@@ -74,9 +115,12 @@ def column_parallel_linear(
         bias: ``[n]`` or None.
         group: the tensor-parallel group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
+        overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend, see :func:`megatron_flux.ops.all_gather_gemm`.
 
     Returns:
         ``[s, b, n]``.
     """
-    return _ColumnParallelLinear.apply(x, weight, bias, group, gradient_accumulation_fusion, backend)
+    return _ColumnParallelLinear.apply(
+        x, weight, bias, group, gradient_accumulation_fusion, overwrite_main_grad, backend
+    )

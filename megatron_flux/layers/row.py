@@ -25,11 +25,14 @@ class _RowParallelLinear(torch.autograd.Function):
         weight: torch.Tensor,
         group: dist.ProcessGroup,
         gradient_accumulation_fusion: bool,
+        overwrite_main_grad: bool,
         backend: str,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.parameter = weight
         ctx.main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+        ctx.overwrite_main_grad = overwrite_main_grad
         ctx.group, ctx.backend = group, backend
         return ops.gemm_reduce_scatter(x, weight, group, backend=backend)
 
@@ -45,8 +48,8 @@ class _RowParallelLinear(torch.autograd.Function):
         elif need_dw:
             dy = ops.all_gather(dy, ctx.group, backend=ctx.backend).wait()
         if need_dw:
-            dw = weight_gradient(weight, ctx.main_grad, dy, x)
-        return dx, dw, None, None, None
+            dw = weight_gradient(ctx.parameter, ctx.main_grad, dy, x, overwrite=ctx.overwrite_main_grad)
+        return dx, dw, None, None, None, None
 
 
 def row_parallel_linear(
@@ -55,6 +58,7 @@ def row_parallel_linear(
     group: dist.ProcessGroup,
     *,
     gradient_accumulation_fusion: bool = False,
+    overwrite_main_grad: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``reduce_scatter(x @ weight.T)``, differentiable. The bias is the caller's: it is added once, after the sum.
@@ -64,9 +68,10 @@ def row_parallel_linear(
         weight: ``[n, k]``, the rank's columns of the weight (Megatron's ``[out, in]``). May be frozen.
         group: the tensor-parallel group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
+        overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend, see :func:`megatron_flux.ops.gemm_reduce_scatter`.
 
     Returns:
         ``[s/tp, b, n]``: the rank's rows of the sum.
     """
-    return _RowParallelLinear.apply(x, weight, group, gradient_accumulation_fusion, backend)
+    return _RowParallelLinear.apply(x, weight, group, gradient_accumulation_fusion, overwrite_main_grad, backend)

@@ -6,7 +6,11 @@ Megatron's contract for a weight that its DistributedDataParallel manages (``gra
 * after adding to it, ``weight.grad_added_to_main_grad`` is set to True, and backward returns a gradient nobody reads
   (DDP's hook must still run on the autograd thread): zeros where ``weight.zero_out_wgrad`` is set, since then somebody
   adds it to another one, and uninitialised memory elsewhere;
-* a weight without the attribute ``grad_added_to_main_grad`` gets no gradient returned.
+* a weight without the attribute ``grad_added_to_main_grad`` gets no gradient returned;
+* TransformerEngine's layers may be asked to replace what is in ``main_grad`` instead of adding to it.
+
+All unread gradients of a dtype and device share the memory of the largest: a loop without DDP's hook, which drops
+them, would otherwise keep one as large as the weight for every layer.
 
 The accumulating GEMM is Apex's ``fused_weight_gradient_mlp_cuda`` when it can be imported, else torch's
 ``addmm(..., out_dtype=torch.float32)``: one cuBLAS GEMM with beta = 1 either way. On the CPU, torch has no mixed
@@ -52,17 +56,46 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
 
 
 def weight_gradient(
-    weight: torch.Tensor, main_grad: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor
+    weight: torch.Tensor,
+    main_grad: torch.Tensor | None,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    overwrite: bool = False,
 ) -> torch.Tensor | None:
-    """What backward returns for ``weight``; with ``main_grad`` the gradient itself is added there."""
+    """What backward returns for ``weight``; with ``main_grad`` the gradient itself is added there.
+
+    Args:
+        weight: the parameter ``[n, k]`` itself, with the attributes that Megatron set on it.
+        main_grad: as from :func:`main_grad_of`.
+        dy: ``[..., n]``.
+        x: ``[..., k]``.
+        overwrite: replace what is in ``main_grad``.
+    """
     if main_grad is None:
         return wgrad(dy, x)
+    if overwrite:
+        # Rare (the first micro-batch of a layer's life), so it need not be a GEMM of its own.
+        main_grad.zero_()
     accumulate(main_grad, dy, x)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    unread = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return unread(weight.shape, dtype=x.dtype, device=x.device)
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros(weight.shape, dtype=x.dtype, device=x.device)
+    return _unread(weight.shape, x.dtype, x.device)
+
+
+_unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that nobody reads, over memory shared with all others of its dtype and device."""
+    size = shape.numel()
+    memory = _unread_memory.get((dtype, device))
+    if memory is None or memory.numel() < size:
+        memory = _unread_memory[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+    return memory[:size].view(shape)
 
 
 def rows(t: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,17 @@ class MegatronCoreLine:
     with another value, or with a keyword that is not listed, runs stock."""
 
     neutral_attributes: MappingProxyType[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Attributes of a layer with the value that means "off"; another value runs stock."""
+    """Attributes of a layer, or of a TransformerEngine layer's weight, with the value that means "off"; another value
+    runs stock."""
+
+    te_symbols: tuple[Symbol, ...] = ()
+    """As ``symbols``, for the layers over TransformerEngine; checked where megatron-core has imported it."""
 
 
 LAYERS = "megatron.core.tensor_parallel.layers"
+
+TE_LAYERS = "megatron.core.extensions.transformer_engine"
+"""megatron-core's layers over TransformerEngine; it imports this with its tensor-parallel layers."""
 
 LINEAR_PARAMETERS = (
     "input",
@@ -62,5 +69,10 @@ def linear_symbols(*extra_parameters: str) -> tuple[Symbol, ...]:
         ),
     )
 
+
+TE_SYMBOLS = tuple(
+    Symbol(path=f"{TE_LAYERS}:{name}.forward", parameters=("self", "x"))
+    for name in ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
+)
 
 DEFERRED_WGRAD_OFF = MappingProxyType({"grad_output_buffer": None, "wgrad_deferral_limit": None})

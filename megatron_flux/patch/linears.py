@@ -1,4 +1,4 @@
-"""The two replaced methods, ``ColumnParallelLinear._forward_impl`` and ``RowParallelLinear.forward``.
+"""The two replaced methods of the local linears: ``ColumnParallelLinear._forward_impl``, ``RowParallelLinear.forward``.
 
 Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
@@ -53,7 +53,7 @@ class LinearPatch:
             if reason is not None:
                 self.fallbacks.take("column", reason, layer, strict=self.config.strict)
                 return stock(layer, input, weight, *args, **kwargs)
-            self._active.add(layer)
+            self.activate(layer)
             return column_parallel_linear(
                 input,
                 weight,
@@ -75,7 +75,7 @@ class LinearPatch:
             if reason is not None:
                 self.fallbacks.take("row", reason, layer, strict=self.config.strict)
                 return stock(layer, input_, *args, **kwargs)
-            self._active.add(layer)
+            self.activate(layer)
             output = row_parallel_linear(
                 input_,
                 layer.weight,
@@ -115,7 +115,7 @@ class LinearPatch:
         bias = kwargs["bias"]
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
-        return self._why_stock_common(layer, x, weight)
+        return self.why_stock_common(layer, x, weight)
 
     def _is_neutral(self, keyword: str, value: object) -> bool:
         if keyword not in self.line.neutral_keywords:
@@ -137,14 +137,19 @@ class LinearPatch:
             return "input_is_parallel=False"
         if getattr(type(layer), "_forward_impl", None) is not self._row_forward_impl:
             return f"{type(layer).__name__} overrides _forward_impl"
-        return self._why_stock_common(layer, x, layer.weight)
+        return self.why_stock_common(layer, x, layer.weight)
 
     @staticmethod
     def _no_sequence_parallel(layer: Any) -> str:
         group = layer.tp_group
         return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
 
-    def _why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    def activate(self, layer: torch.nn.Module) -> None:
+        """Count ``layer`` as one that runs flux."""
+        self._active.add(layer)
+
+    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
         for name, neutral in self.line.neutral_attributes.items():
             if getattr(layer, name, neutral) != neutral:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
@@ -158,6 +163,8 @@ class LinearPatch:
         offloading = getattr(config, "_cpu_offloading_context", None)
         if offloading is not None and offloading.inside_context:
             return "activation offloading to the CPU"
+        if getattr(config, "fine_grained_activation_offloading", False):
+            return "activation offloading to the CPU (fine_grained_activation_offloading)"
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:

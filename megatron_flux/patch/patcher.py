@@ -4,7 +4,8 @@ Contract
     * idempotent: a second ``patch()`` replaces nothing; with another config it exchanges the config;
     * reversible: ``unpatch()`` restores the identical stock objects and verifies it;
     * all or nothing: every symbol is checked before the first one is replaced;
-    * if somebody replaced a method after us, ``unpatch()`` refuses rather than throw their replacement away.
+    * if somebody replaced a method after us, ``unpatch()`` refuses rather than throw their replacement away;
+    * TransformerEngine's layers are replaced where megatron-core could import it, and it is never imported for that.
 
 Hazard: the process has one megatron-core, so there is one patch; ``patched()`` nests and restores what was there.
 """
@@ -19,16 +20,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_flux.config import FluxConfig
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.ops import backend_names, stats
+from megatron_flux.patch import te_seam
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.registry import checked_line, installed_megatron_core
+from megatron_flux.patch.registry import checked_line, installed_megatron_core, resolve
+from megatron_flux.patch.te_linears import TELinearPatch
 
 logger = logging.getLogger("megatron_flux")
 
 
 REPLACED = (("ColumnParallelLinear", "_forward_impl"), ("RowParallelLinear", "forward"))
 """Classes of ``megatron.core.tensor_parallel.layers`` and the method of each that flux replaces."""
+
+TE_REPLACED = (
+    ("TELayerNormColumnParallelLinear", "forward"),
+    ("TEColumnParallelLinear", "forward"),
+    ("TERowParallelLinear", "forward"),
+)
+"""As ``REPLACED``, of ``megatron.core.extensions.transformer_engine``; the last two inherit the method."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,19 @@ class Replacement:
     name: str
     stock: Callable[..., Any]
     flux: Callable[..., Any]
+    inherited: bool
+    """The class had no such attribute of its own: undoing removes it."""
+
+    def install(self) -> None:
+        """Put flux in the place of stock."""
+        setattr(self.owner, self.name, self.flux)
+
+    def undo(self) -> None:
+        """Put back what was there."""
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.stock)
 
     @property
     def path(self) -> str:
@@ -61,7 +84,7 @@ def is_patched() -> bool:
 
 
 def patch(config: FluxConfig | None = None) -> None:
-    """Make megatron-core's tensor-parallel linears run the fused operators.
+    """Make megatron-core's tensor-parallel linears, those over TransformerEngine too, run the fused operators.
 
     Reaches classes imported and layers built before the call. Logs one line per replacement and a total (logger
     ``megatron_flux``, rank 0).
@@ -89,8 +112,18 @@ def patch(config: FluxConfig | None = None) -> None:
     replacements = tuple(
         _replacement(getattr(layers, owner), name, make) for (owner, name), make in zip(REPLACED, makers, strict=True)
     )
+    te_layers = te_seam.in_use()
+    if te_layers is not None:
+        for symbol in line.te_symbols:
+            resolve(symbol)
+        te_linears = TELinearPatch(linears, _transformer_engine())
+        te_makers = (te_linears.norm_column_forward, te_linears.column_forward, te_linears.row_forward)
+        replacements += tuple(
+            _replacement(getattr(te_layers, owner), name, make)
+            for (owner, name), make in zip(TE_REPLACED, te_makers, strict=True)
+        )
     for r in replacements:
-        setattr(r.owner, r.name, r.flux)
+        r.install()
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
     _installed = _Installed(replacements, linears)
     _log(
@@ -118,7 +151,7 @@ def unpatch() -> None:
                 "undo that replacement first"
             )
     for r in reversed(_installed.replacements):
-        setattr(r.owner, r.name, r.stock)
+        r.undo()
     _log("megatron_flux: %d replacements undone", len(_installed.replacements))
     _installed = None
 
@@ -147,12 +180,14 @@ def report() -> dict[str, Any]:
     """What the patch has done so far in this process, ready for JSON.
 
     Returns:
-        ``patched``; ``active_layers``: layers that ran flux; ``fallbacks``: stock calls by ``"kind: reason"``;
+        ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
+        ``fallbacks``: stock calls by ``"kind: reason"``;
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators.
     """
     linears = _installed.linears if _installed is not None else None
     return {
         "patched": linears is not None,
+        "replaced": [r.path for r in _installed.replacements] if _installed is not None else [],
         "active_layers": linears.active_layers if linears is not None else 0,
         "fallbacks": {f"{kind}: {why}": n for (kind, why), n in linears.fallbacks.counts.items()} if linears else {},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
@@ -161,12 +196,21 @@ def report() -> dict[str, Any]:
 
 
 def _replacement(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Replacement:
-    stock = owner.__dict__[name]
+    inherited = name not in owner.__dict__
+    stock = getattr(owner, name) if inherited else owner.__dict__[name]
     flux = make(stock)
     flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
     flux.__doc__ = stock.__doc__
     flux.__qualname__ = f"megatron_flux.{owner.__name__}.{name}"
-    return Replacement(owner, name, stock, flux)
+    return Replacement(owner, name, stock, flux, inherited)
+
+
+def _transformer_engine() -> te_seam.TransformerEngine | str:
+    """The checked TransformerEngine, or why its layers must run stock."""
+    try:
+        return te_seam.load()
+    except UnsupportedVersionError as error:
+        return str(error)
 
 
 def _log(message: str, *args: object) -> None:

@@ -51,7 +51,7 @@ def find_line(megatron_core: str) -> MegatronCoreLine:
     Raises:
         UnsupportedVersionError: outside the supported range, which the message states.
     """
-    release = _release(megatron_core)
+    release = release_of(megatron_core)
     for line in LINES:
         if release is not None and release in line.versions:
             return line
@@ -67,7 +67,7 @@ def check_torch(torch_version: str) -> None:
     Raises:
         UnsupportedVersionError: with the range.
     """
-    release = _release(torch_version)
+    release = release_of(torch_version)
     if release is None or release not in SUPPORTED_TORCH:
         raise UnsupportedVersionError(
             f"torch {torch_version} is not supported; supported is {shown(SUPPORTED_TORCH)}: "
@@ -75,7 +75,7 @@ def check_torch(torch_version: str) -> None:
         )
 
 
-def _release(version_text: str) -> Version | None:
+def release_of(version_text: str) -> Version | None:
     """The release that a version belongs to; None if it is not a version.
 
     Pre-releases and vendor builds (``2.11.0a0+...nv26.01``) have the interface of the release they lead to, but sort

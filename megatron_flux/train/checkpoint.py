@@ -32,7 +32,9 @@ logger = logging.getLogger("megatron_flux")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "megatron_flux.json"
-_MUST_MATCH = ("precision", "distributed_optimizer")
+_MUST_MATCH = ("precision", "distributed_optimizer", "transformer_impl")
+_UNSAID = {"transformer_impl": "local"}
+"""What a checkpoint was saved with that does not say."""
 _LAYOUT = ("tp", "pp")
 
 
@@ -68,6 +70,7 @@ def check_fits(folder: Path, config: RunConfig) -> int:
         raise UserError(f"{checkpoint / DESCRIPTION} cannot be read ({error}); choose another checkpoint") from None
     ours = config.shape.model_dump(mode="json")
     different = {f"{n} {shape.get(n)}": f"{n} {v}" for n, v in ours.items() if shape.get(n) != v and n != "seq_length"}
+    saved = {**_UNSAID, **saved}
     different |= {
         f"{n} {saved.get(n)}": f"{n} {getattr(config, n)}" for n in _MUST_MATCH if saved.get(n) != getattr(config, n)
     }

@@ -4,6 +4,7 @@ process group starts, with what was given, what is allowed and what to do.
 
 from __future__ import annotations
 
+import importlib.util
 from math import gcd
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.ops.registry import get_backend
+from megatron_flux.patch.registry import shown
+from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
 
@@ -30,6 +33,7 @@ class RunConfig(BaseModel):
     preset: str
     shape: ModelShape
     padded_vocab_size: int
+    transformer_impl: Literal["local", "transformer_engine"]
 
     device: Literal["cuda", "cpu"]
     world_size: int
@@ -115,6 +119,8 @@ def resolve(
         raise UserError(
             f"backend {options.backend!r} needs GPUs and bf16, this run is {precision} on {device}; use --backend auto"
         )
+    if options.transformer_impl == "transformer_engine":
+        _check_transformer_engine(device)
     preset = PRESETS[options.preset]
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     if options.num_attention_heads and not options.num_query_groups:
@@ -165,6 +171,17 @@ def resolve(
             raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
         values |= {"block_steps": min(block, steps), "warmup_steps": warmup}
     return RunConfig(**values)
+
+
+def _check_transformer_engine(device: str) -> None:
+    given, instead = "--transformer-impl transformer_engine", "use --transformer-impl local"
+    if device != "cuda":
+        raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"{given} needs TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own "
+            f"guide, or {instead}"
+        )
 
 
 def _kept_grouping(shape: ModelShape, heads: int) -> int:

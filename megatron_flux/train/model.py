@@ -1,7 +1,10 @@
-"""A GPT of megatron-core's local layer spec, the same for stock and flux.
+"""A GPT of one of megatron-core's layer specs, the same for stock and flux, so that the arms differ in linears alone.
 
-Both arms use ColumnParallelLinear and RowParallelLinear; norm and attention are TransformerEngine's where it is
-installed, else torch's norm and megatron-core's own attention. So the arms differ in their linears alone.
+======================  =============================================================================================
+``local``               ColumnParallelLinear and RowParallelLinear; norm and attention are TransformerEngine's where it
+                        is installed, else torch's norm and megatron-core's own attention
+``transformer_engine``  megatron-core's TransformerEngine spec as it is: norm and QKV or FC1 in one layer
+======================  =============================================================================================
 """
 
 from __future__ import annotations
@@ -64,9 +67,13 @@ def transformer_config(config: RunConfig) -> Any:
 
 def layer_spec(config: RunConfig) -> tuple[Any, type]:
     """The transformer layer's spec and the class of the final norm."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
 
-    layer = get_gpt_layer_local_spec(normalization=config.shape.normalization)
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(), TENorm
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.shape.normalization)
     norm: type = SequenceParallelNorm
     if have_transformer_engine(config):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm

@@ -24,6 +24,10 @@ class TrainOptions(BaseModel):
     activation: Literal["gelu", "swiglu"] | None = Field(None, description="MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="Norm, instead of the preset's.")
 
+    transformer_impl: Literal["local", "transformer_engine"] = Field(
+        "local", description="Linears of the layers: megatron-core's own, or TransformerEngine's (GPUs only)."
+    )
+
     nproc: int | None = Field(
         None, ge=1, description="Processes to start on this machine. Default: one per GPU, or 2 on a CPU."
     )

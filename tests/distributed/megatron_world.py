@@ -35,14 +35,19 @@ def megatron(tp: int, pp: int = 1, **more: int) -> Iterator[None]:
             unpatch()
 
 
+def on_gpu() -> bool:
+    """Whether this worker has a GPU of its own."""
+    return torch.distributed.get_backend() == "nccl"
+
+
 def _lay_out(layout: dict[str, int]) -> None:
     from megatron.core import parallel_state
 
     global _layout
     if layout == _layout:
         return
-    if _layout is not None:
-        _layout = None
+    _layout = None
+    if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**layout)
     _layout = layout
@@ -62,7 +67,7 @@ def model_config(**options: Any) -> Any:
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "sequence_parallel": tp > 1,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not on_gpu(),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": False,
@@ -113,20 +118,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def gpt_model(family: str, *, tied: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A GPTModel of the local layer spec, every parameter random, biases and norms included."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def gpt_model(
+    family: str, *, tied: bool = False, spec: dict[str, Any] | None = None, te: bool = False, **options: Any
+) -> Any:
+    """A GPTModel of the local layer spec, or of TransformerEngine's, every parameter random, biases and norms too."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     config = model_config(**{**FAMILIES[family], **options})
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, **(spec or {}))
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    layer, norm = (_te_layer if te else _local_layer)(config, spec or {})
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * config.num_layers, layer_norm=SequenceParallelNorm
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope" if family == "llama" else "learned_absolute",
@@ -138,20 +141,40 @@ def gpt_model(family: str, *, tied: bool = False, spec: dict[str, Any] | None = 
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
                 # Not sharded, or sharded without need to agree: the same numbers on every rank will do.
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
     return model
+
+
+def _local_layer(config: Any, spec: dict[str, Any]) -> tuple[Any, type]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, **spec)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    return layer, SequenceParallelNorm
+
+
+def _te_layer(config: Any, spec: dict[str, Any]) -> tuple[Any, type]:
+    """TransformerEngine's linears and norms; its attention needs a GPU."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    layer = get_gpt_layer_with_transformer_engine_spec(**spec)
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return layer, TENorm
 
 
 def batch(seed: int = 7) -> dict[str, torch.Tensor]:
     """Tokens, labels and the causal mask, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-    return {
+    made = {
         "input_ids": text[:, :-1],
         "labels": text[:, 1:],
         "position_ids": torch.arange(SEQUENCE).expand(BATCH, SEQUENCE),
         "attention_mask": torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5,
     }
+    return {name: t.to("cuda") for name, t in made.items()} if on_gpu() else made
 
 
 def loss_and_gradients(model: torch.nn.Module, seed: int = 7) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -73,6 +73,7 @@ def refused(
         (["--backend", "fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
         (["--strict", "--no-sequence-parallel"], ["--strict", "--no-sequence-parallel"]),
         (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
+        (["--transformer-impl", "transformer_engine"], ["needs GPUs", "on cpu", "--transformer-impl local"]),
     ],
     ids=lambda value: "_".join(value).replace("-", "") if isinstance(value, list) and value[0][0] == "-" else "",
 )
@@ -164,9 +165,14 @@ def _checkpoint(folder: Path, **changed: object) -> Path:
         ({}, ["--num-layers", "4"], ["num_layers 2", "num_layers 4"]),
         ({"precision": "bf16"}, [], ["precision bf16", "precision fp32"]),
         ({}, ["--no-distributed-optimizer"], ["distributed_optimizer True", "distributed_optimizer False"]),
+        (
+            {"transformer_impl": "transformer_engine"},
+            [],
+            ["transformer_impl transformer_engine", "transformer_impl local"],
+        ),
         ({}, ["--steps", "3"], ["step 3", "--steps is 3", "more"]),
     ],
-    ids=["hidden", "layers", "precision", "optimizer", "past"],
+    ids=["hidden", "layers", "precision", "optimizer", "transformer_impl", "past"],
 )
 def test_checkpoint_of_another_run(
     refused: Refused, tmp_path: Path, changed: dict[str, object], arguments: list[str], said: list[str]

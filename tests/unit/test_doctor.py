@@ -10,7 +10,8 @@ import torch
 
 from megatron_flux import cli, doctor, environment
 from megatron_flux.comm import topology
-from megatron_flux.patch import registry
+from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.patch import registry, te_seam
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -38,7 +39,7 @@ def test_json_is_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     found = json.loads(text)
     assert found["ok"]
     assert found["versions"] == environment.versions()
-    assert len(found["would_patch"]) == 2
+    assert len(found["would_patch"]) == 2 + (3 if te_seam.in_use() else 0)
 
 
 def test_an_unsupported_megatron_core_is_the_verdict(
@@ -68,6 +69,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool = True, 
 def test_links(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool, nvlink: str, kind: str) -> None:
     gpus(monkeypatch, count, peer_access, nvlink)
     assert environment.link()["kind"] == kind
+
+
+def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.19")
+
+    monkeypatch.setattr(te_seam, "in_use", lambda: object())
+    monkeypatch.setattr(te_seam, "load", lambda: None)
+    found = doctor.examine()
+    assert [path.rsplit(".", 2)[1] for path in found["would_patch"][2:]] == [
+        "TELayerNormColumnParallelLinear",
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+    ]
+    monkeypatch.setattr(te_seam, "load", refuse)
+    found = doctor.examine()
+    assert found["ok"]
+    assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.19" in note for note in found["notes"])
 
 
 def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> None:

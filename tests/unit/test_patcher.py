@@ -12,9 +12,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 import megatron_flux
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
-from megatron_flux.patch import patcher
+from megatron_flux.patch import patcher, te_seam
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
+"""Of the local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
+
+REPLACEMENTS = len(SEAM) + (len(patcher.TE_REPLACED) if te_seam.in_use() else 0)
 
 
 def methods() -> tuple[object, ...]:
@@ -31,6 +34,8 @@ def stock_before_and_after() -> Iterator[None]:
     yield
     for (owner, name), stock in zip(SEAM, STOCK, strict=True):
         setattr(owner, name, stock)
+    for replacement in patcher._installed.replacements[len(SEAM) :] if patcher._installed else ():
+        replacement.undo()
     patcher._installed = None
 
 
@@ -169,16 +174,16 @@ def test_one_line_per_replacement_and_a_total(
     caplog.set_level(logging.INFO, logger="megatron_flux")
     patch()
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3
+    assert len(lines) == REPLACEMENTS + 1
     assert "ColumnParallelLinear._forward_impl" in lines[0]
     assert "RowParallelLinear.forward" in lines[1]
-    assert "2 replacements in megatron-core 0.1" in lines[2]
+    assert f"{REPLACEMENTS} replacements in megatron-core 0.1" in lines[-1]
     patch()
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == REPLACEMENTS + 1
     patch(FluxConfig(strict=True))
-    assert "strict=True" in caplog.records[3].getMessage()
+    assert "strict=True" in caplog.records[-1].getMessage()
     unpatch()
-    assert "2 replacements undone" in caplog.records[4].getMessage()
+    assert f"{REPLACEMENTS} replacements undone" in caplog.records[-1].getMessage()
 
 
 def test_other_ranks_are_silent(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +201,10 @@ def test_report_is_for_json() -> None:
     assert before["patched"] is False
     assert before["active_layers"] == 0
     assert before["fallbacks"] == {}
+    assert before["replaced"] == []
     patch()
     assert report()["patched"] is True
+    assert len(report()["replaced"]) == REPLACEMENTS
     assert report().keys() == before.keys()
     assert json.loads(json.dumps(report())) == report()
 

@@ -12,9 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron_flux.errors import UserError
 from megatron_flux.run.launcher import failure_of
+from megatron_flux.train import config
 from megatron_flux.train.compare import schedule
 from megatron_flux.train.cpu_shims import cpu_shims
 from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
 
 def test_turns_go_a_b_b_a() -> None:
@@ -79,6 +81,33 @@ def test_shims_are_undone_to_the_identical_objects() -> None:
         fails_inside()
     assert all(now is then for now, then in zip(state(), before, strict=True))
     assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "said"),
+    [
+        ("cpu", True, "needs GPUs, this run is on cpu; use --transformer-impl local"),
+        ("cuda", False, "needs TransformerEngine (>=2.9,<2.19), which is not installed"),
+        ("cuda", True, None),
+    ],
+)
+def test_transformer_engine_must_be_there(
+    monkeypatch: pytest.MonkeyPatch, device: Any, installed: bool, said: str | None
+) -> None:
+    spec = SimpleNamespace() if installed else None
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: spec)
+    options = TrainOptions(transformer_impl="transformer_engine")
+
+    def resolve() -> config.RunConfig:
+        return config.resolve(options, CheckpointOptions(), world_size=2, device=device, out=Path("runs/x"))
+
+    if said is None:
+        assert resolve().transformer_impl == "transformer_engine"
+        return
+    with pytest.raises(UserError) as error:
+        resolve()
+    assert said in str(error.value)
+    assert "--transformer-impl local" in str(error.value)
 
 
 class Numbered:

@@ -100,12 +100,46 @@ def test_a_managed_weight_is_marked_and_gets_an_unread_gradient(zero_out: bool |
 
 
 def test_zero_out_really_zeroes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(*size, float("nan"), **options))
+    monkeypatch.setattr(module, "_unread_memory", {})
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), float("nan"), **options))
     dy, x = operands(torch.float32)
     weight = weight_of(torch.float32, grad_added_to_main_grad=False, zero_out_wgrad=True)
     assert not weight_gradient(weight, torch.zeros(N, K), dy, x).any()
     weight.zero_out_wgrad = False
     assert weight_gradient(weight, torch.zeros(N, K), dy, x).isnan().all()
+    weight.zero_out_wgrad = True
+    assert not weight_gradient(weight, torch.zeros(N, K), dy, x).any()
+
+
+def test_unread_gradients_share_the_memory_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_unread_memory", {})
+
+    def unread(n: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(n, k, dtype=dtype))
+        weight.grad_added_to_main_grad = False
+        dy, x = torch.ones(2, n, dtype=dtype), torch.ones(2, k, dtype=dtype)
+        found = weight_gradient(weight, torch.zeros(n, k), dy, x)
+        assert found.shape == weight.shape
+        assert found.is_contiguous()
+        return found
+
+    large, small = unread(6, 5), unread(3, 4)
+    assert small.data_ptr() == large.data_ptr() == unread(6, 5).data_ptr()
+    assert unread(7, 5).data_ptr() != large.data_ptr()
+    assert unread(3, 4, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("into", [torch.float32, None], ids=["fp32", "own dtype"])
+def test_overwrite_replaces_what_is_there(dtype: torch.dtype, into: torch.dtype | None) -> None:
+    dy, x = operands(dtype)
+    main_grad = torch.full((N, K), float("nan"), dtype=into or dtype)
+    storage = main_grad.data_ptr()
+    weight_gradient(weight_of(dtype), main_grad, dy, x, overwrite=True)
+    assert main_grad.data_ptr() == storage
+    assert torch.equal(main_grad.double(), exact(dy, x))
+    weight_gradient(weight_of(dtype), main_grad, dy, x)
+    assert torch.equal(main_grad.double(), 2 * exact(dy, x))
 
 
 def test_main_grad_is_used_only_with_fusion() -> None:

@@ -1,0 +1,150 @@
+"""megatron-core's linears over TransformerEngine: the replaced ``forward`` of three classes.
+
+=====================================  ====================================================================
+``TELayerNormColumnParallelLinear``    norm by TransformerEngine's kernels, then as ``TEColumnParallelLinear``
+``TEColumnParallelLinear``             all-gather and GEMM; dgrad and reduce-scatter; all-gather for wgrad
+``TERowParallelLinear``                GEMM and reduce-scatter; all-gather and dgrad; wgrad
+=====================================  ====================================================================
+
+Parameters, ``_extra_state``, checkpoints and attributes stay as the stock constructors make them. What stock's
+``forward`` does besides its work is done here too: it ends the layer's first micro-batch, whose weight gradient
+replaces what is in ``main_grad``, and returns the bias that the caller is to add.
+
+The two plain classes inherit ``forward`` from ``TELinear``, which is left alone: it also serves, replicated, as a
+linear without tensor parallelism. What flux does not take over runs stock and is counted, as in
+:mod:`megatron_flux.patch.linears`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
+from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.patch.te_seam import TransformerEngine
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+"""A layer's result, and the bias that its caller adds, if any."""
+
+NORM_COLUMN, COLUMN, ROW = "TE norm column", "TE column", "TE row"
+"""Kinds of layers, as fallbacks are counted."""
+
+
+class TELinearPatch:
+    """Makes the replacement methods; configuration and counts are those of ``linears``."""
+
+    def __init__(self, linears: LinearPatch, te: TransformerEngine | str) -> None:
+        """``te``: the checked TransformerEngine, or why the installed one cannot be used: then all calls run stock."""
+        self._linears = linears
+        self._te = te
+
+    def norm_column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``TELayerNormColumnParallelLinear.forward``."""
+
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, options: dict[str, Any]) -> Output:
+            bias = layer.bias if layer.apply_bias else None
+            norm = te.norm(layer)
+            y = norm_column_parallel_linear(
+                x,
+                layer.layer_norm_weight,
+                layer.layer_norm_bias,
+                layer.weight,
+                bias,
+                layer.tp_group,
+                norm=norm,
+                **options,
+            )
+            return y, layer.bias if layer.te_return_bias else None
+
+        return self._forward(NORM_COLUMN, stock, run)
+
+    def column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``TEColumnParallelLinear.forward``."""
+
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, options: dict[str, Any]) -> Output:
+            bias = layer.bias if layer.apply_bias else None
+            y = column_parallel_linear(x, layer.weight, bias, layer.tp_group, **options)
+            return y, layer.bias if layer.te_return_bias else None
+
+        return self._forward(COLUMN, stock, run)
+
+    def row_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``TERowParallelLinear.forward``."""
+
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, options: dict[str, Any]) -> Output:
+            y = row_parallel_linear(x, layer.weight, layer.tp_group, **options)
+            if layer.apply_bias:
+                y = y + layer.bias  # not sharded: added once, after the sum
+            return y, layer.bias if layer.te_return_bias else None
+
+        return self._forward(ROW, stock, run)
+
+    def _forward(
+        self,
+        kind: str,
+        stock: Callable[..., Any],
+        run: Callable[[TransformerEngine, Any, torch.Tensor, dict[str, Any]], Output],
+    ) -> Callable[..., Any]:
+        linears = self._linears
+
+        def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
+            te = self._te
+            reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, args, kwargs)
+            if reason is not None:
+                linears.fallbacks.take(kind, reason, layer, strict=linears.config.strict)
+                return stock(layer, x, *args, **kwargs)
+            linears.activate(layer)
+            weight = layer.weight
+            first = layer.is_first_microbatch
+            output = run(
+                te,
+                layer,
+                x,
+                {
+                    "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
+                    "overwrite_main_grad": (first and not layer.disable_parameter_transpose_cache)
+                    or getattr(weight, "overwrite_main_grad", False),
+                    "backend": linears.config.backend,
+                },
+            )
+            if first:
+                layer.is_first_microbatch = False
+            return output
+
+        return forward
+
+    def _why_stock(
+        self,
+        te: TransformerEngine,
+        kind: str,
+        layer: Any,
+        x: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> str | None:
+        if args or kwargs:
+            return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
+        if layer.parallel_mode is None:  # how megatron-core takes the communication away from TransformerEngine
+            return "expert layer with explicit communication"
+        if layer.tp_size == 1:
+            return "tp = 1"
+        if not layer.sequence_parallel:
+            return "sequence parallelism is off"
+        if layer.tp_group is None:
+            return "no tensor-parallel group"
+        if getattr(layer, "te_quant_params", None) is not None:
+            return "quantization of single modules (te_quant_params)"
+        reason = te.why_stock(layer) or self._linears.why_stock_common(layer, x, layer.weight)
+        if reason is not None:
+            return reason
+        if kind == NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:
+            return f"dtypes {x.dtype} and {layer.layer_norm_weight.dtype} (norm)"
+        for name, neutral in self._linears.line.neutral_attributes.items():
+            if getattr(layer.weight, name, neutral) not in (None, neutral):
+                return f"unsupported weight attribute {name}={getattr(layer.weight, name)!r}"
+        if kind != ROW and layer.apply_bias and layer.bias.requires_grad and not layer.weight.requires_grad:
+            return "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
+        return None

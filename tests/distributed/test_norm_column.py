@@ -1,0 +1,186 @@
+"""The norm and column-parallel linear in one function, against torch's norm before the plain column-parallel linear.
+
+Covered, for tp 2 and 4: results and all gradients with and without biases and mean; any of the operands without
+gradient; an input that is not contiguous; main_grad; two forwards before a backward; what is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.distributed.data import TOLERANCE, normals, require_close
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+S_PER_RANK, B, K, N = 3, 2, 8, 6
+EPS = 1e-5
+OPERANDS = ("x", "norm_weight", "norm_bias", "weight", "bias")
+
+
+class LayerNorm:
+    """Torch's own kernels, forward and backward apart."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        assert x.is_contiguous()
+        y, mean, reciprocal_deviation = torch.ops.aten.native_layer_norm(x, [K], weight, bias, EPS)
+        return y, mean, reciprocal_deviation
+
+    def backward(
+        self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: Any, reciprocal_deviation: torch.Tensor
+    ) -> Any:
+        assert dy.shape == x.shape
+        bias = torch.zeros_like(weight)
+        return torch.ops.aten.native_layer_norm_backward(
+            dy, x, [K], mean, reciprocal_deviation, weight, bias, [True, True, True]
+        )
+
+
+class RMSNorm:
+    """A norm without mean and bias."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        assert bias is None
+        reciprocal = (x.square().mean(-1) + EPS).rsqrt()
+        return x * reciprocal[:, None] * weight, None, reciprocal
+
+    def backward(
+        self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: Any, reciprocal_deviation: torch.Tensor
+    ) -> Any:
+        assert mean is None
+        normed, d = x * reciprocal_deviation[:, None], dy * weight
+        dx = reciprocal_deviation[:, None] * (d - normed * (d * normed).mean(-1, keepdim=True))
+        return dx, (dy * normed).sum(0), None
+
+
+def operands(kind: str, bias: bool, frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor | None]:
+    rank = dist.get_rank()
+    made = {
+        "x": normals(S_PER_RANK, B, K, seed=1 + rank),
+        "norm_weight": 1 + 0.3 * normals(K, seed=2),
+        "norm_bias": normals(K, seed=3) if kind == "LayerNorm" else None,
+        "weight": normals(N, K, seed=40 + rank),
+        "bias": normals(N, seed=50 + rank) if bias else None,
+    }
+    return {name: t if t is None else t.requires_grad_(name not in frozen) for name, t in made.items()}
+
+
+def ours(kind: str, o: dict[str, Any], **options: Any) -> torch.Tensor:
+    from megatron_flux.layers import norm_column_parallel_linear
+
+    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[kind]()
+    return norm_column_parallel_linear(*(o[name] for name in OPERANDS), dist.group.WORLD, norm=norm, **options)
+
+
+def in_turn(kind: str, o: dict[str, Any], **options: Any) -> torch.Tensor:
+    from megatron_flux.layers import column_parallel_linear
+
+    x, weight = o["x"], o["norm_weight"]
+    normed = (
+        F.layer_norm(x, [K], weight, o["norm_bias"], EPS) if kind == "LayerNorm" else F.rms_norm(x, [K], weight, EPS)
+    )
+    return column_parallel_linear(normed, o["weight"], o["bias"], dist.group.WORLD, **options)
+
+
+def gradients(o: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: t.grad for name, t in o.items() if t is not None and t.grad is not None}
+
+
+def rank_same(kind: str, bias: bool, frozen: tuple[str, ...]) -> None:
+    dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
+    expected, actual = operands(kind, bias, frozen), operands(kind, bias, frozen)
+    y = in_turn(kind, expected)
+    z = ours(kind, actual)
+    y.backward(dy)
+    z.backward(dy)
+    require_close("y", z.detach(), y.detach(), TOLERANCE)
+    wanted, found = gradients(expected), gradients(actual)
+    assert found.keys() == wanted.keys() == {n for n, t in actual.items() if t is not None and n not in frozen}
+    for name, gradient in wanted.items():
+        require_close(f"gradient of {name}", found[name], gradient, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_same_as_in_turn(world: WorkerPool, kind: str, bias: bool) -> None:
+    world.run(rank_same, kind, bias, ())
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("x",),
+        ("norm_weight",),
+        ("norm_weight", "norm_bias"),
+        ("x", "norm_weight", "norm_bias"),
+        ("weight",),
+        ("weight", "bias", "norm_weight", "norm_bias"),
+    ],
+    ids=" ".join,
+)
+def test_operands_without_gradient(world2: WorkerPool, frozen: tuple[str, ...]) -> None:
+    world2.run(rank_same, "LayerNorm", True, frozen)
+
+
+def rank_strided() -> None:
+    o = operands("LayerNorm", False)
+    wide = normals(S_PER_RANK, B, 2 * K, seed=9)
+    o["x"] = wide[:, :, :K].requires_grad_()
+    assert not o["x"].is_contiguous()
+    require_close("y", ours("LayerNorm", o).detach(), in_turn("LayerNorm", o).detach(), TOLERANCE)
+
+
+def test_an_input_that_is_not_contiguous(world2: WorkerPool) -> None:
+    world2.run(rank_strided)
+
+
+def rank_main_grad(overwrite: bool) -> None:
+    dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
+    plain, o = operands("LayerNorm", False), operands("LayerNorm", False)
+    in_turn("LayerNorm", plain).backward(dy)
+    o["weight"].main_grad = torch.full((N, K), 3.0)
+    o["weight"].grad_added_to_main_grad = False
+    # Both forwards before either backward, as in a pipeline.
+    first, second = (
+        ours("LayerNorm", o, gradient_accumulation_fusion=True, overwrite_main_grad=overwrite and i == 0)
+        for i in range(2)
+    )
+    first.backward(dy)
+    second.backward(dy)
+    assert o["weight"].grad_added_to_main_grad is True
+    start = 0.0 if overwrite else 3.0
+    require_close("main_grad", o["weight"].main_grad, start + 2 * plain["weight"].grad, TOLERANCE)
+    require_close("dx", o["x"].grad, 2 * plain["x"].grad, TOLERANCE)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_main_grad(world2: WorkerPool, overwrite: bool) -> None:
+    world2.run(rank_main_grad, overwrite)
+
+
+def rank_saved(frozen: bool) -> int:
+    """Elements saved for backward, the weight's left out."""
+    o = operands("LayerNorm", True, ("weight", "bias") if frozen else ())
+    saved: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() != o["weight"].untyped_storage().data_ptr():
+            saved[t.untyped_storage().data_ptr()] = t.numel()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = ours("LayerNorm", o)
+    y.sum().backward()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_gathered_is_saved(world2: WorkerPool, frozen: bool) -> None:
+    m = S_PER_RANK * B
+    input_and_output = m * K * (1 if frozen else 2)
+    assert world2.run(rank_saved, frozen) == [input_and_output + K + 2 * m] * 2

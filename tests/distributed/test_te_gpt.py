@@ -1,0 +1,154 @@
+"""Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python.
+
+Covered: both families' loss and every gradient, full recompute, megatron-core's DistributedDataParallel with wgrad
+fused into main_grad over three micro-batches, checkpoint contents against stock and against the local spec, the layers
+that ``--transformer-impl transformer_engine`` builds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import te_stand_in
+from tests.distributed.data import require_close
+from tests.distributed.megatron_world import FAMILIES, Seen, batch, flux, gpt_model, loss_and_gradients, on_gpu
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
+from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not())),
+]
+
+
+def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
+    with te_megatron(dist.get_world_size()):
+        model = gpt_model(family, te=True, **options)
+        stock = loss_and_gradients(model)
+        with flux(STRICT) as seen:
+            ours = loss_and_gradients(model)
+        parameters = {name for name, _ in model.named_parameters()}
+        require_same(stock, ours, parameters, model_tolerance())
+        unpatched = loss_and_gradients(model)
+        require_same(stock, unpatched, parameters, model_tolerance() if on_gpu() else 1e-7)
+        return seen.as_dict()
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_loss_and_gradients(te_world: WorkerPool, family: str) -> None:
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
+    assert te_world.run(rank_model, family, {}) == [expected] * te_world.size
+
+
+def test_full_recompute(te_world2: WorkerPool) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, recomputed=LAYERS)).as_dict()
+    assert te_world2.run(rank_model, "gpt3", options) == [expected] * 2
+
+
+def test_selective_recompute(te_world2: WorkerPool) -> None:
+    options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    calls = expected_calls(LAYERS)
+    for name in ("all_gather_gemm/reference", "gemm_reduce_scatter/reference"):
+        calls[name] += LAYERS  # fc1 and fc2 once more
+    assert te_world2.run(rank_model, "llama", options) == [Seen(4 * LAYERS + 1, {}, calls).as_dict()] * 2
+
+
+def rank_data_parallel() -> None:
+    """DDP's hooks see a gradient for every parameter, and main_grad holds the sum over the micro-batches."""
+    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+
+    def train() -> dict[str, torch.Tensor]:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(123)
+        torch.manual_seed(1234)
+        model = gpt_model("gpt3", te=True, gradient_accumulation_fusion=True)
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+        parallel = DistributedDataParallel(model.config, config, model)
+        for step in range(2):
+            parallel.zero_grad_buffer()
+            for i in range(3):
+                with parallel.no_sync() if i < 2 else torch.enable_grad():
+                    parallel(**batch(10 * step + i)).float().mean().backward()
+            parallel.finish_grad_sync()
+        assert all(p.grad is None for p in model.parameters())
+        return {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+    with te_megatron(dist.get_world_size()), gradient_accumulation_fusion():
+        stock = train()
+        with flux(STRICT):
+            ours = train()
+        for name, gradient in stock.items():
+            assert gradient.any(), name
+            require_close(name, ours[name], gradient, model_tolerance())
+
+
+def test_data_parallel_with_main_grad(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_data_parallel)
+
+
+def rank_spec_of_train(layers: dict[str, str]) -> None:
+    """``--transformer-impl transformer_engine`` builds layers of these classes, with TransformerEngine's final norm."""
+    from types import SimpleNamespace
+
+    with te_megatron(dist.get_world_size()):
+        from megatron.core.extensions import transformer_engine as extension
+
+        from megatron_flux.train.model import layer_spec
+
+        config: Any = SimpleNamespace(transformer_impl="transformer_engine")
+        layer, norm = layer_spec(config)
+        assert norm is extension.TENorm
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        found = {name: getattr(attention, name, None) or getattr(mlp, name) for name in layers}
+        assert found == {name: getattr(extension, cls) for name, cls in layers.items()}
+
+
+def test_spec_of_train(te_world2: WorkerPool) -> None:
+    te_world2.run(
+        rank_spec_of_train,
+        {
+            "linear_qkv": "TELayerNormColumnParallelLinear",
+            "linear_proj": "TERowParallelLinear",
+            "core_attention": "TEDotProductAttention",
+            "linear_fc1": "TELayerNormColumnParallelLinear",
+            "linear_fc2": "TERowParallelLinear",
+        },
+    )
+
+
+def rank_checkpoint_contents() -> int:
+    """The keys and shards of a checkpoint: patched as stock, and TransformerEngine's spec as the local one."""
+    from megatron.core import parallel_state
+
+    def shards(model: Any) -> dict[str, Any]:
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        found = model.sharded_state_dict(metadata=metadata)
+        attributes = ("global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype")
+        return {v.key: (type(v), *(getattr(v, a, None) for a in attributes)) for v in found.values()}
+
+    with te_megatron(dist.get_world_size()):
+        model = gpt_model("gpt3", te=True)
+        stock, plain = shards(model), list(model.state_dict())
+        with flux(STRICT):
+            loss_and_gradients(model)
+            assert shards(model) == stock
+            patched = gpt_model("gpt3", te=True)
+            assert shards(patched) == stock
+            assert list(patched.state_dict()) == plain
+        local = shards(gpt_model("gpt3"))
+        tensors = {key for key in stock if "_extra_state" not in key}
+        assert tensors == {key for key in local if "_extra_state" not in key}
+        assert {key: local[key] for key in tensors} == {key: stock[key] for key in tensors}
+        return len(tensors)
+
+
+def test_checkpoint_contents(te_world2: WorkerPool) -> None:
+    assert te_world2.run(rank_checkpoint_contents) == [4 + 12 + 1] * 2

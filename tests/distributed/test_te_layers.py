@@ -1,0 +1,484 @@
+"""megatron-core's layers over TransformerEngine, patched against stock: TransformerEngine's own Python, real ranks.
+
+Covered, for tp 2 and 4: forward, dx, the gradients of weight, bias and norm; LayerNorm and RMSNorm to the bit, with
+zero-centred gamma; bias added or returned; wgrad into main_grad over two micro-batches, the first of which replaces
+what is there; frozen parameters; bf16; recompute; a layer built before patch(); what is saved for backward; state
+dicts; reasons to run stock; unpatch(). Whole models: test_te_gpt.py. On GPUs: tests/gpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FallbackError
+from tests.distributed import te_stand_in
+from tests.distributed.data import require_close
+from tests.distributed.megatron_world import flux, model_config
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import (
+    CLASSES,
+    NORMS,
+    STRICT,
+    Case,
+    build,
+    gradient_of,
+    input_of,
+    numbers,
+    rank_case,
+    rank_recompute,
+    require_same,
+    run,
+    sizes,
+    te_megatron,
+    tolerance,
+)
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not())),
+]
+
+
+def expected_calls(case: Case) -> dict[str, int]:
+    n = case.micro_batches
+    calls = {"all_gather_gemm/reference": n, "gemm_reduce_scatter/reference": n}
+    return calls if case.kind == "row" else {**calls, "all_gather/reference": n}
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize(("bias", "skip"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_patched_equals_stock(te_world: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool) -> None:
+    case = Case(kind, bias=bias, skip_bias_add=skip, fusion=fusion)
+    assert te_world.run(rank_case, case) == [expected_calls(case)] * te_world.size
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
+    te_world2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
+
+
+def rank_norm_exact(norm: str, dtype: torch.dtype) -> None:
+    """With a weight that only selects, no GEMM rounds: what is left is the norm, and it must be stock's to the bit."""
+    case = Case("norm column", bias=False, dtype=dtype, options=NORMS[norm])
+
+    def selected() -> dict[str, torch.Tensor]:
+        layer = build(case)
+        with torch.no_grad():
+            layer.weight.copy_(torch.eye(*layer.weight.shape))
+        return run(case, layer)
+
+    with te_megatron(dist.get_world_size()):
+        stock = selected()
+        with flux(STRICT):
+            ours = selected()
+        for name in stock.keys() - {"weight"}:
+            assert stock[name].any(), name
+            assert torch.equal(ours[name], stock[name]), name
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_stocks_to_the_bit(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
+    te_world2.run(rank_norm_exact, norm, dtype)
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_bf16(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_case, Case(kind, dtype=torch.bfloat16, fusion=True))
+
+
+# main_grad
+
+
+def rank_main_grad(kind: str, cached: bool, overwrite: bool) -> list[bool]:
+    """Whether 7 is still in main_grad after one micro-batch, for stock and for flux."""
+    case = Case(kind, fusion=True, micro_batches=1, options={"disable_parameter_transpose_cache": not cached})
+    kept = []
+    with te_megatron(dist.get_world_size()):
+        for patch in (contextlib.nullcontext(), flux(STRICT)):
+            with patch:
+                layer = build(case)
+                if overwrite:
+                    layer.weight.overwrite_main_grad = True
+                with_seven = run(case, layer)["weight"]
+                layer = build(case)
+                layer.weight.main_grad.zero_()
+                if overwrite:
+                    layer.weight.overwrite_main_grad = True
+                with_zero = run(case, layer)["weight"]
+                kept.append(bool((with_seven - with_zero).mean() > 6))
+    return kept
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+@pytest.mark.parametrize(
+    ("cached", "overwrite", "kept"),
+    [
+        pytest.param(True, False, False, id="first micro-batch"),
+        pytest.param(False, False, True, id="no first micro-batch"),
+        pytest.param(False, True, False, id="overwrite_main_grad"),
+    ],
+)
+def test_what_was_in_main_grad(te_world2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
+    assert te_world2.run(rank_main_grad, kind, cached, overwrite) == [[kept, kept]] * 2
+
+
+# Frozen parameters, and an input without gradient
+
+
+def rank_frozen(kind: str, names: tuple[str, ...], input_grad: bool) -> None:
+    case = Case(kind, skip_bias_add=True, micro_batches=1)
+
+    def once(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        for name in names:
+            getattr(layer, name).requires_grad_(False)
+        x = input_of(case, 7).requires_grad_(input_grad)
+        y, _ = layer(x)
+        assert y.requires_grad
+        y.backward(gradient_of(y, 8))
+        gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        return {"y": y.detach(), **gradients, **({"dx": x.grad} if input_grad else {})}
+
+    with te_megatron(dist.get_world_size()):
+        stock = once(build(case))
+        with flux(STRICT):
+            ours = once(build(case))
+        assert not set(names) & set(ours)
+        for name in names:
+            stock.pop(name, None)  # TransformerEngine computes a frozen norm's gradient, and autograd drops it
+        require_same(case, stock, ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "input_grad"),
+    [
+        ("norm column", ("weight",), True),
+        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True),
+        ("norm column", ("layer_norm_weight", "layer_norm_bias"), False),
+        ("norm column", ("layer_norm_bias",), False),
+        ("norm column", ("weight",), False),
+        ("norm column", (), False),
+        ("column", ("weight",), True),
+        ("column", (), False),
+        ("row", ("weight",), True),
+        ("row", (), False),
+    ],
+)
+def test_frozen_parameters(te_world2: WorkerPool, kind: str, names: tuple[str, ...], input_grad: bool) -> None:
+    te_world2.run(rank_frozen, kind, names, input_grad)
+
+
+# Recompute, no_grad, memory
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_recompute(te_world2: WorkerPool, kind: str) -> None:
+    forward = "gemm_reduce_scatter" if kind == "row" else "all_gather_gemm"
+    for calls in te_world2.run(rank_recompute, kind):
+        assert calls[forward] == 4
+        assert sum(calls.values()) == 6
+
+
+def rank_no_grad(kind: str) -> None:
+    case = Case(kind)
+    with te_megatron(dist.get_world_size()), torch.no_grad():
+        layer = build(case)
+        x = input_of(case, 7)
+        stock = layer(x)[0]
+        with flux(STRICT):
+            ours = layer(x)[0]
+        assert not ours.requires_grad
+        require_close("y", ours, stock, tolerance(case.dtype))
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_no_grad(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_no_grad, kind)
+
+
+def rank_saved(kind: str) -> tuple[int, int]:
+    """Bytes saved for backward, by stock and by flux, each memory once."""
+    case = Case(kind, fusion=True)
+    found = []
+    with te_megatron(dist.get_world_size()):
+        for patch in (contextlib.nullcontext(), flux(STRICT)):
+            with patch:
+                layer = build(case)
+                memory: dict[int, int] = {}
+
+                def keep(t: torch.Tensor, memory: dict[int, int] = memory) -> torch.Tensor:
+                    memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                    return t
+
+                x = input_of(case, 7).requires_grad_()
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                    y, _ = layer(x)
+                y.backward(torch.ones_like(y))
+                found.append(sum(memory.values()))
+        # Tensors from such hooks have none of the parameter's attributes: it must have been found without them.
+        assert layer.weight.grad_added_to_main_grad
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str) -> None:
+    for stock, ours in te_world2.run(rank_saved, kind):
+        assert 0 < ours <= stock
+
+
+# Checkpoints
+
+
+def rank_state(kind: str) -> None:
+    case = Case(kind)
+    with te_megatron(dist.get_world_size()):
+        stock = build(case)
+        with flux(STRICT):
+            ours = build(case)
+            assert list(ours.state_dict()) == list(stock.state_dict())
+            assert "_extra_state" in ours.state_dict()
+            assert {n: vars(p) for n, p in ours.named_parameters()} == {n: vars(p) for n, p in stock.named_parameters()}
+            run(case, ours)
+            with torch.no_grad():
+                ours.weight.add_(1.0)
+            stock.load_state_dict(ours.state_dict())
+            ours.load_state_dict(stock.state_dict())
+            patched = run(case, ours)
+        require_same(case, run(case, stock), patched)
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_state_dicts_load_both_ways(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_state, kind)
+
+
+# Layers that stay stock
+
+
+def _set(**attributes: Any) -> Callable[[Any], Any]:
+    def change(layer: Any) -> Any:
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        return contextlib.nullcontext()
+
+    return change
+
+
+def _delayed(layer: Any) -> Any:
+    layer.wgrad_store.enabled = True
+    return contextlib.nullcontext()
+
+
+def _fp8(layer: Any) -> Any:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    @contextlib.contextmanager
+    def enabled() -> Iterator[None]:
+        FP8GlobalStateManager.FP8_ENABLED = True
+        try:
+            yield
+        finally:
+            FP8GlobalStateManager.FP8_ENABLED = False
+
+    return enabled()
+
+
+def _fp8_configured(layer: Any) -> Any:
+    layer.config.fp8 = "hybrid"
+    return contextlib.nullcontext()
+
+
+def _offloading(layer: Any) -> Any:
+    layer.config.fine_grained_activation_offloading = True
+    return contextlib.nullcontext()
+
+
+def _frozen(layer: Any) -> Any:
+    layer.weight.requires_grad_(False)
+    return contextlib.nullcontext()
+
+
+def _exporting(layer: Any) -> Any:
+    from transformer_engine.pytorch import export
+
+    @contextlib.contextmanager
+    def mode() -> Iterator[None]:
+        export._IN_ONNX_EXPORT_MODE = True
+        try:
+            yield
+        finally:
+            export._IN_ONNX_EXPORT_MODE = False
+
+    return mode()
+
+
+REASONS: dict[str, Callable[[Any], Any]] = {
+    "sequence parallelism is off": _set(sequence_parallel=False),
+    "userbuffers (tp_comm_overlap)": _set(ub_overlap_ag_fprop=True),
+    "delayed wgrad (delay_wgrad_compute)": _delayed,
+    "fp8 (autocast)": _fp8,
+    "fp8 (hybrid)": _fp8_configured,
+    "quantized weights": _set(primary_weights_in_fp8=True),
+    "quantization of single modules (te_quant_params)": _set(te_quant_params=object()),
+    "activation offloading to the CPU (fine_grained_activation_offloading)": _offloading,
+    "ONNX export": _exporting,
+    "return_layernorm_output": _set(return_layernorm_output=True),
+    "trainable bias on a frozen weight": _frozen,
+}
+ONLY = {"return_layernorm_output": ("norm column",), "trainable bias on a frozen weight": ("norm column", "column")}
+
+
+def rank_reason(kind: str, reason: str) -> None:
+    case = Case(kind)
+    with te_megatron(dist.get_world_size()):
+        layer = build(case)
+        x = input_of(case, 7)
+        with REASONS[reason](layer), flux(STRICT) as seen:
+            try:
+                layer(x)
+            except FallbackError as error:
+                assert reason in str(error)  # noqa: PT017
+                assert f"TE {kind} layer" in str(error)  # noqa: PT017
+            else:
+                raise AssertionError(f"strict let {reason} pass")
+        assert (seen.active_layers, seen.calls) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(kind, reason) for reason in REASONS for kind in ONLY.get(reason, tuple(CLASSES))]
+)
+def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
+    te_world2.run(rank_reason, kind, reason)
+
+
+def rank_runs_stock(kind: str) -> None:
+    """Sequence parallelism off runs here as on a GPU: the results are stock's and the call is counted."""
+    case = Case(kind, options={"sequence_parallel": False})
+    with te_megatron(dist.get_world_size()):
+        layer = build(case)
+        x = input_of(case, 7)
+        stock, bias = layer(x)
+        with flux() as seen:
+            ours, other = layer(x)
+        assert torch.equal(ours, stock)
+        assert bias is other
+        assert seen.fallbacks == {f"TE {kind}: sequence parallelism is off": 1}
+        assert (seen.active_layers, seen.calls) == (0, {})
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_a_stock_layer_is_stock(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_runs_stock, kind)
+
+
+def rank_expert() -> None:
+    from megatron_flux import report
+
+    with te_megatron(dist.get_world_size()):
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        config = model_config(hidden_size=sizes().k)
+        layer = TEColumnParallelLinear(
+            sizes().k,
+            sizes().n,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=True,
+            is_expert=True,
+        )
+        with flux():
+            layer(numbers(4, 2, sizes().k, seed=1))
+            assert report()["fallbacks"] == {"TE column: expert layer with explicit communication": 1}
+
+
+def test_experts(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_expert)
+
+
+def rank_unsupported() -> None:
+    from megatron_flux.patch import te_seam
+
+    case = Case("norm column")
+    supported = te_seam.SUPPORTED_TE
+    with te_megatron(dist.get_world_size()):
+        layer = build(case)
+        x = input_of(case, 7)
+        stock = layer(x)[0]
+        te_seam.SUPPORTED_TE = type(supported)(">=99")
+        try:
+            with flux() as seen:
+                assert torch.equal(layer(x)[0], stock)
+        finally:
+            te_seam.SUPPORTED_TE = supported
+        assert seen.fallbacks == {"TE norm column: TransformerEngine 2.11.0, supported is >=99": 1}
+
+
+def test_an_unsupported_release_runs_stock(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_unsupported)
+
+
+# patch() and unpatch()
+
+
+def rank_identity() -> None:
+    import megatron_flux
+
+    with te_megatron(dist.get_world_size()):
+        from megatron.core.extensions import transformer_engine as extension
+
+        classes = [getattr(extension, name) for name in CLASSES.values()] + [extension.TELinear]
+        before = [dict(vars(cls)) for cls in classes]
+        megatron_flux.patch()
+        report = megatron_flux.report()
+        assert len(report["replaced"]) == 5
+        assert all(any(path.endswith(f"{name}.forward") for path in report["replaced"]) for name in CLASSES.values())
+        changed = [[k for k in vars(c) if vars(c)[k] is not b.get(k)] for c, b in zip(classes, before, strict=True)]
+        assert changed == [["forward"], ["forward"], ["forward"], []]
+        megatron_flux.unpatch()
+        assert [dict(vars(cls)) for cls in classes] == before
+
+
+def test_unpatch_restores_the_identical_objects(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_identity)
+
+
+def rank_built_before() -> None:
+    case = Case("norm column")
+    with te_megatron(dist.get_world_size()):
+        layer = build(case)
+        stock = run(case, layer)
+        layer.is_first_microbatch = True
+        with flux(STRICT):
+            require_same(case, stock, run(case, layer))
+        require_same(case, stock, run(case, layer))
+
+
+def test_a_layer_built_before_patch(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_built_before)
+
+
+# Last: another parallel layout, made once.
+
+
+def rank_tp1(kind: str) -> None:
+    case = Case(kind)
+    with te_megatron(1):
+        layer = build(case)
+        with flux() as seen:
+            layer(numbers(4, 2, sizes().k, seed=7))
+        assert seen.fallbacks == {f"TE {kind}: tp = 1": 1}
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_tp_1(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_tp1, kind)

@@ -1,0 +1,211 @@
+"""megatron-core's layers over TransformerEngine on GPUs, patched against stock: the ranks' checks of tests/distributed.
+
+Covered there and here: forward, dx, the gradients of weight, bias and norm, main_grad over two micro-batches, norms to
+the bit, recompute, state dicts, reasons to run stock, unpatch(), whole models of both families (gated and not), DDP.
+Only here: fp8 running stock, peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import test_te_gpt as models
+from tests.distributed import test_te_layers as layers
+from tests.distributed.megatron_world import FAMILIES, flux
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import (
+    CLASSES,
+    NORMS,
+    STRICT,
+    Case,
+    build,
+    input_of,
+    numbers,
+    rank_case,
+    rank_recompute,
+    te_megatron,
+)
+
+pytestmark = [
+    pytest.mark.gpus(2),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+    ),
+]
+
+DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize(("bias", "skip"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_patched_equals_stock(
+    nccl2: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool, dtype: torch.dtype
+) -> None:
+    case = Case(kind, bias=bias, skip_bias_add=skip, fusion=fusion, dtype=dtype)
+    assert nccl2.run(rank_case, case) == [layers.expected_calls(case)] * 2
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(nccl2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
+    nccl2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
+    if dtype == torch.bfloat16:
+        nccl2.run(layers.rank_norm_exact, norm, dtype)
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+@pytest.mark.parametrize(
+    ("cached", "overwrite", "kept"), [(True, False, False), (False, False, True), (False, True, False)]
+)
+def test_what_was_in_main_grad(nccl2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
+    assert nccl2.run(layers.rank_main_grad, kind, cached, overwrite) == [[kept, kept]] * 2
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_recompute(nccl2: WorkerPool, kind: str) -> None:
+    for calls in nccl2.run(rank_recompute, kind):
+        assert sum(calls.values()) == 6
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_state_dicts_load_both_ways(nccl2: WorkerPool, kind: str) -> None:
+    nccl2.run(layers.rank_state, kind)
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_no_more_is_saved_for_backward(nccl2: WorkerPool, kind: str) -> None:
+    for stock, ours in nccl2.run(layers.rank_saved, kind):
+        assert 0 < ours <= stock
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "sequence parallelism is off",
+        "userbuffers (tp_comm_overlap)",
+        "delayed wgrad (delay_wgrad_compute)",
+        "fp8 (hybrid)",
+        "ONNX export",
+    ],
+)
+def test_reasons(nccl2: WorkerPool, kind: str, reason: str) -> None:
+    nccl2.run(layers.rank_reason, kind, reason)
+
+
+def test_unpatch_restores_the_identical_objects(nccl2: WorkerPool) -> None:
+    nccl2.run(layers.rank_identity)
+
+
+def test_experts(nccl2: WorkerPool) -> None:
+    nccl2.run(layers.rank_expert)
+
+
+# fp8
+
+
+def _rank_fp8(kind: str) -> dict[str, Any]:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    with te_megatron(dist.get_world_size()):
+        case = Case(kind, bias=False, dtype=torch.bfloat16)
+        layer, x = build(case), input_of(case, 7)
+
+        def call() -> torch.Tensor:
+            with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling(), fp8_group=layer.tp_group):
+                return layer(x)[0]
+
+        call()
+        stock = call()
+        with flux() as seen:
+            ours = call()
+            plain = layer(x)[0]  # outside of fp8 the same layer runs flux
+        assert torch.equal(ours, stock)
+        assert not torch.equal(plain, stock)
+        return {"fallbacks": seen.fallbacks, "active": seen.active_layers}
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_fp8_runs_stock(nccl2: WorkerPool, kind: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
+    assert nccl2.run(_rank_fp8, kind) == [{"fallbacks": {f"TE {kind}: fp8 (autocast)": 1}, "active": 1}] * 2
+
+
+# Memory
+
+
+def _rank_peak(kind: str) -> tuple[int, int]:
+    """Peak memory of a forward and backward above what was there before, stock and flux."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    from tests.distributed.megatron_world import model_config
+
+    k, n, s = 4096, 8192, 2048
+    found = []
+    with te_megatron(dist.get_world_size()):
+        config = model_config(hidden_size=k, params_dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+        more = {"input_is_parallel": True} if kind == "row" else {"gather_output": False}
+        layer = getattr(extension, CLASSES[kind])(
+            k, n, config=config, init_method=config.init_method, bias=True, skip_bias_add=True, is_expert=False, **more
+        )
+        layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+        layer.weight.grad_added_to_main_grad = False
+        tp = dist.get_world_size()
+        shape = (s, 1, k // tp) if kind == "row" else (s // tp, 1, k)
+        x = numbers(*shape, seed=1, dtype=torch.bfloat16).requires_grad_()
+
+        def peak() -> int:
+            for _ in range(3):  # workspaces are there after the first
+                x.grad = None
+                layer.zero_grad(set_to_none=True)
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                y, _ = layer(x)
+                y.backward(torch.ones_like(y))
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before
+
+        found.append(peak())
+        with flux(STRICT):
+            found.append(peak())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_peak_memory_is_not_above_stocks(nccl2: WorkerPool, kind: str) -> None:
+    for stock, ours in nccl2.run(_rank_peak, kind):
+        assert 0 < ours <= 1.02 * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_models(nccl2: WorkerPool, family: str) -> None:
+    for seen in nccl2.run(models.rank_model, family, {}):
+        assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_models_with_full_recompute(nccl2: WorkerPool, family: str) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for seen in nccl2.run(models.rank_model, family, options):
+        assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
+
+
+def test_data_parallel_with_main_grad(nccl2: WorkerPool) -> None:
+    nccl2.run(models.rank_data_parallel)
+
+
+def test_checkpoint_contents(nccl2: WorkerPool) -> None:
+    nccl2.run(models.rank_checkpoint_contents)

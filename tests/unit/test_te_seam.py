@@ -1,0 +1,299 @@
+"""The seam to TransformerEngine, without it: releases, signatures, what is called and what is asked of a module.
+
+TransformerEngine's modules are imitated by their names; its own Python is in tests/distributed/test_te_layers.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.patch import te_seam
+from megatron_flux.patch.line import TE_LAYERS
+from megatron_flux.patch.te_seam import TransformerEngine, parameter_count
+
+
+class Kernels(types.ModuleType):
+    """``transformer_engine_torch`` with the signatures of release 2.11; every call is kept."""
+
+    def __init__(self) -> None:
+        super().__init__("transformer_engine_torch")
+        self.calls: list[tuple[Any, ...]] = []
+
+    def layernorm_fwd(
+        self,
+        input: Any,
+        weight: Any,
+        bias: Any,
+        eps: Any,
+        ln_out: Any,
+        quantizer: Any,
+        otype: Any,
+        sm_margin: Any,
+        zero_centered_gamma: Any,
+    ) -> list[Any]:
+        self.calls.append((input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma))
+        return ["y", "mean", "rstd"]
+
+    def layernorm_bwd(
+        self, dz: Any, x: Any, mu: Any, rsigma: Any, gamma: Any, sm_margin: Any, zero_centered_gamma: Any
+    ) -> list[Any]:
+        self.calls.append((dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma))
+        return ["dx", "dgamma", "dbeta"]
+
+    def rmsnorm_fwd(
+        self,
+        input: Any,
+        weight: Any,
+        eps: Any,
+        ln_out: Any,
+        quantizer: Any,
+        otype: Any,
+        sm_margin: Any,
+        zero_centered_gamma: Any,
+    ) -> list[Any]:
+        self.calls.append((input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma))
+        return ["y", None, "rstd"]
+
+    def rmsnorm_bwd(
+        self, dz: Any, x: Any, rsigma: Any, gamma: Any, sm_margin: Any, zero_centered_gamma: Any
+    ) -> list[Any]:
+        self.calls.append((dz, x, rsigma, gamma, sm_margin, zero_centered_gamma))
+        return ["dx", "dgamma"]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """TransformerEngine 2.11.0's names, and the state of the process as a namespace."""
+    state = SimpleNamespace(fp8=False, calibration=False, offloading=False, exporting=False)
+    kernels = Kernels()
+    fp8 = SimpleNamespace(is_fp8_enabled=lambda: state.fp8, is_fp8_calibration=lambda: state.calibration)
+    debug = SimpleNamespace(debug_enabled=None)
+    modules = {
+        "transformer_engine": {},
+        "transformer_engine.pytorch": {},
+        "transformer_engine.pytorch.constants": {"TE_DType": {torch.bfloat16: "kBFloat16", torch.float32: "kFloat32"}},
+        "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": fp8},
+        "transformer_engine.pytorch.cpu_offload": {"is_cpu_offload_enabled": lambda: state.offloading},
+        "transformer_engine.pytorch.export": {"is_in_onnx_export_mode": lambda: state.exporting},
+        "transformer_engine.debug": {},
+        "transformer_engine.debug.pytorch": {},
+        "transformer_engine.debug.pytorch.debug_state": {"TEDebugState": debug},
+    }
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", kernels)
+    monkeypatch.setattr(te_seam, "version", lambda name: "2.11.0")
+    return SimpleNamespace(kernels=kernels, state=state, debug=debug)
+
+
+def linear(**changes: Any) -> SimpleNamespace:
+    """What the seam reads of a ``LayerNormLinear``."""
+    attributes = {
+        **dict.fromkeys(
+            (
+                "ub_overlap_ag_fprop",
+                "ub_overlap_rs_fprop",
+                "ub_overlap_ag_dgrad",
+                "ub_overlap_rs_dgrad",
+                "ub_bulk_wgrad",
+                "ub_bulk_dgrad",
+                "primary_weights_in_fp8",
+                "return_layernorm_output",
+            ),
+            False,
+        ),
+        "wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: False),
+        "weight_names": ["weight"],
+        "weight": torch.nn.Parameter(torch.ones(3, 4)),
+        "fsdp_group": None,
+        "normalization": "LayerNorm",
+        "eps": 1e-5,
+        "zero_centered_gamma": False,
+        "fwd_ln_sm_margin": 1,
+        "bwd_ln_sm_margin": 2,
+        "inf_ln_sm_margin": 3,
+    }
+    return SimpleNamespace(**{**attributes, **changes})
+
+
+# Releases and signatures
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.11.0", "2.11.0+c188b533", "2.11.0.dev0", "2.18.3"])
+def test_supported_releases(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(te_seam, "version", lambda name: version)
+    assert te_seam.load().version == version
+
+
+@pytest.mark.parametrize("version", ["1.13.0", "2.8.0", "2.19.0", "2.19.0.dev0", "3.0", "of unknown version"])
+def test_other_releases_are_refused_with_the_range(
+    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(te_seam, "version", lambda name: version)
+    with pytest.raises(UnsupportedVersionError, match=r"supported is >=2\.9,<2\.19") as error:
+        te_seam.load()
+    assert f"TransformerEngine {version}" in str(error.value)
+
+
+@pytest.mark.parametrize("kernel", ["layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd"])
+def test_a_kernel_with_another_signature_is_refused(
+    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setattr(installed.kernels, kernel, lambda dz, x: None)
+    with pytest.raises(UnsupportedVersionError, match=f"{kernel} takes 2 parameters, not "):
+        te_seam.load()
+    monkeypatch.setattr(installed.kernels, kernel, None)
+    with pytest.raises(UnsupportedVersionError, match="not as expected"):
+        te_seam.load()
+
+
+@pytest.mark.parametrize("module", ["constants", "quantization", "cpu_offload", "export"])
+def test_a_missing_symbol_is_refused(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    name = f"transformer_engine.pytorch.{module}"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(UnsupportedVersionError, match=r"2\.11\.0 is not as expected"):
+        te_seam.load()
+
+
+def test_parameters_of_compiled_functions() -> None:
+    assert parameter_count(torch._C._jit_set_profiling_mode) == 1
+    documented = {
+        "layernorm_bwd(arg0: torch.Tensor, arg1: torch.Tensor, arg2: typing.SupportsInt | None) -> list[object]\n": 3,
+        "layernorm_bwd(x: dict[str, int], y: te::DType, z: Callable[[int, int], None] = None) -> list[object]\n": 3,
+        "layernorm_bwd() -> None": 0,
+        "Backward of LayerNorm": None,
+        None: None,
+    }
+    for text, count in documented.items():
+        function = SimpleNamespace(__name__="layernorm_bwd", __doc__=text)
+        assert _count_by_documentation(function) == count, text
+
+
+def _count_by_documentation(function: Any) -> int | None:
+    def refuse(_: object) -> None:
+        raise ValueError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(te_seam.inspect, "signature", refuse)
+        return parameter_count(function)
+
+
+def test_it_is_in_use_only_where_megatron_core_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extension, expected in (
+        (None, False),
+        (SimpleNamespace(), False),
+        (SimpleNamespace(HAVE_TE=False), False),
+        (SimpleNamespace(HAVE_TE=True), True),
+    ):
+        if extension is None:
+            monkeypatch.delitem(sys.modules, TE_LAYERS, raising=False)
+        else:
+            monkeypatch.setitem(sys.modules, TE_LAYERS, extension)
+        assert te_seam.in_use() is (extension if expected else None)
+
+
+def test_patch_does_not_import_it() -> None:
+    code = (
+        "import sys, megatron_flux; sys.modules['transformer_engine'] = None; megatron_flux.patch(); "
+        "print([name for name in sys.modules if name.startswith('transformer_engine')])"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['transformer_engine']"
+
+
+# What is called
+
+
+def test_layernorm_calls(installed: SimpleNamespace) -> None:
+    te, x, weight, bias = te_seam.load(), torch.ones(2, 4, dtype=torch.bfloat16), object(), object()
+    norm = te.norm(linear(eps=1e-6, zero_centered_gamma=True))
+    assert norm.forward(x, weight, bias) == ["y", "mean", "rstd"]
+    assert installed.kernels.calls.pop() == (x, weight, bias, 1e-6, None, None, "kBFloat16", 1, True)
+    assert norm.backward("dy", x, weight, "mean", "rstd") == ["dx", "dgamma", "dbeta"]
+    assert installed.kernels.calls.pop() == ("dy", x, "mean", "rstd", weight, 2, True)
+
+
+def test_rmsnorm_calls(installed: SimpleNamespace) -> None:
+    te, x, weight = te_seam.load(), torch.ones(2, 4), object()
+    norm = te.norm(linear(normalization="RMSNorm"))
+    assert norm.forward(x, weight, None) == ["y", None, "rstd"]
+    assert installed.kernels.calls.pop() == (x, weight, 1e-5, None, None, "kFloat32", 1, False)
+    assert norm.backward("dy", x, weight, None, "rstd") == ("dx", "dgamma", None)
+    assert installed.kernels.calls.pop() == ("dy", x, "rstd", weight, 2, False)
+
+
+def test_without_gradients_the_inference_margin_is_used(installed: SimpleNamespace) -> None:
+    te, layer, x = te_seam.load(), linear(), torch.ones(2, 4)
+    assert te.norm(layer) is te.norm(linear())
+    with torch.no_grad():
+        te.norm(layer).forward(x, None, None)
+    assert installed.kernels.calls.pop()[7] == 3
+
+
+# What is asked of a module and of the process
+
+
+def test_an_ordinary_layer_may_run_flux(installed: SimpleNamespace) -> None:
+    te = te_seam.load()
+    assert te.why_stock(linear()) is None
+    plain = linear()
+    del plain.return_layernorm_output  # a Linear has none
+    assert te.why_stock(plain) is None
+
+
+class _Subclass(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        *(
+            ({name: True}, "userbuffers (tp_comm_overlap)")
+            for name in ("ub_overlap_ag_fprop", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad")
+        ),
+        (
+            {"wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: True)},
+            "delayed wgrad (delay_wgrad_compute)",
+        ),
+        ({"primary_weights_in_fp8": True}, "quantized weights"),
+        ({"weight_names": ["q_weight", "k_weight"]}, "parameters_split"),
+        ({"weight": _Subclass(torch.ones(2, 2))}, "weight of type _Subclass"),
+        ({"weight": torch.ones(2, 2)}, "weight of type Tensor"),
+        ({"fsdp_group": object()}, "TransformerEngine's FSDP"),
+        ({"return_layernorm_output": True}, "return_layernorm_output"),
+    ],
+)
+def test_reasons_of_a_module(installed: SimpleNamespace, changes: dict[str, Any], reason: str) -> None:
+    assert te_seam.load().why_stock(linear(**changes)) == reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda i: setattr(i.state, "fp8", True), "fp8 (autocast)"),
+        (lambda i: setattr(i.state, "calibration", True), "fp8 calibration"),
+        (lambda i: setattr(i.state, "offloading", True), "activation offloading to the CPU"),
+        (lambda i: setattr(i.state, "exporting", True), "ONNX export"),
+        (lambda i: setattr(i.debug, "debug_enabled", True), "TransformerEngine's debug tools"),
+    ],
+)
+def test_reasons_of_the_process(
+    installed: SimpleNamespace, change: Callable[[SimpleNamespace], None], reason: str
+) -> None:
+    te: TransformerEngine = te_seam.load()
+    assert te.why_stock(linear()) is None
+    change(installed)  # after load(): it is read at every call
+    assert te.why_stock(linear()) == reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 

@@ -74,7 +74,7 @@ class FusedBackend:
             return f"it needs a group of 2, 4 or 8 ranks, not {group.size()}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        if group.size() < dist.get_world_size() and not _others_cannot_block():
+        if not _others_cannot_block() and group.size() < dist.get_world_size():
             return (
                 "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
                 "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"

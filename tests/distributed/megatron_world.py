@@ -136,6 +136,7 @@ def gpt_model(
         parallel_output=True,
         share_embeddings_and_output_weights=tied,
     )
+    model = model.cuda() if on_gpu() else model  # some parameters, such as position embeddings, are made on the CPU
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -19,7 +19,8 @@ from tests.distributed import te_stand_in
 from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config, on_gpu
 
-STRICT = FluxConfig(strict=True)
+# `auto` would tune every small shape on GPUs; what is compared here are the layers.
+STRICT = FluxConfig(strict=True, backend="reference")
 
 CLASSES = {
     "norm column": "TELayerNormColumnParallelLinear",

@@ -51,7 +51,8 @@ def _pair(dtype: torch.dtype, fusion: bool) -> tuple[Any, Any]:
     return layers
 
 
-def _forward_backward(patched: bool, dtype: torch.dtype, fusion: bool) -> SimpleNamespace:
+def _forward_backward(backend: str | None, dtype: torch.dtype, fusion: bool) -> SimpleNamespace:
+    """``backend`` None is stock."""
     import contextlib
 
     import megatron_flux
@@ -61,8 +62,8 @@ def _forward_backward(patched: bool, dtype: torch.dtype, fusion: bool) -> Simple
     with contextlib.ExitStack() as stack:
         if fusion:
             stack.enter_context(gradient_accumulation_fusion())
-        if patched:
-            stack.enter_context(megatron_flux.patched(megatron_flux.FluxConfig(strict=True)))
+        if backend is not None:
+            stack.enter_context(megatron_flux.patched(megatron_flux.FluxConfig(strict=True, backend=backend)))
         column, row = _pair(dtype, fusion)
         x = _integers(S // tp, B, H, seed=7 + rank, dtype=dtype).requires_grad_()
         y, _ = row(column(x)[0].remainder(5))
@@ -79,10 +80,14 @@ def _forward_backward(patched: bool, dtype: torch.dtype, fusion: bool) -> Simple
 
 
 @pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_patched_equals_stock(nccl2: WorkerPool, dtype: torch.dtype, fusion: bool) -> None:
-    stock = nccl2.run(_forward_backward, False, dtype, fusion)
-    flux = nccl2.run(_forward_backward, True, dtype, fusion)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.bfloat16), ("reference", torch.float32), ("fused", torch.bfloat16)],
+    ids=["reference-bf16", "reference-fp32", "fused-bf16"],
+)
+def test_patched_equals_stock(nccl2: WorkerPool, backend: str, dtype: torch.dtype, fusion: bool) -> None:
+    stock = nccl2.run(_forward_backward, None, dtype, fusion)
+    flux = nccl2.run(_forward_backward, backend, dtype, fusion)
     for a, b in zip(stock, flux, strict=True):
         assert (a.active, b.active) == (0, 2)
         assert a.flagged == b.flagged == [fusion, fusion]

@@ -94,7 +94,11 @@ class FusedBackend:
 
         mp, k = x.shape
         n = weight.shape[1] if transposed else weight.shape[0]
-        agree(group, f"all_gather_gemm m={mp * group.size()} n={n} k={k} {x.dtype} {transposed=}", x.device)
+        agree(
+            group,
+            ("all_gather_gemm", "m", mp * group.size(), "n", n, "k", k, "dtype", x.dtype, "transposed", transposed),
+            x.device,
+        )
         captured = _capturing(x)
         work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
         sms = launch.sm_count(x.device)
@@ -113,7 +117,9 @@ class FusedBackend:
         m, k = x.shape
         tp = group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
-        agree(group, f"gemm_reduce_scatter {m=} {n=} {k=} {x.dtype} {transposed=}", x.device)
+        agree(
+            group, ("gemm_reduce_scatter", "m", m, "n", n, "k", k, "dtype", x.dtype, "transposed", transposed), x.device
+        )
         ws = launch.hopper_kernels(x, weight, n, k)
         plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
         nbytes = tp * launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
@@ -131,7 +137,7 @@ class FusedBackend:
 
         if _capturing(x):
             return collectives.all_gather(x, group)
-        agree(group, f"all_gather {tuple(x.shape)} {x.dtype}", x.device)
+        agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
         work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
         return launch.all_gather(x, work)
 

@@ -106,7 +106,7 @@ class TunedBackend:
         self.fused = fused
         self.answers: dict[tuple[str, str], dict[str, Any]] = {}
         """By group and key; filled as shapes come."""
-        self._quick: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._quick: dict[tuple[Any, ...], tuple[str, Plan | None]] = {}
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Whatever keeps ``fused`` from running."""
@@ -150,12 +150,12 @@ class TunedBackend:
         group: dist.ProcessGroup,
         transposed: bool,
     ) -> Any:
-        answer = self.answer(op, run, x, m, n, k, group, transposed)
-        if answer["backend"] == "reference":
-            return run(self.reference)
-        if answer["backend"] == "pipelined":
-            return run(self.reference if torch.cuda.is_current_stream_capturing() else self.pipelined)
-        return self._with_plan(run, Plan(**answer["plan"]))
+        name, plan = self._choice(op, run, x, m, n, k, group, transposed)
+        if plan is not None:
+            return self._with_plan(run, plan)
+        if name == "pipelined" and not torch.cuda.is_current_stream_capturing():
+            return run(self.pipelined)
+        return run(self.reference)
 
     def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
         before, self.fused.plan = self.fused.plan, plan
@@ -164,7 +164,7 @@ class TunedBackend:
         finally:
             self.fused.plan = before
 
-    def answer(
+    def _choice(
         self,
         op: str,
         run: Callable[[Any], Any],
@@ -174,15 +174,16 @@ class TunedBackend:
         k: int,
         group: dist.ProcessGroup,
         transposed: bool,
-    ) -> dict[str, Any]:
-        """``{"backend", "plan", "ms"}`` for this call; measured if it is new."""
+    ) -> tuple[str, Plan | None]:
+        """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
         call = (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
-        found = self._quick.get(call)
-        if found is None:
+        choice = self._quick.get(call)
+        if choice is None:
             found = self._find(op, run, x, m, n, k, group, transposed)
+            choice = found["backend"], Plan(**found["plan"]) if found["plan"] is not None else None
             if not torch.cuda.is_current_stream_capturing():
-                self._quick[call] = found
-        return found
+                self._quick[call] = choice
+        return choice
 
     def _find(
         self,
@@ -195,6 +196,7 @@ class TunedBackend:
         group: dist.ProcessGroup,
         transposed: bool,
     ) -> dict[str, Any]:
+        """``{"backend", "plan", "ms"}`` for this call."""
         tp = group.size()
         key = describe(op, m, n, k, x, transposed, tp, topology.probe(group, x.device).kind)
         found = self.answers.get((group.group_name, key))

@@ -5,7 +5,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_flux.patch.line import DEFERRED_WGRAD_OFF, MegatronCoreLine, linear_symbols
 
 LINE = MegatronCoreLine(
-    versions=SpecifierSet(">=0.16.1,<0.17"),
+    versions=SpecifierSet(">=0.16,<0.17"),
     symbols=linear_symbols(),
     neutral_keywords=DEFERRED_WGRAD_OFF,
 )

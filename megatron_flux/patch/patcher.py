@@ -147,12 +147,14 @@ def report() -> dict[str, Any]:
     """What the patch has done so far in this process, ready for JSON.
 
     Returns:
-        ``patched``; ``active_layers``: layers that ran flux; ``fallbacks``: stock calls by ``"kind: reason"``;
+        ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
+        ``fallbacks``: stock calls by ``"kind: reason"``;
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators.
     """
     linears = _installed.linears if _installed is not None else None
     return {
         "patched": linears is not None,
+        "replaced": [r.path for r in _installed.replacements] if _installed is not None else [],
         "active_layers": linears.active_layers if linears is not None else 0,
         "fallbacks": {f"{kind}: {why}": n for (kind, why), n in linears.fallbacks.counts.items()} if linears else {},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},

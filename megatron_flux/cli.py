@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_flux import cli_patch_source
 from megatron_flux.cli_options import with_options
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
+app.add_typer(cli_patch_source.app, name="patch-source")
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, start nothing.")]
 

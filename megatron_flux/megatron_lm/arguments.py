@@ -50,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def config_from(args: Any) -> FluxConfig:
-    """The FluxConfig that parsed arguments ask for."""
-    return FluxConfig(**{field.name: getattr(args, f"flux_{field.name}") for field in fields(FluxConfig)})
+    """The FluxConfig that arguments ask for; what they lack (``--yaml-cfg`` in a patched tree) has its default."""
+    given = {field.name: getattr(args, f"flux_{field.name}", MISSING) for field in fields(FluxConfig)}
+    return FluxConfig(**{name: value for name, value in given.items() if value is not MISSING})
 
 
 def add_from_command_line(args: Any) -> Any:

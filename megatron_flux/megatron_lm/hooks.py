@@ -24,7 +24,6 @@ from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.megatron_lm.arguments import add_arguments, add_from_command_line
 from megatron_flux.megatron_lm.install import install
 from megatron_flux.megatron_lm.training_log import log
-from megatron_flux.megatron_lm.validation import validate
 
 _ARGUMENTS = "megatron.training.arguments"
 _YAML = "megatron.training.yaml_arguments"
@@ -68,7 +67,6 @@ def _with_flux(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def validate_args(*args: Any, **kwargs: Any) -> Any:
         validated = add_from_command_line(stock(*args, **kwargs))
-        validate(validated)
         install(validated)
         return validated
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flux.megatron_lm.arguments import config_from
+from megatron_flux.megatron_lm.validation import validate
 from megatron_flux.patch import is_patched, patch, report
 from megatron_flux.patch.registry import installed_megatron_core
 from megatron_flux.version import __version__
 
 
 def install(args: Any) -> None:
-    """Patch megatron-core where ``args.flux`` says so; a second call changes and prints nothing.
+    """Check ``args`` and patch megatron-core where ``args.flux`` says so; a second call changes and prints nothing.
 
     Raises:
+        MegatronArgumentsError: as :func:`~megatron_flux.megatron_lm.validate`.
         UnsupportedVersionError: as :func:`megatron_flux.patch`.
     """
     if not args.flux:
         return
+    validate(args)
     already = is_patched()
     config = config_from(args)
     patch(config)

@@ -143,8 +143,8 @@ def resolve(symbol: Symbol) -> object:
         ) from error
     except IndexError as error:
         raise UnsupportedVersionError(
-            f"megatron-core {installed_megatron_core()} cannot be imported here ({error}); 0.15 builds a CUDA extension "
-            "on import where it finds nvcc, and without a visible GPU must be told for which: "
+            f"megatron-core {installed_megatron_core()} cannot be imported here ({error}); 0.15 builds a CUDA "
+            "extension on import where it finds nvcc, and without a visible GPU must be told for which: "
             "export TORCH_CUDA_ARCH_LIST=9.0"
         ) from error
     present = inspect.signature(target).parameters

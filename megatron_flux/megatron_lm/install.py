@@ -25,7 +25,7 @@ def install(args: Any) -> None:
     config = config_from(args)
     patch(config)
     if not already and args.rank == 0:
-        print(_summary(config.backend, report()["replaced"]), flush=True)
+        print(_summary(config.backend, report()["replaced"]), end="", flush=True)
 
 
 def _summary(backend: str, replaced: list[str]) -> str:
@@ -33,4 +33,5 @@ def _summary(backend: str, replaced: list[str]) -> str:
         f"> megatron-flux {__version__} is on: backend {backend}, megatron-core {installed_megatron_core()}, "
         f"{len(replaced)} methods replaced"
     )
-    return "\n".join([head, *(f"    {path}" for path in replaced)])
+    # The ends of lines included: the ranks share a terminal, and print() writes them apart.
+    return "".join([f"{head}\n", *(f"    {path}\n" for path in replaced)])

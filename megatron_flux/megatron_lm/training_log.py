@@ -85,4 +85,5 @@ def _say_once(rank: int, row: dict[str, int]) -> None:
     elif rank == 0:
         calls = ", ".join(f"{row[f'flux/{operator}_calls']} {operator}" for operator in _OPERATORS)
         stock = row["flux/fallback_calls"]
-        print(f"> megatron-flux: {layers} layers of rank 0 run flux; calls so far: {calls}, {stock} stock", flush=True)
+        line = f"> megatron-flux: {layers} layers of rank 0 run flux; calls so far: {calls}, {stock} stock\n"
+        print(line, end="", flush=True)

@@ -35,6 +35,7 @@ def main() -> int:
         sys.exit(
             f"megatron_lm_compare.py: iterations {sorted(stock)} and {sorted(flux)}: these runs cannot be compared"
         )
+    arms = {"stock": stock, "flux": flux}
     found = {
         "iterations": len(stock),
         **{name: difference(stock, flux, name) for name in VALUES},

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_flux import cli_patch_source
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
+app.add_typer(cli_patch_source.app, name="patch-source")
 
 
 @app.callback(invoke_without_command=True)

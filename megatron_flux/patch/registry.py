@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron_flux.errors import UnsupportedVersionError
-from megatron_flux.patch import megatron_core_0_16, megatron_core_0_17, megatron_core_0_18, megatron_core_0_19
+from megatron_flux.patch import (
+    megatron_core_0_15,
+    megatron_core_0_16,
+    megatron_core_0_17,
+    megatron_core_0_18,
+    megatron_core_0_19,
+)
 from megatron_flux.patch.line import MegatronCoreLine, Symbol
+from megatron_flux.patch.package_info import version_of_tree
 
 LINES: tuple[MegatronCoreLine, ...] = tuple(
-    module.LINE for module in (megatron_core_0_16, megatron_core_0_17, megatron_core_0_18, megatron_core_0_19)
+    module.LINE
+    for module in (
+        megatron_core_0_15,
+        megatron_core_0_16,
+        megatron_core_0_17,
+        megatron_core_0_18,
+        megatron_core_0_19,
+    )
 )
-SUPPORTED_MEGATRON_CORE = SpecifierSet(">=0.16.1,<0.20")
+SUPPORTED_MEGATRON_CORE = SpecifierSet(">=0.15,<0.20")
 SUPPORTED_TORCH = SpecifierSet(">=2.11")
 
 
@@ -27,22 +43,39 @@ def shown(versions: SpecifierSet) -> str:
 
 
 def installed_megatron_core() -> str:
-    """The installed version: distribution metadata, or a source checkout's own ``megatron.core.__version__``.
+    """The version of what ``import megatron.core`` finds: the installed package's, or a source checkout's own.
+
+    A Megatron-LM checkout comes before the installed package when one of its scripts runs, and need not be of the same
+    version. Nothing is imported.
 
     Raises:
         UnsupportedVersionError: there is none.
     """
+    core = _imported_folder()
     try:
-        return version("megatron-core")
+        packaged = Path(str(distribution("megatron-core").locate_file("megatron/core"))).resolve()
+        if core in (None, packaged):
+            return version("megatron-core")
     except PackageNotFoundError:
         pass
     try:
-        return importlib.import_module("megatron.core").__version__
-    except (ImportError, AttributeError):
-        raise UnsupportedVersionError(
-            f"megatron-core is not installed; install a version {shown(SUPPORTED_MEGATRON_CORE)}: "
-            f"pip install 'megatron-core{shown(SUPPORTED_MEGATRON_CORE)}'"
-        ) from None
+        if core is not None:
+            return version_of_tree(core)
+    except (FileNotFoundError, ValueError):
+        pass
+    raise UnsupportedVersionError(
+        f"megatron-core is not installed; install a version {shown(SUPPORTED_MEGATRON_CORE)}: "
+        f"pip install 'megatron-core{shown(SUPPORTED_MEGATRON_CORE)}'"
+    )
+
+
+def _imported_folder() -> Path | None:
+    """The folder that ``import megatron.core`` takes, without importing it; None if there is none."""
+    try:
+        spec = find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return None
+    return Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
 
 
 def find_line(megatron_core: str) -> MegatronCoreLine:
@@ -107,6 +140,12 @@ def resolve(symbol: Symbol) -> object:
         raise UnsupportedVersionError(
             f"{symbol.path} is missing from the installed megatron-core ({error}); use an unmodified release "
             f"{shown(SUPPORTED_MEGATRON_CORE)}"
+        ) from error
+    except IndexError as error:
+        raise UnsupportedVersionError(
+            f"megatron-core {installed_megatron_core()} cannot be imported here ({error}); 0.15 builds a CUDA "
+            "extension on import where it finds nvcc, and without a visible GPU must be told for which: "
+            "export TORCH_CUDA_ARCH_LIST=9.0"
         ) from error
     present = inspect.signature(target).parameters
     missing = [name for name in symbol.parameters if name not in present]

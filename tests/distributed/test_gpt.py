@@ -7,11 +7,13 @@ layers that stay stock, counted and strict; state_dict and sharded_state_dict; a
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from megatron_flux import FallbackError, FluxConfig
 from tests.distributed.data import TOLERANCE, require_close
@@ -19,6 +21,13 @@ from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, lo
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
+
+
+def skip_what_megatron_refuses(world: WorkerPool, family: str) -> None:
+    groups = FAMILIES[family].get("num_query_groups") or world.size
+    if groups < world.size and Version(version("megatron-core")) < Version("0.16"):
+        pytest.skip("megatron-core before 0.16 wants at least as many query groups as ranks")
+
 
 LAYERS = 2
 STRICT = FluxConfig(strict=True)
@@ -65,6 +74,7 @@ def rank_model(family: str, tied: bool, options: dict[str, Any], tolerance: floa
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True], ids=["own output weight", "tied"])
 def test_loss_and_gradients(world: WorkerPool, family: str, tied: bool) -> None:
+    skip_what_megatron_refuses(world, family)
     expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
     assert world.run(rank_model, family, tied, {}, TOLERANCE) == [expected] * world.size
 
@@ -238,6 +248,7 @@ def _require_same_shard(key: str, other: Any, value: Any) -> None:
 
 @pytest.mark.parametrize(("family", "tensors"), [("gpt3", 4 + 12 * LAYERS + 1), ("llama", 3 + 6 * LAYERS)])
 def test_checkpoint_contents(world: WorkerPool, family: str, tensors: int) -> None:
+    skip_what_megatron_refuses(world, family)
     assert world.run(rank_checkpoint_contents, family) == [tensors] * world.size
 
 

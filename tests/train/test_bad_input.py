@@ -210,7 +210,7 @@ def test_out_that_is_a_file(refused: Refused, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "supported"), [("megatron-core", "0.12.1", ">=0.16.1,<0.20"), ("torch", "2.5.1", ">=2.11")]
+    ("package", "found", "supported"), [("megatron-core", "0.12.1", ">=0.15,<0.20"), ("torch", "2.5.1", ">=2.11")]
 )
 def test_unsupported_versions(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, package: str, found: str, supported: str

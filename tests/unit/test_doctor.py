@@ -48,7 +48,7 @@ def test_an_unsupported_megatron_core_is_the_verdict(
     monkeypatch.setattr(registry, "installed_megatron_core", lambda: "0.12.1")
     code, text = run(monkeypatch, capsys)
     assert code == 1
-    assert "megatron-core 0.12.1 is not supported; supported is >=0.16.1,<0.20" in text
+    assert "megatron-core 0.12.1 is not supported; supported is >=0.15,<0.20" in text
     assert "flux cannot run here" in text
     assert "RowParallelLinear" not in text
 

@@ -36,7 +36,9 @@ def python(code: str) -> str:
 
 
 def test_import_is_light() -> None:
-    imported = python(IMPORTED_BY.format(module="megatron_flux, megatron_flux.layers")).split()
+    imported = python(
+        IMPORTED_BY.format(module="megatron_flux, megatron_flux.layers, megatron_flux.megatron_lm")
+    ).split()
     assert "megatron_flux" in imported
     assert [name for name in HEAVY if name in imported] == []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +18,18 @@ from megatron_flux import UnsupportedVersionError
 from megatron_flux.errors import UserError
 from megatron_flux.patch import registry
 from megatron_flux.patch.line import LAYERS, MegatronCoreLine, Symbol
+from megatron_flux.patch.package_info import version_of_tree
 
-RANGE = ("0.16.1", "0.20")
+RANGE = ("0.15", "0.20")
 
 
 @pytest.mark.parametrize(
     ("version", "line"),
     [
+        ("0.15.0", "0.15"),
+        ("0.15.0rc7", "0.15"),
+        ("0.15.3", "0.15"),
+        ("0.16.0", "0.16"),
         ("0.16.1", "0.16"),
         ("0.16.9", "0.16"),
         ("0.16.1.post1", "0.16"),
@@ -42,7 +49,7 @@ def test_supported_versions_find_their_line(version: str, line: str) -> None:
     assert [other for other in registry.LINES if other is not found and Version(line + ".5") in other.versions] == []
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.15.3", "0.16.0", "0.20.0", "0.20.0rc0", "0.21.1", "1.0"])
+@pytest.mark.parametrize("version", ["0.13.1", "0.14.0", "0.14.9", "0.20.0", "0.20.0rc0", "0.21.1", "1.0"])
 def test_other_versions_are_refused_with_the_range(version: str) -> None:
     with pytest.raises(UnsupportedVersionError) as error:
         registry.find_line(version)
@@ -72,10 +79,10 @@ def test_other_torch_is_refused_with_the_range(version: str) -> None:
 
 
 def test_the_lines_cover_the_supported_range_without_overlap() -> None:
-    for version in ("0.16.1", "0.16.99", "0.17", "0.17.99", "0.18", "0.18.99", "0.19", "0.19.99"):
+    for version in ("0.15", "0.15.99", "0.16", "0.16.99", "0.17", "0.17.99", "0.18", "0.18.99", "0.19", "0.19.99"):
         assert Version(version) in registry.SUPPORTED_MEGATRON_CORE
         assert sum(Version(version) in line.versions for line in registry.LINES) == 1
-    for version in ("0.16.0", "0.20"):
+    for version in ("0.14.99", "0.20"):
         assert Version(version) not in registry.SUPPORTED_MEGATRON_CORE
         assert not any(Version(version) in line.versions for line in registry.LINES)
 
@@ -86,27 +93,61 @@ def test_the_installed_release_is_what_its_line_says() -> None:
     assert len(line.symbols) >= 4
 
 
-def test_without_megatron_core_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def _checkout(folder: Path, version: str) -> Path:
+    """A folder with a ``megatron/core`` that states ``version`` and cannot be imported."""
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    major, minor, patch = version.split(".")
+    (core / "package_info.py").write_text(f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n')
+    (core / "__init__.py").write_text("raise RuntimeError")
+    return core
+
+
+def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    def no_module(name: str) -> types.ModuleType:
-        raise ModuleNotFoundError(name)
+    monkeypatch.setattr(registry, "distribution", not_found)
 
-    monkeypatch.setattr(registry, "version", not_found)
-    monkeypatch.setattr(registry.importlib, "import_module", no_module)
+
+def _import_finds(monkeypatch: pytest.MonkeyPatch, core: Path | None) -> None:
+    spec = None if core is None else importlib.util.spec_from_file_location("megatron.core", core / "__init__.py")
+    monkeypatch.setattr(registry, "find_spec", lambda name: spec)
+
+
+def test_without_megatron_core_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    _not_installed(monkeypatch)
+    _import_finds(monkeypatch, None)
     with pytest.raises(UnsupportedVersionError, match="not installed; install a version") as error:
         registry.installed_megatron_core()
     assert all(bound in str(error.value) for bound in RANGE)
 
 
-def test_a_source_checkout_is_asked_for_its_own_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(registry, "version", not_found)
-    monkeypatch.setattr(registry.importlib, "import_module", lambda name: types.SimpleNamespace(__version__="0.19.0"))
+def test_a_source_checkout_is_asked_for_its_own_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _not_installed(monkeypatch)
+    _import_finds(monkeypatch, _checkout(tmp_path, "0.19.0"))
     assert registry.installed_megatron_core() == "0.19.0"
+
+
+def test_a_checkout_ahead_of_the_installed_package_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = importlib.metadata.version("megatron-core")
+    assert registry.installed_megatron_core() == installed
+    _import_finds(monkeypatch, _checkout(tmp_path, "0.15.7"))
+    assert registry.installed_megatron_core() == "0.15.7"
+    assert registry.checked_versions() is registry.LINES[0]
+
+
+@pytest.mark.parametrize("text", ["MAJOR = 0\nMINOR = 16\n", "MAJOR =", "VERSION = '0.16.1'\n"])
+def test_a_tree_without_a_version_is_said_to_have_none(text: str, tmp_path: Path) -> None:
+    core = _checkout(tmp_path, "0.16.1")
+    (core / "package_info.py").write_text(text)
+    with pytest.raises(ValueError, match=r"package_info\.py (does not assign|is not Python)"):
+        version_of_tree(core)
+
+
+def test_the_installed_package_states_its_version_in_its_tree() -> None:
+    core = importlib.util.find_spec("megatron.core").origin
+    assert version_of_tree(Path(core).parent) == importlib.metadata.version("megatron-core")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +189,7 @@ def _line_with(symbol: Symbol) -> MegatronCoreLine:
 @pytest.mark.parametrize(
     "refusal",
     [
-        pytest.param(("installed_megatron_core", lambda: "0.15.3"), id="megatron-core version"),
+        pytest.param(("installed_megatron_core", lambda: "0.14.0"), id="megatron-core version"),
         pytest.param(("LINES", (_line_with(Symbol(path=f"{LAYERS}:Gone", parameters=())),)), id="symbol"),
         pytest.param(
             ("LINES", (_line_with(Symbol(path=f"{LAYERS}:RowParallelLinear.forward", parameters=("gone",))),)),

@@ -1,0 +1,18 @@
+"""Flux in Megatron-LM's own scripts: arguments, checks, the patch before the model is built, and metrics.
+
+Two ways lead here, with the same four functions:
+
+* without edits, :mod:`megatron_flux.megatron_lm.hooks` wraps Megatron-LM's functions as their modules are imported
+  (``python -m megatron_flux.run pretrain_gpt.py``, or ``MEGATRON_FLUX=1``);
+* a patched tree (``megatron-flux patch-source``) calls them itself.
+
+Both at once are harmless: each function does its work once, whoever calls first. Importing this imports nothing of
+Megatron.
+"""
+
+from megatron_flux.megatron_lm.arguments import add_arguments
+from megatron_flux.megatron_lm.install import install
+from megatron_flux.megatron_lm.training_log import log
+from megatron_flux.megatron_lm.validation import MegatronArgumentsError, validate
+
+__all__ = ["MegatronArgumentsError", "add_arguments", "install", "log", "validate"]

@@ -1,0 +1,211 @@
+"""Patch sets for Megatron-LM source trees: which fits a tree, what of it applies, applying and undoing it.
+
+Contract
+    * a tree is examined on copies of the files in question; it is written to only after every patch of the set is known
+      to apply, and what was written is taken back if a write fails;
+    * a patch that is in the tree already is recognised by its reverse applying, so both directions are idempotent;
+    * undoing gives the tree's former bytes, because reverse and forward find the same lines.
+
+``git apply`` does the work, or ``patch`` where there is no git: the tree need not be a git checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from megatron_flux.errors import UserError
+from megatron_flux.patch.package_info import version_of_tree
+
+State = Literal["applied", "applies", "conflicts"]
+_Contents = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """One patch of the set against the tree."""
+
+    name: str
+    state: State
+    rejected: tuple[str, ...] = ()
+    """``file, hunk '@@ header'`` of every hunk that does not fit."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A tree, the patch set for its version, and what the tree's files are without and with the whole set."""
+
+    tree: Path
+    version: str
+    tag: str
+    patches: tuple[PatchState, ...]
+    now: _Contents
+    without: _Contents
+    with_all: _Contents
+
+
+def patch_sets() -> dict[str, tuple[Path, ...]]:
+    """The patches by tag, such as ``core_v0.16.1``, each set in the order of application."""
+    checkout = Path(__file__).parents[2] / "patches" / "megatron-lm"
+    if checkout.is_dir():
+        found = list(checkout.glob("*/*.patch"))
+    else:
+        try:
+            package = distribution("megatron-flux")
+            found = [Path(str(package.locate_file(f))).resolve() for f in package.files or () if f.suffix == ".patch"]
+        except PackageNotFoundError:
+            found = []
+    tags = sorted({path.parent.name for path in found}, key=lambda tag: Version(tag.removeprefix("core_v")))
+    return {tag: tuple(sorted(path for path in found if path.parent.name == tag)) for tag in tags}
+
+
+def examine(tree: Path) -> Examination:
+    """What the patch set for the tree's version would do; changes nothing.
+
+    Raises:
+        UserError: not a Megatron-LM tree, no set for its version, files that the set changes are missing, or neither
+            git nor patch is installed.
+    """
+    version, tag, patches = _set_for(tree)
+    now = _read(tree, sorted({name for patch in patches for name in _files_of(patch)}))
+    applied = set()
+    without = now
+    for patch in reversed(patches):
+        result, rejected = _run(patch, without, reverse=True)
+        if not rejected:
+            applied.add(patch)
+            without = result
+    states, with_all = [], without
+    for patch in patches:
+        with_all, rejected = _run(patch, with_all)
+        state: State = "applied" if patch in applied else "conflicts" if rejected else "applies"
+        states.append(PatchState(patch.stem, state, rejected))
+    return Examination(tree, version, tag, tuple(states), now, without, with_all)
+
+
+def require_clean(found: Examination) -> None:
+    """Refuse a tree in which some patch neither is nor applies.
+
+    Raises:
+        UserError: names the patch and the first hunk.
+    """
+    for patch in found.patches:
+        if patch.state == "conflicts":
+            raise UserError(
+                f"{patch.name} of {found.tag} does not fit {found.tree}: {patch.rejected[0]}; nothing was changed. "
+                "Put the file back to the release's, or make the change by hand (patches/README.md says what it is for)"
+            )
+
+
+def apply(tree: Path) -> Examination:
+    """Apply what is missing of the set; returns what was found before.
+
+    Raises:
+        UserError: as :func:`examine` and :func:`require_clean`.
+    """
+    found = examine(tree)
+    require_clean(found)
+    _write(tree, found.now, found.with_all)
+    return found
+
+
+def revert(tree: Path) -> Examination:
+    """Undo what is applied of the set; returns what was found before.
+
+    Raises:
+        UserError: as :func:`examine` and :func:`require_clean`.
+    """
+    found = examine(tree)
+    require_clean(found)
+    _write(tree, found.now, found.without)
+    return found
+
+
+def _set_for(tree: Path) -> tuple[str, str, tuple[Path, ...]]:
+    try:
+        text = version_of_tree(tree / "megatron" / "core")
+        version = Version(text)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{tree} is not a Megatron-LM source tree: it has no megatron/core/package_info.py; give the folder that "
+            "holds pretrain_gpt.py"
+        ) from None
+    except (ValueError, InvalidVersion) as error:
+        raise UserError(f"{tree}: the version of Megatron-LM cannot be told: {error}") from None
+    sets = patch_sets()
+    for tag, patches in sets.items():
+        if Version(tag.removeprefix("core_v")).release[:2] == version.release[:2]:
+            return text, tag, patches
+    raise UserError(
+        f"there is no patch set for Megatron-LM {text}; there are sets for {', '.join(sets) or 'no version'}. None is "
+        "needed to run flux: python -m megatron_flux.run pretrain_gpt.py ... --flux"
+    )
+
+
+def _files_of(patch: Path) -> list[str]:
+    return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def _read(tree: Path, names: list[str]) -> _Contents:
+    missing = [name for name in names if not (tree / name).is_file()]
+    if missing:
+        raise UserError(f"{tree} has no {', '.join(missing)}; a whole Megatron-LM source tree is needed")
+    return {name: (tree / name).read_bytes() for name in names}
+
+
+def _write(tree: Path, before: _Contents, after: _Contents) -> None:
+    changed = [name for name in before if before[name] != after[name]]
+    closed = [name for name in changed if not os.access(tree / name, os.W_OK)]
+    if closed:
+        raise UserError(f"{tree}: no permission to write {', '.join(closed)}; nothing was changed")
+    try:
+        for name in changed:
+            (tree / name).write_bytes(after[name])
+    except OSError as error:
+        for name in changed:
+            (tree / name).write_bytes(before[name])
+        raise UserError(f"{tree}: {error}; nothing was changed") from error
+
+
+def _run(patch: Path, contents: _Contents, *, reverse: bool = False) -> tuple[_Contents, tuple[str, ...]]:
+    """``contents`` after ``patch`` and no rejected hunks, or ``contents`` unchanged and the rejected hunks."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder).resolve()
+        for name, data in contents.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
+        # Without a ceiling git would take the patch's paths as relative to a repository around the temporary folder.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        environment.update(LC_ALL="C", GIT_CEILING_DIRECTORIES=str(root.parent))
+        done = subprocess.run(  # noqa: S603
+            _command(patch, reverse), cwd=root, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return {name: (root / name).read_bytes() for name in contents}, ()
+        rejected = tuple(
+            f"{path.relative_to(root).with_suffix('')}, hunk '{header}'"
+            for path in sorted(root.rglob("*.rej"))
+            for header in re.findall(r"^@@ .*", path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
+        )
+        return contents, rejected or (done.stderr.strip() or done.stdout.strip(),)
+
+
+def _command(patch: Path, reverse: bool) -> list[str]:
+    git = shutil.which("git")
+    if git is not None:
+        options = ["-c", "core.autocrlf=false", "apply", "--reject", "--whitespace=nowarn"]
+        return [git, *options, *(["--reverse"] if reverse else []), str(patch)]
+    tool = shutil.which("patch")
+    if tool is None:
+        raise UserError("neither git nor patch is installed; install one of them")
+    options = ["--strip=1", "--fuzz=0", "--no-backup-if-mismatch", "--force", "--posix", f"--input={patch}"]
+    return [tool, *options, *(["--reverse"] if reverse else [])]

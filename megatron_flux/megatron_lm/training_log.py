@@ -1,0 +1,89 @@
+"""``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
+
+Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of the last rank alone: no communication is
+added. Megatron-LM logs after every training step, so a row counts what happened since the previous step was logged; an
+evaluation in between counts towards the next row.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from megatron_flux.patch import report
+
+logger = logging.getLogger("megatron_flux")
+
+_OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
+
+
+class StepCounts:
+    """What flux did since the previous logged iteration."""
+
+    def __init__(self) -> None:
+        """Nothing has been logged yet."""
+        self._iteration: int | None = None
+        self._totals: dict[str, int] = {}
+
+    def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, int] | None:
+        """The ``flux/*`` values of ``iteration``, or None if it was logged already.
+
+        Args:
+            iteration: Megatron-LM's number of the step.
+            seen: :func:`megatron_flux.report`.
+        """
+        if iteration == self._iteration:
+            return None
+        totals = {
+            f"flux/{operator}_calls": sum(n for name, n in seen["calls"].items() if name.split("/")[0] == operator)
+            for operator in _OPERATORS
+        }
+        totals["flux/bytes_received"] = seen["bytes_received"]
+        totals["flux/fallback_calls"] = sum(seen["fallbacks"].values())
+        row = {name: value - self._totals.get(name, 0) for name, value in totals.items()}
+        self._iteration, self._totals = iteration, totals
+        return {"flux/active_layers": seen["active_layers"], **row}
+
+
+_counts = StepCounts()
+_said = False
+
+
+def log(iteration: int) -> None:
+    """Add ``flux/*`` to what Megatron-LM logged of ``iteration``; does nothing where flux is off.
+
+    The first call says on rank 0 how many layers run flux, and on every rank where none does.
+    """
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    args = get_args()
+    if not args.flux:
+        return
+    row = _counts.row(iteration, report())
+    if row is None:
+        return
+    _say_once(args.rank, row)
+    if iteration % args.tensorboard_log_interval:
+        return
+    writer = get_tensorboard_writer()
+    if writer:
+        for name, value in row.items():
+            writer.add_scalar(name, value, iteration)
+    wandb = get_wandb_writer()
+    if wandb:
+        wandb.log(row, iteration)
+
+
+def _say_once(rank: int, row: dict[str, int]) -> None:
+    global _said
+    if _said:
+        return
+    _said = True
+    layers = row["flux/active_layers"]
+    if layers == 0:
+        logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration", rank)
+    elif rank == 0:
+        calls = ", ".join(f"{row[f'flux/{operator}_calls']} {operator}" for operator in _OPERATORS)
+        stock = row["flux/fallback_calls"]
+        line = f"> megatron-flux: {layers} layers of rank 0 run flux; calls so far: {calls}, {stock} stock\n"
+        print(line, end="", flush=True)

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Run an unmodified Megatron-LM script, or its unit tests, on CPU processes over gloo: a tool for tests, not a product.
+
+    torchrun --nproc-per-node 2 scripts/megatron_lm_on_cpu.py pretrain_gpt.py --tensor-model-parallel-size 2 ...
+    torchrun --nproc-per-node 2 scripts/megatron_lm_on_cpu.py -m megatron_flux.run pretrain_gpt.py ... --flux
+    torchrun --nproc-per-node 2 scripts/megatron_lm_on_cpu.py -m pytest tests/unit_tests/tensor_parallel
+
+Megatron-LM asks for CUDA in many places that need none. They are answered here with the CPU's own, for both stock and
+flux: what computes (layers, collectives, optimizer, schedules) stays Megatron's. It refuses to run beside a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+# Megatron-LM demands it for sequence parallelism before Blackwell; torch.compile would compile for minutes.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# megatron-core 0.15 builds a CUDA extension on import if it finds nvcc; without a GPU torch needs to be told for which.
+os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.train.cpu_shims import cpu_shims
+from megatron_flux.train.norm import SequenceParallelNorm
+
+_CPU = torch.device("cpu")
+
+
+class _Properties:
+    """What Megatron-LM reads of a device: an architecture below Blackwell, where it takes the ordinary paths."""
+
+    major, minor, total_memory, name, multi_processor_count = 9, 0, 80 << 30, "cpu", 1
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _to_cpu(argument: Any) -> Any:
+    """``argument`` of ``Tensor.to``, with a CUDA device replaced."""
+    if isinstance(argument, str) and argument.startswith("cuda"):
+        return _CPU
+    if isinstance(argument, torch.device) and argument.type == "cuda":
+        return _CPU
+    return argument
+
+
+def _answer_for_cuda() -> None:
+    """What Megatron-LM's scripts ask of ``torch.cuda`` beyond what megatron-core asks."""
+    cuda = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda.get_device_properties = lambda *args, **kwargs: _Properties
+    cuda.get_device_capability = lambda *args, **kwargs: (_Properties.major, _Properties.minor)
+    cuda.get_device_name = lambda *args, **kwargs: _Properties.name
+    cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
+    for name in ("set_device", "manual_seed_all", "empty_cache", "reset_peak_memory_stats", "init", "_lazy_init"):
+        setattr(cuda, name, _nothing)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, _zero)
+    torch.accelerator.current_accelerator = _nothing  # asked by torch's own optimizers; a CUDA build would say CUDA
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
+    tensor_to = torch.Tensor.to
+    torch.Tensor.to = lambda self, *args, **kwargs: tensor_to(self, *map(_to_cpu, args), **kwargs)
+    torch.nn.Module.cuda = lambda self, device=None: self
+
+    init_process_group = dist.init_process_group
+    new_group = dist.new_group
+
+    def over_gloo(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return init_process_group("gloo", *args[1:], **{k: v for k, v in kwargs.items() if k != "backend"})
+
+    def group_over_gloo(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)
+        kwargs.pop("pg_options", None)
+        return new_group(*args, **kwargs)
+
+    dist.init_process_group = over_gloo
+    dist.new_group = group_over_gloo
+
+
+def _replace_in_megatron() -> None:
+    """A norm that runs under sequence parallelism, and no CUDA extensions to compile."""
+    from megatron.core.models import backends
+    from megatron.core.transformer import transformer_block
+
+    backends.LNImpl = backends.WrappedTorchNorm = SequenceParallelNorm
+    transformer_block.LayerNormImpl = SequenceParallelNorm
+    legacy = types.ModuleType("megatron.legacy.fused_kernels")
+    legacy.load = _nothing
+    sys.modules[legacy.__name__] = legacy
+
+
+def main(words: list[str]) -> None:
+    """Run ``SCRIPT arguments`` or ``-m MODULE arguments``."""
+    if torch.cuda.is_available():
+        sys.exit("megatron_lm_on_cpu.py: this machine has a GPU; run the script itself")
+    if not words or words == ["-m"]:
+        sys.exit("usage: megatron_lm_on_cpu.py [-m] SCRIPT_OR_MODULE [arguments]")
+    as_module = words[0] == "-m"
+    target, sys.argv = (words[1], words[1:]) if as_module else (words[0], words)
+    # As `python SCRIPT` does it; with -m, as `python -m` does.
+    sys.path[0] = os.getcwd() if as_module else str(Path(target).resolve().parent)
+    with cpu_shims():
+        _answer_for_cuda()
+        _replace_in_megatron()
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

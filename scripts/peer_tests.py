@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Run a Megatron-LM checkout's own unit tests once stock and once with flux, and compare test by test.
+
+    python scripts/peer_tests.py CHECKOUT --nproc 8 --out OUT              # on GPUs
+    python scripts/peer_tests.py CHECKOUT --nproc 2 --out OUT --cpu        # as far as they run on CPUs
+
+Each test file is run by torchrun with pytest on every rank, stock then flux, with a time limit for each run. A test
+passes when it passes on every rank. OUT/comparison.json has every test, OUT/comparison.md the table; exit code 1 means
+that flux failed something that stock passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ARMS = ("stock", "flux")
+FILES = (
+    "tests/unit_tests/tensor_parallel",
+    "tests/unit_tests/transformer/test_transformer_block.py",
+    "tests/unit_tests/transformer/test_transformer_block_custom_pgs.py",
+    "tests/unit_tests/transformer/test_transformer_layer.py",
+    "tests/unit_tests/transformer/test_attention.py",
+    "tests/unit_tests/transformer/test_mlp.py",
+    "tests/unit_tests/transformer/test_multi_latent_attention.py",
+    "tests/unit_tests/transformer/moe/test_sequential_mlp.py",
+    "tests/unit_tests/transformer/moe/test_shared_experts.py",
+    "tests/unit_tests/dist_checkpointing/test_serialization.py",
+    "tests/unit_tests/dist_checkpointing/models/test_gpt_model.py",
+    "tests/unit_tests/dist_checkpointing/models/test_mlp_glu.py",
+    "tests/unit_tests/models/test_gpt_model.py",
+)
+
+
+def main() -> int:
+    """Run both arms of every file and write the comparison."""
+    options = _options()
+    checkout = options.checkout.resolve()
+    if not (checkout / "tests" / "unit_tests").is_dir():
+        sys.exit(f"peer_tests.py: {checkout} has no tests/unit_tests; give a whole Megatron-LM checkout")
+    out = options.out.resolve()
+    if out.exists():
+        sys.exit(f"peer_tests.py: {out} exists; give a folder that does not")
+    files = [name for path in options.tests or FILES for name in _test_files(checkout, path)]
+    results: dict[str, dict[str, Any]] = {arm: {"tests": {}, "ended": {}, "flux": Counter()} for arm in ARMS}
+    for name in files:
+        for arm in ARMS:
+            print(f"{arm:5}  {name}", flush=True)
+            code = _run(options, checkout, out, arm, name)
+            _collect(results[arm], out, arm, name, code, options.nproc)
+    return _compare(results, out, options)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="a Megatron-LM checkout, with its tests")
+    parser.add_argument(
+        "tests", nargs="*", help="test files or folders in it (default: layers, blocks, checkpoints, GPT)"
+    )
+    parser.add_argument("--nproc", type=int, default=8, help="processes (GPUs); Megatron-LM's tests expect 8")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the comparison; must not exist")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU over gloo, with megatron_lm_on_cpu.py")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one file in one arm")
+    return parser.parse_args()
+
+
+def _test_files(checkout: Path, path: str) -> list[str]:
+    whole = checkout / path
+    if not whole.exists():
+        print(f"skip   {path}: not in this checkout")
+        return []
+    found = sorted(whole.glob("test_*.py")) if whole.is_dir() else [whole]
+    return [str(file.relative_to(checkout)) for file in found]
+
+
+def _slug(name: str) -> str:
+    return name.removeprefix("tests/unit_tests/").removesuffix(".py").replace("/", ".")
+
+
+def _run(options: argparse.Namespace, checkout: Path, out: Path, arm: str, name: str) -> int | None:
+    """The exit code of one file in one arm, None where it ran past the limit."""
+    folder = out / arm
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
+    words = ["-m", "pytest", "-p", "peer_tests_plugin", "-o", "addopts=", "-q", "-p", "no:cacheprovider", name]
+    if options.cpu:
+        words = [str(HERE / "megatron_lm_on_cpu.py"), *words]
+    path = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PEER_TESTS_ARM": arm,
+        "PEER_TESTS_OUT": str(folder / _slug(name)),
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with (folder / f"{_slug(name)}.log").open("w") as log:
+        process = subprocess.Popen(  # noqa: S603
+            [*launcher, *words], cwd=checkout, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            return process.wait(options.timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def _collect(result: dict[str, Any], out: Path, arm: str, name: str, code: int | None, nproc: int) -> None:
+    """Add one file's outcomes: the worst over the ranks, or failed where a rank did not get to it."""
+    ranks: list[dict[str, dict[str, Any]]] = []
+    for rank in range(nproc):
+        path = out / arm / f"{_slug(name)}.rank{rank}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        ranks.append({row["test"]: row for row in rows if "test" in row})
+        for row in rows:
+            result["flux"].update(row.get("flux", {}).get("calls", {}))
+    result["ended"][name] = "time limit" if code is None else f"exit code {code}"
+    for test in sorted({test for rank in ranks for test in rank}):
+        outcomes = [rank.get(test, {"outcome": "failed", "why": "not finished"}) for rank in ranks]
+        worst = next((o for kind in ("failed", "passed") for o in outcomes if o["outcome"] == kind), outcomes[0])
+        result["tests"][test] = {"outcome": worst["outcome"], "why": worst.get("why", "")}
+
+
+def _compare(results: dict[str, dict[str, Any]], out: Path, options: argparse.Namespace) -> int:
+    stock, flux = (results[arm]["tests"] for arm in ARMS)
+    absent = {"outcome": "not run", "why": ""}
+    worse = {
+        test: flux.get(test, absent)
+        for test in stock
+        if stock[test]["outcome"] == "passed" and flux.get(test, absent)["outcome"] != "passed"
+    }
+    comparison = {
+        "processes": options.nproc,
+        "device": "cpu" if options.cpu else "cuda",
+        "counts": {arm: dict(Counter(t["outcome"] for t in results[arm]["tests"].values())) for arm in ARMS},
+        "failed_by_flux_only": worse,
+        "flux_calls": dict(results["flux"]["flux"]),
+        "ended": {arm: results[arm]["ended"] for arm in ARMS},
+        "tests": {
+            test: {"stock": stock.get(test, absent), "flux": flux.get(test, absent)} for test in {**stock, **flux}
+        },
+    }
+    (out / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
+    text = _table(comparison)
+    (out / "comparison.md").write_text(text)
+    print(text)
+    shutil.rmtree(out / "__pycache__", ignore_errors=True)
+    return 1 if worse else 0
+
+
+def _table(comparison: dict[str, Any]) -> str:
+    """One line per test file: passed, failed and skipped tests of each arm, and those that only flux failed."""
+    files: dict[str, dict[str, Counter[str]]] = {}
+    for test, arms in comparison["tests"].items():
+        name = test.split("::")[0].removesuffix(" (import)")
+        counts = files.setdefault(name, {arm: Counter() for arm in ARMS})
+        for arm in ARMS:
+            counts[arm][arms[arm]["outcome"]] += 1
+    lines = ["| file | stock: passed, failed, skipped | flux | failed by flux only |", "| --- | --- | --- | --- |"]
+    for name, counts in files.items():
+        cells = [", ".join(str(counts[arm][kind]) for kind in ("passed", "failed", "skipped")) for arm in ARMS]
+        worse = sum(test.split("::")[0].removesuffix(" (import)") == name for test in comparison["failed_by_flux_only"])
+        lines.append(f"| {name.removeprefix('tests/unit_tests/')} | {cells[0]} | {cells[1]} | {worse} |")
+    calls = ", ".join(f"{n} {name}" for name, n in sorted(comparison["flux_calls"].items())) or "none"
+    return "\n".join([*lines, "", f"Operator calls of the flux arm, over all ranks: {calls}.", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A stand-in Megatron-LM tree, and a way to run its script on two gloo processes or one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron_lm.stand_in import write_tree
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "pretrain_tiny.py"
+LAYOUT = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
+@dataclass
+class Result:
+    """What a run printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def rows(self, kind: str) -> list[Any]:
+        """The decoded rows that the stand-in's ``tensorboard`` or ``wandb`` writer printed."""
+        return [json.loads(line.split(" ", 1)[1]) for line in self.out.splitlines() if line.startswith(kind + " ")]
+
+    @property
+    def losses(self) -> list[float]:
+        return [value for _, name, value in self.rows("tensorboard") if name == "lm loss"]
+
+    def flux(self, name: str) -> list[float]:
+        return [value for _, tag, value in self.rows("tensorboard") if tag == f"flux/{name}"]
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree nobody changes."""
+    return write_tree(tmp_path_factory.mktemp("megatron-lm"))
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that, on the path, is this package as pip would install it, with the entry points of pyproject.toml."""
+    folder = tmp_path_factory.mktemp("site")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "megatron_flux_under_test-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-flux-under-test\nVersion: 1\n")
+    lines = [
+        line for group, names in points.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(tree: Path) -> Run:
+    """Run ``python WORDS`` on ``processes`` ranks, in the tree, with this checkout on the path."""
+
+    def run_(*words: str, processes: int = 1, folder: Path = tree, path: tuple[Path, ...] = (), **more: str) -> Result:
+        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_FLUX")
+        kept = {name: value for name, value in os.environ.items() if name not in hidden}
+        earlier = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
+        environment = {
+            **kept,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, path), *earlier]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            **more,
+        }
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        done = subprocess.run(
+            [sys.executable, *(launcher if processes > 1 else []), *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,  # a machine shared by many is slow, not wrong
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    return run_

@@ -1,0 +1,65 @@
+"""What is refused, how, and that it is refused before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.run.__main__ import main
+from tests.megatron_lm.conftest import LAYOUT, SCRIPT, Run
+from tests.megatron_lm.stand_in import write_tree
+
+
+def test_arguments_that_do_not_go_with_flux(run: Run) -> None:
+    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--tp-comm-overlap", "--flux")
+    assert result.code == 1
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith(
+        "megatron_flux.megatron_lm.validation.MegatronArgumentsError: flux is on, but --tp-comm-overl"
+    )
+    assert "lm loss" not in result.out
+
+
+def test_an_unknown_backend_is_refused_by_the_parser(run: Run) -> None:
+    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-backend", "warp")
+    assert result.code == 2
+    assert "argument --flux-backend: invalid choice: 'warp'" in result.err
+
+
+def test_an_unknown_value_of_the_variable_is_refused_by_the_parser(run: Run, installed: Path) -> None:
+    result = run(SCRIPT, *LAYOUT, path=(installed,), MEGATRON_FLUX="yes")
+    assert result.code == 2
+    assert "MEGATRON_FLUX='yes' in the environment; set it to 1 (on) or 0 (off)" in result.err
+
+
+def test_a_tree_that_lacks_a_function_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    arguments = write_tree(tmp_path) / "megatron" / "training" / "arguments.py"
+    arguments.write_text(arguments.read_text().replace("def validate_args", "def check_args"))
+    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", folder=tmp_path)
+    assert result.code == 1
+    assert "megatron.training.arguments.validate_args is missing" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "no script was given"), (["nothing.py"], "'nothing.py' is not a file")]
+)
+def test_run_without_a_script(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"megatron-flux: error: {said}")
+    assert "usage: python -m megatron_flux.run SCRIPT" in printed
+
+
+def test_run_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_flux.run SCRIPT")
+
+
+def test_the_script_sees_what_python_would_give_it(run: Run, tree: Path) -> None:
+    elsewhere = tree.parent
+    words = ("-m", "megatron_flux.run", f"{tree.name}/{SCRIPT}", "--flux")
+    line = run(*words, folder=elsewhere).out.splitlines()[0]
+    assert line == f"argv {tree.name}/{SCRIPT} path {tree}"

@@ -1,0 +1,91 @@
+"""A Megatron-LM script, unmodified and patched, with flux switched on in each way: real layers, two processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.megatron_lm import source_patches
+from tests.megatron_lm.conftest import LAYOUT, SCRIPT, Result, Run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+ON = "> megatron-flux 0.1.0 is on: backend auto"
+SAID = "> megatron-flux: 2 layers of rank 0 run flux; calls so far: 2 all_gather_gemm, 2 gemm_reduce_scatter, 0 stock"
+
+
+@pytest.fixture(scope="module")
+def stock(tree: Path, request: pytest.FixtureRequest) -> Result:
+    from tests.megatron_lm.conftest import run
+
+    result = run.__wrapped__(tree)(SCRIPT, *LAYOUT, processes=2)
+    assert result.code == 0, result.err
+    assert len(set(result.losses)) == 3
+    assert "flux" not in result.out
+    return result
+
+
+def require_flux(result: Result, stock: Result) -> None:
+    """Flux ran in both layers, said so once, reached both writers once per step, and changed no bit of the loss."""
+    assert result.code == 0, result.err
+    assert result.losses == stock.losses
+    assert result.out.count(ON) == 1
+    assert result.out.count(SAID) == 1
+    assert result.flux("active_layers") == [2, 2, 2]
+    assert result.flux("all_gather_gemm_calls") == [2, 2, 2]
+    assert result.flux("gemm_reduce_scatter_calls") == [2, 2, 2]
+    assert result.flux("fallback_calls") == [0, 0, 0]
+    received = result.flux("bytes_received")
+    assert received[0] > 0
+    assert len(set(received)) == 1
+    rows = [(iteration, row) for iteration, row in result.rows("wandb") if "lm loss" not in row]
+    assert [iteration for iteration, _ in rows] == [1, 2, 3]
+    assert rows[1][1]["flux/active_layers"] == 2
+    assert len(rows[1][1]) == 5
+    replaced = [line.strip() for line in result.out.splitlines() if line.startswith("    megatron.core.")]
+    assert "megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl" in replaced
+    assert "megatron.core.tensor_parallel.layers.RowParallelLinear.forward" in replaced
+
+
+def test_run(run: Run, stock: Result) -> None:
+    require_flux(run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", processes=2), stock)
+
+
+def test_run_without_the_argument_is_stock(run: Run, stock: Result) -> None:
+    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, processes=2)
+    assert result.code == 0, result.err
+    assert result.losses == stock.losses
+    assert "> megatron-flux" not in result.out
+    assert result.flux("active_layers") == []
+    arguments = json.loads(next(line for line in result.out.splitlines() if line.startswith("arguments"))[10:])
+    assert arguments["flux"] is False
+    assert arguments["flux_backend"] == "auto"
+
+
+def test_variable(run: Run, stock: Result, installed: Path) -> None:
+    require_flux(run(SCRIPT, *LAYOUT, processes=2, path=(installed,), MEGATRON_FLUX="1"), stock)
+
+
+def test_patched_tree(run: Run, stock: Result, tree: Path, installed: Path, tmp_path: Path) -> None:
+    patched = Path(shutil.copytree(tree, tmp_path / "tree"))
+    source_patches.apply(patched)
+    require_flux(run(SCRIPT, *LAYOUT, "--flux", processes=2, folder=patched), stock)
+    # Wrapped as well, everything still happens once.
+    require_flux(run(SCRIPT, *LAYOUT, processes=2, folder=patched, path=(installed,), MEGATRON_FLUX="1"), stock)
+
+
+def test_yaml(run: Run, stock: Result, tmp_path: Path) -> None:
+    """Megatron-LM drops the command line for --yaml-cfg; flux is not dropped with it."""
+    config = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "train_iters": 3,
+        "log_interval": 1,
+        "tensorboard_log_interval": 1,
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    words = ("-m", "megatron_flux.run", SCRIPT, "--yaml-cfg", str(tmp_path / "config.yaml"), "--flux")
+    require_flux(run(*words, processes=2), stock)

@@ -1,0 +1,233 @@
+"""The parts of flux in Megatron-LM's scripts: arguments, their checks, counts per step, and what is logged where."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import types
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from megatron_flux import FluxConfig, UserError
+from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, training_log, validate
+from megatron_flux.megatron_lm.arguments import add_from_command_line, config_from
+from megatron_flux.megatron_lm.training_log import StepCounts
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX", raising=False)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+
+
+# Arguments.
+
+
+def test_off_with_the_defaults_of_the_config() -> None:
+    args = parsed()
+    assert args.flux is False
+    assert config_from(args) == FluxConfig()
+
+
+def test_every_field_of_the_config_has_an_argument_with_help() -> None:
+    text = add_arguments(argparse.ArgumentParser()).format_help()
+    for field in fields(FluxConfig):
+        assert f"--flux-{field.name.replace('_', '-')}" in text
+        assert f"FluxConfig.{field.name}" not in text, "write a help text for it"
+
+
+def test_arguments_become_the_config() -> None:
+    args = parsed("--flux", "--flux-backend", "reference", "--flux-strict")
+    assert args.flux is True
+    assert config_from(args) == FluxConfig(backend="reference", strict=True)
+    assert config_from(parsed("--flux", "--no-flux-strict")) == FluxConfig()
+
+
+def test_adding_the_group_twice_adds_it_once() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_arguments(add_arguments(parser)) is parser
+    assert parser.format_help().count("--flux-backend") == 2  # usage and description
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
+def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX", value)
+    assert parsed().flux is on
+    assert parsed("--flux").flux is True
+    assert parsed("--no-flux").flux is False
+
+
+def test_another_value_of_the_variable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX", "true")
+    with pytest.raises(SystemExit) as exit_:
+        parsed()
+    assert exit_.value.code == 2
+    assert "MEGATRON_FLUX='true'" in capsys.readouterr().err
+
+
+def test_what_a_yaml_file_dropped_comes_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--yaml-cfg", "x.yaml", "--flux", "--flux-strict"])
+    args = add_from_command_line(types.SimpleNamespace(flux_strict=False))
+    assert (args.flux, args.flux_backend) == (True, "auto")
+    assert args.flux_strict is False, "the file decides what it names"
+
+
+def test_a_config_without_all_arguments_takes_defaults() -> None:
+    assert config_from(types.SimpleNamespace(flux=True, flux_strict=True)) == FluxConfig(strict=True)
+
+
+# Checks.
+
+
+def arguments(**changes: Any) -> types.SimpleNamespace:
+    good = {
+        "flux": True,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "tp_comm_overlap": False,
+        "fp8": None,
+        "fp4": None,
+        "use_megatron_fsdp": False,
+        "cuda_graph_impl": "none",
+    }
+    return types.SimpleNamespace(**{**good, **changes})
+
+
+def test_what_goes_with_flux_passes() -> None:
+    validate(arguments())
+    validate(types.SimpleNamespace(flux=True, tensor_model_parallel_size=8, sequence_parallel=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensor_model_parallel_size": 1, "sequence_parallel": False}, "--tensor-model-parallel-size 2 or more"),
+        ({"sequence_parallel": False}, "give --sequence-parallel"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap has TransformerEngine overlap the same communication"),
+        ({"fp8": "hybrid"}, "stock with --fp8-format"),
+        ({"fp4": "e2m1"}, "stock with --fp4-format"),
+        ({"use_megatron_fsdp": True}, "stock with --use-megatron-fsdp"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+    ],
+)
+def test_what_does_not_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(MegatronArgumentsError, match=re.escape(said)) as error:
+        validate(arguments(**changes))
+    assert "\n" not in str(error.value)
+    assert "--no-flux" in str(error.value)
+    assert isinstance(error.value, AssertionError | UserError)
+    validate(arguments(**changes, flux=False))
+
+
+def test_all_reasons_are_said_at_once() -> None:
+    with pytest.raises(MegatronArgumentsError) as error:
+        validate(arguments(sequence_parallel=False, tp_comm_overlap=True, fp8="e4m3"))
+    assert all(word in str(error.value) for word in ("--sequence-parallel", "--tp-comm-overlap", "--fp8-format"))
+
+
+# Metrics.
+
+
+def seen(calls: dict[str, int], received: int = 0, fallbacks: dict[str, int] | None = None) -> dict[str, Any]:
+    return {"active_layers": 4, "calls": calls, "bytes_received": received, "fallbacks": fallbacks or {}}
+
+
+def test_a_row_is_what_happened_since_the_last_one() -> None:
+    counts = StepCounts()
+    first = counts.row(1, seen({"all_gather_gemm/reference": 3, "gemm_reduce_scatter/fused": 2}, 100))
+    assert first == {
+        "flux/active_layers": 4,
+        "flux/all_gather_gemm_calls": 3,
+        "flux/gemm_reduce_scatter_calls": 2,
+        "flux/bytes_received": 100,
+        "flux/fallback_calls": 0,
+    }
+    calls = {
+        "all_gather_gemm/reference": 5,
+        "all_gather_gemm/fused": 4,
+        "gemm_reduce_scatter/fused": 2,
+        "all_gather/x": 9,
+    }
+    second = counts.row(2, seen(calls, 150, {"column: tp = 1": 6, "row: tp = 1": 1}))
+    assert second == {
+        "flux/active_layers": 4,
+        "flux/all_gather_gemm_calls": 6,
+        "flux/gemm_reduce_scatter_calls": 0,
+        "flux/bytes_received": 50,
+        "flux/fallback_calls": 7,
+    }
+    assert counts.row(2, seen({})) is None
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.rows: list[tuple[Any, ...]] = []
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.rows.append((iteration, name, value))
+
+    def log(self, row: dict[str, Any], iteration: int) -> None:
+        self.rows.append((iteration, row))
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """The three functions of Megatron-LM's ``global_vars`` that log() calls: no release for this Python has them."""
+    args = types.SimpleNamespace(flux=True, rank=0, tensorboard_log_interval=2)
+    world = types.SimpleNamespace(args=args, tensorboard=Writer(), wandb=Writer(), layers=4)
+    module = types.ModuleType("megatron.training.global_vars")
+    module.get_args = lambda: world.args
+    module.get_tensorboard_writer = lambda: world.tensorboard
+    module.get_wandb_writer = lambda: world.wandb
+    for name in ("megatron.training", module.__name__):
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+    monkeypatch.setattr(training_log, "_counts", StepCounts())
+    monkeypatch.setattr(training_log, "_said", False)
+    monkeypatch.setattr(training_log, "report", lambda: {**seen({}), "active_layers": world.layers})
+    return world
+
+
+def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.SimpleNamespace) -> None:
+    for iteration in (1, 2, 2, 3, 4):
+        training_log.log(iteration)
+    assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
+    assert len(megatron.tensorboard.rows) == 10
+    assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
+
+
+def test_wandb_alone_is_enough(megatron: types.SimpleNamespace) -> None:
+    megatron.tensorboard = None
+    training_log.log(2)
+    assert len(megatron.wandb.rows) == 1
+
+
+def test_a_rank_without_writers_logs_nothing(megatron: types.SimpleNamespace) -> None:
+    megatron.tensorboard = megatron.wandb = None
+    training_log.log(2)
+
+
+def test_nothing_is_logged_where_flux_is_off(megatron: types.SimpleNamespace) -> None:
+    megatron.args.flux = False
+    training_log.log(2)
+    assert megatron.tensorboard.rows == megatron.wandb.rows == []
+
+
+def test_flux_without_a_layer_is_said_on_every_rank(
+    megatron: types.SimpleNamespace, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron.layers, megatron.args.rank = 0, 3
+    caplog.set_level(logging.WARNING, logger="megatron_flux")
+    training_log.log(1)
+    training_log.log(2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "megatron_flux: flux is on, but no layer of rank 3 ran it in the first iteration"
+    ]
+    assert capsys.readouterr().out == ""

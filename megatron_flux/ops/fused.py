@@ -1,4 +1,7 @@
-"""The ``fused`` backend: one persistent Triton kernel per operator over symmetric memory.
+"""The ``fused`` backend: one persistent kernel per operator over symmetric memory.
+
+Hopper gets the warp-specialised kernels (:mod:`megatron_flux.kernels.hopper`) wherever TMA can address the operands
+and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
 
 Contract: that of :mod:`megatron_flux.ops.backend`; all ranks of a group make the same calls in the same order. A
 gathered input is a view of the slab, valid until the next operator call on the group. Results are fresh tensors.
@@ -6,7 +9,7 @@ gathered input is a view of the slab, valid until the next operator call on the 
 Determinism: both operators are bitwise reproducible (see the kernels).
 
 Limits, said by :meth:`FusedBackend.why_not`: bf16 or fp16 on CUDA, one host with peer access, 2, 4 or 8 ranks. Anything
-TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the same kernels on plain pointers.
+TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on pointers.
 
 Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
 waits for *its* peers at the same time (NCCL of data parallelism) can hold SMs while it waits for a rank whose SMs are

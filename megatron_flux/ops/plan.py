@@ -1,7 +1,10 @@
 """What a fused call can choose: tile, schedule and transport, and the choice without a tuner.
 
-The rules come from measurements on four H200s (results/ops-h200x4-nvlink): with 128 x 256 tiles the usual shapes make
-multiples of 128 tiles, so four of 132 SMs are free for moving or adding data at no cost in waves.
+The rules come from measurements on four H200s. Warp-specialised kernels (results/ops-h200x4-nvlink): all SMs multiply,
+so what counts is the number of rounds of tiles; a tile's pieces are best sent over three quarters of the next tile's
+time.
+Plain kernels (results/ops-h200x4-nvlink-triton): with 128 x 256 tiles the usual shapes make multiples of 128 tiles, so
+four of 132 SMs are free for moving or adding data at no cost in rounds.
 """
 
 from __future__ import annotations

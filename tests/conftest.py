@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.distributed import te_stand_in
 from tests.distributed.pool import WorkerPool
 
 
@@ -27,16 +28,23 @@ def world4() -> Iterator[WorkerPool]:
     yield from _pool(4)
 
 
+def _te_pool(size: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(size)
+    pool.run(te_stand_in.warm_up, timeout=300.0)
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture(scope="session")
 def te_world2() -> Iterator[WorkerPool]:
     """Two ranks of their own for TransformerEngine, which must be there before megatron-core is imported."""
-    yield from _pool(2)
+    yield from _te_pool(2)
 
 
 @pytest.fixture(scope="session")
 def te_world4() -> Iterator[WorkerPool]:
     """Four of them."""
-    yield from _pool(4)
+    yield from _te_pool(4)
 
 
 @pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="session")

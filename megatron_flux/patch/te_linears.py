@@ -44,18 +44,11 @@ class TELinearPatch:
     def norm_column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TELayerNormColumnParallelLinear.forward``."""
 
-        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, options: dict[str, Any]) -> Output:
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
-            norm = te.norm(layer)
+            norm_weight, norm_bias = layer.layer_norm_weight, layer.layer_norm_bias
             y = norm_column_parallel_linear(
-                x,
-                layer.layer_norm_weight,
-                layer.layer_norm_bias,
-                layer.weight,
-                bias,
-                layer.tp_group,
-                norm=norm,
-                **options,
+                x, norm_weight, norm_bias, weight, bias, layer.tp_group, norm=te.norm(layer), **options
             )
             return y, layer.bias if layer.te_return_bias else None
 
@@ -64,9 +57,9 @@ class TELinearPatch:
     def column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TEColumnParallelLinear.forward``."""
 
-        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, options: dict[str, Any]) -> Output:
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
-            y = column_parallel_linear(x, layer.weight, bias, layer.tp_group, **options)
+            y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)
             return y, layer.bias if layer.te_return_bias else None
 
         return self._forward(COLUMN, stock, run)
@@ -74,41 +67,34 @@ class TELinearPatch:
     def row_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TERowParallelLinear.forward``."""
 
-        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, options: dict[str, Any]) -> Output:
-            y = row_parallel_linear(x, layer.weight, layer.tp_group, **options)
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
+            y = row_parallel_linear(x, weight, layer.tp_group, **options)
             if layer.apply_bias:
                 y = y + layer.bias  # not sharded: added once, after the sum
             return y, layer.bias if layer.te_return_bias else None
 
         return self._forward(ROW, stock, run)
 
-    def _forward(
-        self,
-        kind: str,
-        stock: Callable[..., Any],
-        run: Callable[[TransformerEngine, Any, torch.Tensor, dict[str, Any]], Output],
-    ) -> Callable[..., Any]:
+    def _forward(self, kind: str, stock: Callable[..., Any], run: Callable[..., Output]) -> Callable[..., Any]:
         linears = self._linears
 
         def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
-            te = self._te
-            reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, args, kwargs)
+            te, weight = self._te, getattr(layer, "weight", None)  # none where parameters are split
+            reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, weight, args, kwargs)
             if reason is not None:
                 linears.fallbacks.take(kind, reason, layer, strict=linears.config.strict)
                 return stock(layer, x, *args, **kwargs)
             linears.activate(layer)
-            weight = layer.weight
             first = layer.is_first_microbatch
             output = run(
                 te,
                 layer,
                 x,
-                {
-                    "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
-                    "overwrite_main_grad": (first and not layer.disable_parameter_transpose_cache)
-                    or getattr(weight, "overwrite_main_grad", False),
-                    "backend": linears.config.backend,
-                },
+                weight,
+                gradient_accumulation_fusion=layer.fuse_wgrad_accumulation,
+                overwrite_main_grad=(first and not layer.disable_parameter_transpose_cache)
+                or getattr(weight, "overwrite_main_grad", False),
+                backend=linears.config.backend,
             )
             if first:
                 layer.is_first_microbatch = False
@@ -122,6 +108,7 @@ class TELinearPatch:
         kind: str,
         layer: Any,
         x: torch.Tensor,
+        weight: torch.Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str | None:
@@ -137,14 +124,14 @@ class TELinearPatch:
             return "no tensor-parallel group"
         if getattr(layer, "te_quant_params", None) is not None:
             return "quantization of single modules (te_quant_params)"
-        reason = te.why_stock(layer) or self._linears.why_stock_common(layer, x, layer.weight)
+        reason = te.why_stock(layer, weight) or self._linears.why_stock_common(layer, x, weight)
         if reason is not None:
             return reason
         if kind == NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:
             return f"dtypes {x.dtype} and {layer.layer_norm_weight.dtype} (norm)"
         for name, neutral in self._linears.line.neutral_attributes.items():
-            if getattr(layer.weight, name, neutral) not in (None, neutral):
-                return f"unsupported weight attribute {name}={getattr(layer.weight, name)!r}"
-        if kind != ROW and layer.apply_bias and layer.bias.requires_grad and not layer.weight.requires_grad:
+            if getattr(weight, name, neutral) not in (None, neutral):
+                return f"unsupported weight attribute {name}={getattr(weight, name)!r}"
+        if kind != ROW and layer.apply_bias and layer.bias.requires_grad and not weight.requires_grad:
             return "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
         return None

@@ -101,8 +101,11 @@ class TransformerEngine:
         self._debug = importlib.import_module("transformer_engine.debug.pytorch.debug_state").TEDebugState
         _ = self._debug.debug_enabled  # missing here rather than at the first call
 
-    def why_stock(self, layer: Any) -> str | None:
-        """Why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None."""
+    def why_stock(self, layer: Any, weight: torch.Tensor) -> str | None:
+        """Why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
+
+        ``weight`` is ``layer.weight``, which is slow to get.
+        """
         if any(_userbuffers(layer)):
             return "userbuffers (tp_comm_overlap)"
         if layer.wgrad_store.delay_wgrad_compute():
@@ -115,8 +118,8 @@ class TransformerEngine:
             return "quantized weights"
         if len(layer.weight_names) != 1:
             return "parameters_split"
-        if type(layer.weight) is not torch.nn.Parameter:
-            return f"weight of type {type(layer.weight).__name__}"
+        if type(weight) is not torch.nn.Parameter:
+            return f"weight of type {type(weight).__name__}"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
         if getattr(layer, "return_layernorm_output", False):

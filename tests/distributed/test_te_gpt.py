@@ -106,7 +106,8 @@ def rank_spec_of_train(layers: dict[str, str]) -> None:
         config: Any = SimpleNamespace(transformer_impl="transformer_engine")
         layer, norm = layer_spec(config)
         assert norm is extension.TENorm
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
+        mlp = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]  # from 0.18 on
         found = {name: getattr(attention, name, None) or getattr(mlp, name) for name in layers}
         assert found == {name: getattr(extension, cls) for name, cls in layers.items()}
 
@@ -126,9 +127,10 @@ def test_spec_of_train(te_world2: WorkerPool) -> None:
 
 def rank_checkpoint_contents() -> int:
     """The keys and shards of a checkpoint: patched as stock, and TransformerEngine's spec as the local one."""
-    from megatron.core import parallel_state
 
     def shards(model: Any) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         found = model.sharded_state_dict(metadata=metadata)
         attributes = ("global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype")

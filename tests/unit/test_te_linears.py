@@ -60,7 +60,8 @@ class Seam:
     def __init__(self) -> None:
         self.reason: str | None = None
 
-    def why_stock(self, layer: Any) -> str | None:
+    def why_stock(self, layer: Any, weight: torch.Tensor) -> str | None:
+        assert weight is layer.weight
         return self.reason
 
     def norm(self, layer: Any) -> str:

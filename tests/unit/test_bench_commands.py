@@ -15,7 +15,7 @@ from megatron_flux import cli
 from megatron_flux.bench import worker, world
 from megatron_flux.run import launcher
 
-STORED = Path(__file__).parents[2] / "results" / "ops-h200x4-nvlink" / "tuned.json"
+STORED = Path(__file__).parents[2] / "results" / "ops-h200x4-nvlink-triton" / "tuned.json"
 FEW = ["--models", "llama-70b", "--tokens", "1024", "--directions", "forward"]
 
 Run = Callable[..., tuple[int, str, str]]

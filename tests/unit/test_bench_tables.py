@@ -15,7 +15,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops.plan import Plan
 from megatron_flux.ops.tuner import describe
 
-STORED = Path(__file__).parents[2] / "results" / "ops-h200x4-nvlink"
+STORED = Path(__file__).parents[2] / "results" / "ops-h200x4-nvlink-triton"
 
 
 def printed(show: Any, *arguments: Any, **more: Any) -> list[str]:

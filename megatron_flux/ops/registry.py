@@ -13,6 +13,8 @@ from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.ops.tuner import TunedBackend
 
 _backends: dict[str, Backend] = {}
+_selected: dict[tuple[object, ...], Backend] = {}
+"""Answers of :func:`select` for GPUs, where asking the backends for their limits takes longer than a launch."""
 
 
 def register_backend(backend: Backend) -> None:
@@ -26,6 +28,7 @@ def register_backend(backend: Backend) -> None:
     if backend.name == "auto" or backend.name in _backends:
         raise UserError(f"backend name {backend.name!r} is taken; registered: {', '.join(backend_names())}")
     _backends[backend.name] = backend
+    _selected.clear()
 
 
 def backend_names() -> list[str]:
@@ -36,9 +39,22 @@ def backend_names() -> list[str]:
 def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
     """The backend that runs this call.
 
+    On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x`` and contiguity of
+    ``weight``; settings of the process must be made before.
+
     Raises:
         UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
+    if not x.is_cuda:
+        return _select(name, x, weight, group)
+    call = (name, group, x.dtype, x.device, weight is None or weight.is_contiguous())
+    found = _selected.get(call)
+    if found is None:
+        found = _selected[call] = _select(name, x, weight, group)
+    return found
+
+
+def _select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
     if name == "auto":
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
             if backend.automatic and backend.why_not(x, weight, group) is None:

@@ -197,7 +197,8 @@ class TunedBackend:
         transposed: bool,
     ) -> dict[str, Any]:
         """``{"backend", "plan", "ms", "gemm_ms"}`` for this call: ``ms`` by candidate, ``gemm_ms`` of the GEMM alone
-        (absent from answers of earlier versions)."""
+        (absent from answers of earlier versions).
+        """
         tp = group.size()
         key = describe(op, m, n, k, x, transposed, tp, topology.probe(group, x.device).kind)
         found = self.answers.get((group.group_name, key))

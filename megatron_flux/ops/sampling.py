@@ -138,6 +138,11 @@ def choices() -> dict[str, dict[str, Any]]:
     }
 
 
+def choices_made() -> int:
+    """How many there are."""
+    return len(_tuner().answers)
+
+
 def _tuner() -> TunedBackend:
     backend = get_backend(_TUNED)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself

@@ -19,6 +19,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import torch
+
 FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
 
@@ -129,6 +131,17 @@ class Gpu:
             return float(function(*arguments))
         except self._nvml.NVMLError:
             return None
+
+
+def of_device(device: torch.device) -> Gpu:
+    """The GPU behind a CUDA device of this process.
+
+    Raises:
+        LookupError: as :class:`Gpu`, or the device is none of CUDA's.
+    """
+    if device.type != "cuda":
+        raise LookupError("this run is on the CPU")
+    return Gpu(str(torch.cuda.get_device_properties(device).uuid))
 
 
 class Glance:

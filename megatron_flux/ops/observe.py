@@ -101,17 +101,17 @@ class Times:
 class CallTimer:
     """Times calls while it is in use (:func:`timed_by`). Its marks are kept for the next time."""
 
-    def __init__(self, device: torch.device) -> None:
-        """``device`` is where the operators run."""
-        self._kind: type[Any] = _DeviceMark if device.type == "cuda" else _HostMark
-        self._marks: list[Any] = []
+    def __init__(self) -> None:
+        """Nothing is timed yet."""
+        self._marks: dict[type[Any], list[Any]] = {_DeviceMark: [], _HostMark: []}
         self._used = 0
         self._segments: list[tuple[Call, bool, Any, Any]] = []
 
     def begin(self, call: Call, *, first: bool) -> None:
         """A segment of ``call`` begins; ``first`` is False for the wait that finishes an earlier one."""
-        start = self._mark()
-        self._segments.append((call, first, start, self._mark()))
+        kind = _DeviceMark if call.device.type == "cuda" else _HostMark
+        start = self._mark(kind)
+        self._segments.append((call, first, start, self._mark(kind)))
         start.record()
 
     def end(self) -> None:
@@ -129,11 +129,12 @@ class CallTimer:
         self._used = 0
         return found
 
-    def _mark(self) -> Any:
-        if self._used == len(self._marks):
-            self._marks.append(self._kind())
+    def _mark(self, kind: type[Any]) -> Any:
+        marks = self._marks[kind]
         self._used += 1
-        return self._marks[self._used - 1]
+        while len(marks) < self._used:
+            marks.append(kind())
+        return marks[self._used - 1]
 
 
 @dataclass

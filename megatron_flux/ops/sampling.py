@@ -1,6 +1,6 @@
 """Every so many steps, what the operators' calls of one step took, and what that says about overlap.
 
-    sampler = Sampler(interval, device)
+    sampler = Sampler(interval)
     with sampler.step(iteration):
         ...                          # one training step
     values = sampler.result()        # None unless that step was sampled
@@ -31,10 +31,10 @@ _TUNED = "tuned"
 class Sampler:
     """Times the calls of one step out of ``interval``."""
 
-    def __init__(self, interval: int, device: torch.device) -> None:
-        """``interval`` 0 is never; ``device`` is where the operators run."""
+    def __init__(self, interval: int) -> None:
+        """``interval`` 0 is never."""
         self.interval = interval
-        self._timer = CallTimer(device)
+        self._timer = CallTimer()
         self._alone = AloneTimes(_answer)
         self._sampling = False
 

@@ -34,10 +34,10 @@ class Telemetry:
     def __init__(self, interval: int, device: torch.device, *, flux: bool) -> None:
         """``interval``: steps between samples, 0 is never; ``flux``: the arm runs patched."""
         self._flux = flux
-        self.gpu_source = "none: this run is on the CPU"
-        self._sampler = sampling.Sampler(interval, device)
+        self.gpu_source = "none: nothing is sampled"
+        self._sampler = sampling.Sampler(interval)
         self._gpu: nvml.Gpu | None = None
-        if device.type == "cuda" and interval:
+        if interval:
             self._open_gpu(device)
         self._last_seconds = 0.0
         self._reading: nvml.Reading | None = None
@@ -47,7 +47,7 @@ class Telemetry:
 
     def _open_gpu(self, device: torch.device) -> None:
         try:
-            self._gpu = nvml.Gpu(str(torch.cuda.get_device_properties(device).uuid))
+            self._gpu = nvml.of_device(device)
             self.gpu_source = nvml.source()
         except LookupError as error:
             self.gpu_source = f"none: {error}"

@@ -21,7 +21,6 @@ from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
-CPU = torch.device("cpu")
 DELAY = 0.05
 
 
@@ -59,7 +58,7 @@ def register() -> None:
 
 def rank_sampled() -> dict[str, Any]:
     register()
-    sampler = Sampler(2, CPU)
+    sampler = Sampler(2)
     seen = []
     before = torch.get_rng_state()
     for iteration in (1, 2, 3):
@@ -99,7 +98,7 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
 
 def rank_measured_once() -> list[int]:
     register()
-    sampler, counts = Sampler(1, CPU), []
+    sampler, counts = Sampler(1), []
     from megatron_flux.ops import alone
 
     measured = alone.measure

@@ -23,8 +23,13 @@ SEED = 0
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
-    """The records that count for timing: those that are no warm-up."""
-    return [record for record in records if not record["warmup"]]
+    """The records that count for timing: no warm-up, and no profiler, which slows a step."""
+    return [record for record in records if counts(record)]
+
+
+def counts(record: Record) -> bool:
+    """Whether the time of this iteration counts."""
+    return not record["warmup"] and not record.get("profiled")
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
@@ -52,7 +57,7 @@ def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tu
         by_block: dict[int, list[float]] = {}
         for record in records:
             times = by_block.setdefault(record["block"], [])
-            if not record["warmup"]:
+            if counts(record):
                 times.append(record["iteration-time"])
         return [by_block[block] for block in sorted(by_block)]
 

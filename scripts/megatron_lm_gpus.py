@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -31,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import limited
 import megatron_lm_compare as compare
 import megatron_lm_machine as machine
 
@@ -166,21 +164,13 @@ def _run(
         words.insert(0, str(HERE / "megatron_lm_on_cpu.py"))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
     began = time.monotonic()
-    with (folder / "run.log").open("w") as log:
-        process = subprocess.Popen(  # noqa: S603
-            [sys.executable, *launcher, *words],
-            cwd=cwd,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = None
+    code = limited.run(
+        [sys.executable, *launcher, *words],
+        cwd=cwd,
+        environment=environment,
+        log=folder / "run.log",
+        seconds=options.timeout,
+    )
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         shutil.copy(file, folder / "run.wandb")
     return {

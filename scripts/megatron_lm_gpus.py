@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import tarfile
@@ -173,11 +174,11 @@ def _run(
     )
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         shutil.copy(file, folder / "run.wandb")
-    return {
-        "exit code": code,
-        "seconds": time.monotonic() - began,
-        "command": " ".join(["torchrun", *launcher[2:], *words]),
-    }
+    command = ("MEGATRON_FLUX=1 " if arm == "variable" else "") + shlex.join(["torchrun", *launcher[2:], *words])
+    # Paths of this machine are nobody's business elsewhere.
+    for path, shown in ((out, "OUT"), (HERE, "scripts"), (here.scratch, "SCRATCH")):
+        command = command.replace(str(path), shown)
+    return {"exit code": code, "seconds": time.monotonic() - began, "command": command}
 
 
 def _against_stock(options: argparse.Namespace, out: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:

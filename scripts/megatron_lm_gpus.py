@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -125,7 +126,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         --seq-length {options.seq_length} --max-position-embeddings {options.seq_length}
         --micro-batch-size {options.micro_batch_size} --global-batch-size {options.micro_batch_size}
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.006
-        --train-iters {options.iterations} --lr 3e-5 --min-lr 3e-6 --lr-warmup-iters 5 --lr-decay-style cosine
+        --train-iters {options.iterations} --lr {"1e-3" if options.cpu else "3e-5"} --min-lr 3e-6
+        --lr-warmup-iters 5 --lr-decay-style cosine
         --mock-data --tokenizer-type NullTokenizer --vocab-size {255 if options.cpu else 50256} --split 90,5,5
         --num-workers 1 --eval-iters 1 --eval-interval 1000 --log-interval 1 --seed 1234 --log-throughput
         --log-timers-to-tensorboard --no-one-logger --distributed-timeout-minutes 2
@@ -184,8 +186,8 @@ def _run(
 def _against_stock(options: argparse.Namespace, out: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Every finished run beside stock of the same implementation; what was read goes to ``runs``."""
     for name, run in runs.items():
-        lines = (out / name / "run.log").read_text(errors="replace").splitlines()
-        run["flux said"] = [line for line in lines if line.startswith("> megatron-flux") or "runs stock" in line]
+        # Not at the beginning of a line: the ranks share the log, and some of their lines end late.
+        run["flux said"] = re.findall(r"> megatron-flux.*|.*runs stock.*", (out / name / "run.log").read_text())
         if run["exit code"] == 0:
             run["rows from"], run["rows"] = _rows(out / name)
             run["iteration-time (s)"] = compare.times(run["rows"], options.skip)

@@ -187,7 +187,9 @@ def _against_stock(options: argparse.Namespace, out: Path, runs: dict[str, dict[
     """Every finished run beside stock of the same implementation; what was read goes to ``runs``."""
     for name, run in runs.items():
         # Not at the beginning of a line: the ranks share the log, and some of their lines end late.
-        run["flux said"] = re.findall(r"> megatron-flux.*|.*runs stock.*", (out / name / "run.log").read_text())
+        run["flux said"] = re.findall(
+            r"> megatron-flux.*|.*runs stock.*", (out / name / "run.log").read_text(errors="replace")
+        )
         if run["exit code"] == 0:
             run["rows from"], run["rows"] = _rows(out / name)
             run["iteration-time (s)"] = compare.times(run["rows"], options.skip)

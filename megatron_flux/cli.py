@@ -12,6 +12,7 @@ import typer
 from megatron_flux import cli_patch_source, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
+from megatron_flux.cli_bench_metrics import metrics_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
@@ -51,6 +52,7 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
 
 
 bench.add_typer(bench_app)  # its commands become bench's own
+bench.add_typer(metrics_app)
 app.add_typer(bench, name="bench")
 app.command()(tune)
 

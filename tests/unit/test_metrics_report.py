@@ -11,10 +11,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
+from megatron_flux.metrics.plots import MAX_BANDS, all_figures, step_times
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import summarize, write_report
-from megatron_flux.metrics.plots import MAX_BANDS, all_figures, step_times
 from tests.unit.metrics_records import Record, interleaved, write_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"

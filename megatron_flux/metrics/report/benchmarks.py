@@ -9,6 +9,7 @@ from typing import Any
 from megatron_flux.metrics.redact import without_secrets
 from megatron_flux.metrics.report import figures_bars
 from megatron_flux.metrics.report.differences import flat
+from megatron_flux.metrics.report.figures import label
 from megatron_flux.metrics.report.parts import Chapter, Part, Table
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.rows import UNKNOWN
@@ -31,10 +32,16 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
         if not calls:
             continue
         methods = {
-            name: (colour, symbol, [overlap_efficiency(row.get(key), row["gemm_ms"], row["serial_ms"]) for row in calls])
+            name: (
+                colour,
+                symbol,
+                [overlap_efficiency(row.get(key), row["gemm_ms"], row["serial_ms"]) for row in calls],
+            )
             for key, (name, colour, symbol) in METHODS.items()
         }
-        figure, caption = figures_bars.efficiencies([_call(row, "<br>") for row in calls], methods)
+        figure, caption = figures_bars.efficiencies(
+            [label(_call(row, "\n")).replace("\n", "<br>") for row in calls], methods
+        )
         parts.append(Part(f"e-{op}", f"{title}: overlap efficiency", figure, caption))
         parts.append(Part(f"ms-{op}", f"{title}: milliseconds", table=_times(calls), caption=TIMES))
     if not rows:
@@ -46,7 +53,13 @@ TIMES = "Median over rounds of the slowest rank, all methods interleaved in one 
 
 
 def _times(calls: Sequence[Mapping[str, Any]]) -> Table:
-    keys = {"gemm_ms": "GEMM", "serial_ms": "in turn", "async_tp_ms": "async-TP", "fused_ms": "fused", "tuned_ms": "tuned"}
+    keys = {
+        "gemm_ms": "GEMM",
+        "serial_ms": "in turn",
+        "async_tp_ms": "async-TP",
+        "fused_ms": "fused",
+        "tuned_ms": "tuned",
+    }
     return Table(
         [
             (
@@ -70,7 +83,7 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
     parts: list[Part] = []
     for number, (title, group) in enumerate(groupby(run.summary["rows"], key=_workload), 1):
         rows = list(group)
-        breakdowns = {row["arm"]: row["breakdown"] for row in rows}
+        breakdowns = {label(row["arm"]): _parts(row["breakdown"]) for row in rows}
         layers = max(rows[0].get("layers") or 1, 1)
         figure, _ = figures_bars.time_parts(breakdowns, "layer")
         caption = f"{TRACED} {UNCOUNTED}" if figure else "No step was traced, so nobody knows where the time went."
@@ -84,9 +97,12 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
 
 TRACED = "One traced step of rank 0. Exposed: communication beside which nothing else ran."
 UNCOUNTED = "Communication inside a fused kernel counts as that kernel. The floor skips all communication: no training."
-LAYERS = (
-    "Median over rounds of the slowest rank (quartiles). Hidden: share of what leaving out all communication would save."
-)
+LAYERS = "Median over rounds of the slowest rank (quartiles). Hidden: share of what leaving out all communication would save."
+
+
+def _parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
+    """The parts by the names that a training run's ``breakdown.json`` has for them."""
+    return {name.removesuffix("_ms"): value for name, value in breakdown.items() if value is not None}
 
 
 def _workload(row: Mapping[str, Any]) -> str:
@@ -131,5 +147,5 @@ def _around(run: Run) -> list[Part]:
     known["configuration"] = run.settings
     for name, value in known.items():
         if isinstance(value, Mapping) and (pairs := list(flat(without_secrets(value)))):
-            found.append(Part(name, name.capitalize(), table=Table(pairs)))
+            found.append(Part(name, name.capitalize(), table=Table(pairs), folded=True))
     return found

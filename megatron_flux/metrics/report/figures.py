@@ -27,10 +27,15 @@ STYLE = {
 
 
 def figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
-    """Traces with axes titled ``x`` and ``y``; everything else of ``layout`` is plotly's."""
+    """Traces with axes titled ``x`` and ``y``; ``layout`` holds what else differs from the report's usual."""
     axes = {
-        "xaxis": {"title": {"text": x}, "automargin": True, "zeroline": False, **layout.pop("xaxis", {})},
-        "yaxis": {"title": {"text": y}, "automargin": True, "zeroline": False, **layout.pop("yaxis", {})},
+        name: {
+            "title": {"text": title, "font": {"size": 13}},
+            "automargin": True,
+            "zeroline": False,
+            **layout.pop(name, {}),
+        }
+        for name, title in (("xaxis", x), ("yaxis", y))
     }
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     margin = {"l": 8, "r": 12, "t": 36 if any(trace.get("showlegend", True) for trace in traces) else 12, "b": 8}
@@ -42,7 +47,7 @@ def line(colour: str, *, x: float | None = None, y: float | None = None, dash: s
     at = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} if y is None else {"y0": y, "y1": y}
     if y is not None:
         at |= {"xref": "paper", "x0": 0, "x1": 1}
-    return {"type": "line", "layer": "below", "name": colour, "line": {"width": 1, "dash": dash}, **at}
+    return {"type": "line", "layer": "above", "name": colour, "line": {"width": 1, "dash": dash}, **at}
 
 
 def counted(count: int, noun: str = "iteration") -> str:
@@ -53,3 +58,8 @@ def counted(count: int, noun: str = "iteration") -> str:
 def finite(value: float | None) -> float | None:
     """A gap for what cannot be drawn."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def label(text: str) -> str:
+    """A name that comes from a run, as plotly has to be given it: plotly takes some tags in text for markup."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron_flux.metrics.report.figures import Arms, Drawn, figure, finite, line
 
 TIME_PARTS: dict[str, tuple[str, str]] = {
-    "gemm_ms": ("GEMM", "part-gemm"),
-    "fused_ms": ("fused operators", "part-fused"),
-    "attention_ms": ("attention", "part-attention"),
-    "norm_ms": ("norm", "part-norm"),
-    "other_ms": ("other kernels", "part-rest"),
-    "communication_exposed_ms": ("exposed communication", "part-exposed"),
-    "idle_ms": ("idle", "part-idle"),
+    "gemm": ("GEMM", "part-gemm"),
+    "fused": ("fused operators", "part-fused"),
+    "attention": ("attention", "part-attention"),
+    "norm": ("norm", "part-norm"),
+    "optimizer": ("optimizer", "part-optimizer"),
+    "other": ("other kernels", "part-rest"),
+    "communication_exposed": ("exposed communication", "part-exposed"),
+    "idle": ("idle", "part-idle"),
 }
-"""What a breakdown consists of (:mod:`megatron_flux.bench.breakdown`), in the order of the stack: name and colour.
+"""The disjoint parts of a breakdown in the order of the stack: name and colour.
 
-Hidden communication is not in the stack: it takes no time of its own."""
+Hidden communication is not among them: it takes no time of its own."""
 
 
 def peak_memory(arms: Arms) -> Drawn:
@@ -48,8 +48,8 @@ def peak_memory(arms: Arms) -> Drawn:
     return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=200), "Largest allocation on any rank."
 
 
-def time_parts(breakdowns: Mapping[str, Mapping[str, Any]], unit: str) -> Drawn:
-    """Stacked bars of :data:`TIME_PARTS` (ms per ``unit``), one bar for each named breakdown."""
+def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Drawn:
+    """Stacked bars of :data:`TIME_PARTS` (ms per ``unit``), one bar for each named breakdown; nothing to say."""
     known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
     if not known:
         return None, ""
@@ -67,13 +67,12 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, Any]], unit: str) -> Drawn:
         for key, (label, colour) in TIME_PARTS.items()
         if any(known[name].get(key) for name in names)
     ]
-    shown = figure(traces, f"ms per {unit}", "", barmode="stack", bargap=0.35, height=150 + 44 * len(names))
-    # Under the axis: above, a legend of seven entries would cover the bars on a phone.
-    shown["layout"]["legend"] = {"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top", "traceorder": "normal"}
-    shown["layout"]["margin"]["t"] = 12
-    shown["layout"]["legend"] |= {"yref": "container", "y": 0, "yanchor": "bottom"}
-    shown["layout"]["margin"]["b"] = 110
-    return shown, ""
+    # Below the axis: above, a legend of eight entries would cover the bars on a phone.
+    legend = {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+    margin = {"l": 8, "r": 12, "t": 12, "b": 120}
+    height = 180 + 44 * len(names)
+    layout = {"barmode": "stack", "bargap": 0.35, "height": height, "legend": legend, "margin": margin}
+    return figure(traces, f"ms per {unit}", "", **layout), ""
 
 
 def efficiencies(
@@ -109,14 +108,19 @@ def efficiencies(
                 "marker": {"symbol": symbol, "size": 9},
             }
         )
-    caption = "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn (dashed)."
+    caption = "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn."
     if cut:
         caption += f" {cut} points below {100 * low:.0f} % are drawn at the edge."
     top = max(1.1, *(value for _, _, values in methods.values() for value in values if value is not None)) + 0.05
-    axis = {"range": [100 * low - 5 if cut else min(-5.0, _least(methods) - 5), 100 * top], "ticksuffix": " %"}
+    axis = {
+        "range": [100 * low - 5 if cut else min(-5.0, _least(methods) - 5), 100 * top],
+        "dtick": 50,
+        "tickfont": {"size": 11},
+    }
     lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
-    height = 110 + 34 * len(rows)
-    return figure(traces, "overlap efficiency", "", xaxis=axis, shapes=lines, height=height), caption
+    height = 130 + 40 * len(rows)
+    names = {"tickfont": {"size": 11}}
+    return figure(traces, "overlap efficiency (%)", "", xaxis=axis, yaxis=names, shapes=lines, height=height), caption
 
 
 def _least(methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> float:

@@ -26,9 +26,7 @@ def curves(arms: Arms, name: str, unit: str) -> Drawn:
         if any(math.isfinite(record[name]) for record in records)
     ]
     lost = {arm: sum(not math.isfinite(record[name]) for record in records) for arm, records in arms.items()}
-    caption = " ".join(
-        f"The {arm} {name} is not finite in {counted(count)}." for arm, count in lost.items() if count
-    )
+    caption = " ".join(f"The {arm} {name} is not finite in {counted(count)}." for arm, count in lost.items() if count)
     caption += "".join(f" The {arm} arm has no records." for arm, records in arms.items() if not records)
     if not traces:
         return None, caption.strip()
@@ -60,5 +58,3 @@ def difference(arms: Arms, name: str) -> Drawn:
     }
     axis = {"tickformat": ".1e", "rangemode": "tozero"}
     return figure([trace], "iteration", "relative difference (1)", yaxis=axis, height=280), caption
-
-

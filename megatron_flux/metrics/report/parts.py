@@ -10,6 +10,10 @@ Figure = dict[str, Any]
 """A plotly figure as plain JSON; a trace's colour is a name of the palette in its ``meta.colour``."""
 
 
+NOT_RECORDED = "Not recorded"
+"""How the caption of a part begins whose data the run does not have."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Cells as text. With a head the first column names the row and the others are figures; without, pairs."""
@@ -27,6 +31,8 @@ class Part:
     figure: Figure | None = None
     caption: str = ""
     table: Table | None = None
+    folded: bool = False
+    """For those who look for it: closed on a page, left out of Markdown."""
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,7 @@ def load(path: Path) -> Run:
             raise UserError(f"cannot read {file}: {error.strerror}; name a folder that you may read") from error
         arms[arm] = tail.records
         problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
-    breakdowns = {
-        arm: parts for arm in ARMS if (parts := _json(path / arm / "breakdown.json", problems)) and arms[arm]
-    }
+    breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
     return Run(path, name, "training", _summary(path, arms, config, problems), config, arms, breakdowns, problems)
 
 
@@ -134,9 +132,7 @@ def pair(baseline: Run, flux: Run) -> Run:
         config=flux.config,
         arms=arms,
         breakdowns={
-            arm: run.breakdowns[arm]
-            for arm, run in (("baseline", baseline), ("flux", flux))
-            if arm in run.breakdowns
+            arm: run.breakdowns[arm] for arm, run in (("baseline", baseline), ("flux", flux)) if arm in run.breakdowns
         },
     )
 
@@ -163,6 +159,15 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     except UserError as error:
         problems.append(f"{str(error).replace(str(path), path.name)}.")
         return {}
+
+
+def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
+    found = _json(path, problems)
+    parts = found.get("parts")
+    if found and not (isinstance(parts, dict) and all(isinstance(ms, int | float) for ms in parts.values())):
+        problems.append(f"{path.parent.name}/breakdown.json has no parts in ms: left out.")
+        return {}
+    return found
 
 
 def _summary(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_flux.metrics.redact import without_secrets
 from megatron_flux.metrics.report import figures_bars, figures_curves, figures_time, machine, operators
 from megatron_flux.metrics.report.differences import flat
-from megatron_flux.metrics.report.parts import Chapter, Part, Table
+from megatron_flux.metrics.report.parts import NOT_RECORDED, Chapter, Part, Table
 from megatron_flux.metrics.report.run import Run
-from megatron_flux.metrics.redact import without_secrets
 from megatron_flux.metrics.rows import UNKNOWN, findings, rows
 
-NO_BREAKDOWN = (
-    "Not recorded: no step of this run was traced (`--profile-steps` traces some), so nobody knows where the time went."
-)
+NO_BREAKDOWN = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
 
 
 def chapter(run: Run, id_: str) -> Chapter:
@@ -43,14 +41,25 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("fallbacks", "Calls left to stock Megatron", table=_fallbacks(run), caption=_fallback_caption(run)),
         *_settings(run),
     ]
-    return Chapter(id_, run.name, run.verdict, _subtitle(run), [part for part in parts if part is not None])
+    return Chapter(id_, run.name, run.verdict, _subtitle(run), _gathered(parts))
+
+
+def _gathered(parts: list[Part]) -> list[Part]:
+    """What was not recorded in one table, before the settings, instead of many sections with nothing in them."""
+    missing = [part for part in parts if part.caption.startswith(NOT_RECORDED) and not part.figure and not part.table]
+    if not missing:
+        return parts
+    rows = [(part.title, part.caption.removeprefix(NOT_RECORDED).strip(" :") or "in this run") for part in missing]
+    kept = [part for part in parts if part not in missing]
+    where = next((index for index, part in enumerate(kept) if part.id == "fallbacks"), len(kept))
+    return [*kept[: where + 1], Part("missing", NOT_RECORDED, table=Table(rows)), *kept[where + 1 :]]
 
 
 def _subtitle(run: Run) -> str:
     device, layout = run.summary.get("device"), run.summary.get("layout")
     words = ["stock Megatron (baseline) against the patched one (flux)"]
-    if isinstance(run.settings.get("preset"), str):
-        words.append(run.settings["preset"])
+    if run.settings.get("preset") not in (None, run.name):
+        words.append(str(run.settings["preset"]))
     if isinstance(device, dict):
         words.append(f"{device.get('count', '?')} × {device.get('name', '?')}")
     if isinstance(layout, dict):
@@ -75,21 +84,27 @@ def _findings(run: Run) -> list[tuple[str, str]]:
 
 
 def _where_time_goes(run: Run) -> Part:
-    figure, _ = figures_bars.time_parts(run.breakdowns, "step")
+    title = "Where the time goes"
+    figure, _ = figures_bars.time_parts({arm: found["parts"] for arm, found in run.breakdowns.items()}, "step")
     if figure is None:
-        return Part("time", "Where the time goes", caption=NO_BREAKDOWN)
-    missing = [arm for arm in run.arms if arm not in run.breakdowns and run.arms[arm]]
-    caption = "One traced step of one rank. Exposed: communication beside which nothing else ran."
-    caption += "".join(f" The {arm} arm has none." for arm in missing)
-    head = ("ms per step", *run.breakdowns)
-    names = {key: label for key, (label, _) in figures_bars.TIME_PARTS.items()}
-    names |= {"communication_hidden_ms": "hidden communication (takes no time)", "span_ms": "all"}
-    table = [
-        (label, *(_ms(parts.get(key)) for parts in run.breakdowns.values()))
-        for key, label in names.items()
-        if any(parts.get(key) is not None for parts in run.breakdowns.values())
+        return Part("time", title, caption=NO_BREAKDOWN)
+    rows = [
+        (label, *(_ms(found["parts"].get(part)) for found in run.breakdowns.values()))
+        for part, (label, _) in figures_bars.TIME_PARTS.items()
+        if any(found["parts"].get(part) for found in run.breakdowns.values())
     ]
-    return Part("time", "Where the time goes", figure, caption, Table(table, head))
+    for key, label in (("span_ms", "step"), ("communication_hidden_ms", "hidden communication (takes no time)")):
+        rows.append((label, *(_ms(found.get(key)) for found in run.breakdowns.values())))
+    said = [f"{arm}: {_traced(found)}." for arm, found in run.breakdowns.items()]
+    said += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in run.breakdowns]
+    caption = "Exposed: communication beside which nothing else ran. " + " ".join(said)
+    return Part("time", title, figure, caption, Table(rows, head=("ms per step", *run.breakdowns)))
+
+
+def _traced(found: dict[str, Any]) -> str:
+    steps = found.get("steps")
+    which = f"steps {steps[0]} to {steps[1]}" if isinstance(steps, list) and len(steps) == 2 else "traced steps"
+    return f"{which} of rank {found.get('rank', '?')}, timeline of the {str(found.get('source', '?')).upper()}"
 
 
 def _ms(value: Any) -> str:
@@ -120,7 +135,7 @@ def _settings(run: Run) -> list[Part]:
         "configuration": run.settings,
     }
     return [
-        Part(name, name.capitalize(), table=Table(pairs))
+        Part(name, name.capitalize(), table=Table(pairs), folded=name != "command")
         for name, value in known.items()
         if value and (pairs := list(flat(without_secrets(value if isinstance(value, dict) else {"": value}))))
     ]

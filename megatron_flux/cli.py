@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source
+from megatron_flux import cli_patch_source, cli_report
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
+from megatron_flux.cli_watch import watch
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
@@ -52,6 +53,8 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
 bench.add_typer(bench_app)  # its commands become bench's own
 app.add_typer(bench, name="bench")
 app.command()(tune)
+app.add_typer(cli_report.app, name="report")
+app.command()(watch)
 
 
 @app.command()

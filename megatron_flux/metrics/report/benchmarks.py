@@ -12,7 +12,7 @@ from megatron_flux.metrics.report.differences import flat
 from megatron_flux.metrics.report.figures import label
 from megatron_flux.metrics.report.parts import Chapter, Part, Table
 from megatron_flux.metrics.report.run import Run
-from megatron_flux.metrics.rows import UNKNOWN
+from megatron_flux.metrics.rows import CROSS, MINUS, UNKNOWN
 from megatron_flux.metrics.statistics import overlap_efficiency
 
 OPERATORS = {"all_gather_gemm": "All-gather + GEMM", "gemm_reduce_scatter": "GEMM + reduce-scatter"}
@@ -35,7 +35,7 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
             name: (
                 colour,
                 symbol,
-                [overlap_efficiency(row.get(key), row["gemm_ms"], row["serial_ms"]) for row in calls],
+                [_efficiency(row, key) for row in calls],
             )
             for key, (name, colour, symbol) in METHODS.items()
         }
@@ -64,14 +64,18 @@ def _times(calls: Sequence[Mapping[str, Any]]) -> Table:
         [
             (
                 _call(row, " "),
-                f"{row['m']} × {row['n']} × {row['k']}",
+                f" {CROSS} ".join(str(row[name]) for name in "mnk"),
                 *(_number(row.get(key), "{:.3f}") for key in keys),
-                _percent(overlap_efficiency(row.get("tuned_ms"), row["gemm_ms"], row["serial_ms"])),
+                _percent(_efficiency(row, "tuned_ms")),
             )
             for row in calls
         ],
-        head=("call", "m × n × k", *keys.values(), "E tuned"),
+        head=("call", f"m {CROSS} n {CROSS} k", *keys.values(), "E tuned"),
     )
+
+
+def _efficiency(row: Mapping[str, Any], method: str) -> float | None:
+    return overlap_efficiency(row.get(method), row["gemm_ms"], row["serial_ms"])
 
 
 def _call(row: Mapping[str, Any], separator: str) -> str:
@@ -97,7 +101,7 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
 
 TRACED = "One traced step of rank 0. Exposed: communication beside which nothing else ran."
 UNCOUNTED = "Communication inside a fused kernel counts as that kernel. The floor skips all communication: no training."
-LAYERS = "Median over rounds of the slowest rank (quartiles). Hidden: share of what leaving out all communication would save."
+LAYERS = "Median over rounds of the slowest rank (quartiles). Hidden: share of what no communication would save."
 
 
 def _parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
@@ -106,7 +110,7 @@ def _parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _workload(row: Mapping[str, Any]) -> str:
-    return f"{row['model']}, {row['seq']} × {row['micro_batch']}"
+    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}"
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -115,7 +119,7 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
             (
                 row["arm"],
                 f"{row['ms_per_layer']:.2f} ({row['ms_per_layer_low']:.2f}…{row['ms_per_layer_high']:.2f})",
-                _number(row.get("speedup_vs_te"), "{:.3f}×"),
+                _number(row.get("speedup_vs_te"), "{:.3f}" + CROSS),
                 _percent(row.get("hidden_share")),
                 _number(row["breakdown"].get("communication_exposed_ms"), "{:.2f}"),
                 _number(row.get("peak_memory_gb"), "{:.1f}"),
@@ -131,12 +135,12 @@ def _number(value: Any, form: str) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{100 * value:.0f} %".replace("-", "\u2212")
+    return UNKNOWN if value is None else f"{100 * value:.0f} %".replace("-", MINUS)
 
 
 def _where(run: Run) -> str:
     summary = run.summary
-    return f"{summary.get('tp', '?')} × {summary.get('device', '?')}, {summary.get('link', '?')}"
+    return f"{summary.get('tp', '?')} {CROSS} {summary.get('device', '?')}, {summary.get('link', '?')}"
 
 
 def _around(run: Run) -> list[Part]:

@@ -45,6 +45,16 @@ def difference_table(runs: Sequence[Run]) -> Table | None:
     return Table(rows, head=("setting", *(run.name for run in runs))) if rows else None
 
 
+def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
+    """``name a and b`` for each of these settings that both runs know and that is not the same."""
+    a, b = first.settings, second.settings
+    return [
+        f"{name} {a[name] or 'none'} and {b[name] or 'none'}"
+        for name in names
+        if name in a and name in b and a[name] != b[name]
+    ]
+
+
 def different_models(first: Run, second: Run) -> str | None:
     """How the trained models differ, in a few words; None when they are the same or one is not known."""
     if not first.model or not second.model:

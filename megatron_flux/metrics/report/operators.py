@@ -11,7 +11,7 @@ import numpy as np
 from megatron_flux.metrics.report import figures_bars
 from megatron_flux.metrics.report.figures import Arms, counted, label
 from megatron_flux.metrics.report.parts import NOT_RECORDED, Part, Table
-from megatron_flux.metrics.rows import UNKNOWN, memory, milliseconds
+from megatron_flux.metrics.rows import CROSS, MINUS, UNKNOWN, memory, milliseconds
 from megatron_flux.metrics.statistics import Record, timed
 
 NOT_SAMPLED = f"{NOT_RECORDED}: no step of this run sampled its operators."
@@ -49,7 +49,7 @@ def _efficiency(flux: Sequence[Record]) -> Part:
                 " ".join(key),
                 str(seen[key][-1].get("calls", UNKNOWN)),
                 *(_ms(_median(call.get(name) for call in seen[key])) for name in TIMES),
-                UNKNOWN if value is None else f"{100 * value:.0f} %".replace("-", "\u2212"),
+                UNKNOWN if value is None else f"{100 * value:.0f} %".replace("-", MINUS),
             )
             for key, value in zip(order, values, strict=True)
         ],
@@ -59,8 +59,8 @@ def _efficiency(flux: Sequence[Record]) -> Part:
 
 
 def _key(call: dict[str, Any]) -> tuple[str, ...]:
-    weight = "k × n" if call.get("transposed") else "n × k"
-    shape = f"{call.get('m', '?')} × {call.get('n', '?')} × {call.get('k', '?')}"
+    weight = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k"
+    shape = f" {CROSS} ".join(str(call.get(name, "?")) for name in "mnk")
     return str(call.get("operator", "?")), f"{shape}, weight {weight}"
 
 
@@ -70,7 +70,7 @@ def _median(values: Iterable[Any]) -> float | None:
 
 
 def _ms(value: float | None) -> str:
-    return UNKNOWN if value is None else milliseconds(value).replace("-", "\u2212")
+    return UNKNOWN if value is None else milliseconds(value).replace("-", MINUS)
 
 
 def _activity(flux: Sequence[Record]) -> Part:

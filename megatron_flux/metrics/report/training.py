@@ -9,7 +9,7 @@ from megatron_flux.metrics.report import figures_bars, figures_curves, figures_t
 from megatron_flux.metrics.report.differences import flat
 from megatron_flux.metrics.report.parts import NOT_RECORDED, Chapter, Part, Table
 from megatron_flux.metrics.report.run import Run
-from megatron_flux.metrics.rows import UNKNOWN, findings, rows
+from megatron_flux.metrics.rows import CROSS, UNKNOWN, findings, rows
 
 NO_BREAKDOWN = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
 
@@ -49,7 +49,7 @@ def _gathered(parts: list[Part]) -> list[Part]:
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED) and not part.figure and not part.table]
     if not missing:
         return parts
-    rows = [(part.title, part.caption.removeprefix(NOT_RECORDED).strip(" :") or "in this run") for part in missing]
+    rows = [(part.title, part.caption.removeprefix(NOT_RECORDED).strip(" :.") or "in this run") for part in missing]
     kept = [part for part in parts if part not in missing]
     where = next((index for index, part in enumerate(kept) if part.id == "fallbacks"), len(kept))
     return [*kept[: where + 1], Part("missing", NOT_RECORDED, table=Table(rows)), *kept[where + 1 :]]
@@ -61,7 +61,7 @@ def _subtitle(run: Run) -> str:
     if run.settings.get("preset") not in (None, run.name):
         words.append(str(run.settings["preset"]))
     if isinstance(device, dict):
-        words.append(f"{device.get('count', '?')} × {device.get('name', '?')}")
+        words.append(f"{device.get('count', '?')} {CROSS} {device.get('name', '?')}")
     if isinstance(layout, dict):
         words.append(", ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "dp", "precision") if name in layout))
     return "; ".join(words)

@@ -38,15 +38,15 @@ def difference(arms: Arms, name: str) -> Drawn:
     differences = relative_differences(arms["baseline"], arms["flux"], name)
     if not differences:
         return None, "The arms have no iteration in common, so there is no difference to show."
-    finite = [value for _, value in differences if math.isfinite(value)]
-    lost = len(differences) - len(finite)
+    known = [value for _, value in differences if math.isfinite(value)]
+    lost = len(differences) - len(known)
     caption = f"No finite difference in {counted(lost)}." if lost else ""
-    if not any(finite):
-        same = f"The {name} is identical in {counted(len(finite))} of {len(differences)}."
-        return None, f"{same} {caption}".strip() if finite else caption
+    if not any(known):
+        same = f"The {name} is identical in {counted(len(known))} of {len(differences)}."
+        return None, f"{same} {caption}".strip() if known else caption
     trace = {
         "type": "scatter",
-        "mode": "lines+markers" if len(finite) < 100 else "lines",
+        "mode": "lines+markers" if len(known) < 100 else "lines",
         "name": "relative difference",
         "meta": {"colour": "text"},
         "x": [iteration for iteration, _ in differences],

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.statistics import Record
 from megatron_flux.metrics.summary import ARMS, read_json_object, read_summary, summarize
 from megatron_flux.metrics.tail import Tail
@@ -177,14 +176,31 @@ def _summary(
 
     A `train` run, of one arm, never has one.
     """
+    fresh = summarize(arms["baseline"], arms["flux"], config)
     file = path / "summary.json"
-    if file.exists():
-        try:
-            return read_summary(file)
-        except UserError as error:
-            if not any(problem.startswith("summary.json") for problem in problems):
-                problems.append(f"{str(error).replace(str(file), file.name)}; computed from the records.")
-    summary = summarize(arms["baseline"], arms["flux"], config)
-    if not file.exists() and all(arms.values()):
-        summary["notes"].append("There is no summary.json (the run did not end): computed from the records.")
-    return strict_json.encodable(summary)
+    if not file.exists():
+        if all(arms.values()):
+            fresh["notes"].append("There is no summary.json (the run did not end): computed from the records.")
+        return fresh
+    try:
+        found = read_summary(file)
+    except UserError as error:
+        # What cannot be parsed has been said already, when its kind was looked for.
+        if not any(problem.startswith(file.name) for problem in problems):
+            problems.append(f"{str(error).replace(str(file), file.name)}; computed from the records.")
+        return fresh
+    if _keys(fresh) <= _keys(found):
+        return found
+    problems.append("summary.json is of another version or damaged: computed from the records.")
+    return fresh
+
+
+def _keys(summary: Mapping[str, Any]) -> set[str]:
+    """The summary's own fields, and those of its arms and their step times."""
+
+    def inside(value: Any, prefix: str) -> set[str]:
+        if not isinstance(value, Mapping):
+            return set()
+        return {prefix + key for key in value}.union(*(inside(item, f"{prefix}{key}.") for key, item in value.items()))
+
+    return set(summary) | inside(summary.get("arms"), "arms.")

@@ -129,16 +129,12 @@ def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float 
 
 
 def _await(watched: Watched, wait: float, interval: float) -> None:
+    if watched.path.exists() and not watched.path.is_dir():
+        raise UserError(f"{watched.path} is not a folder; name the run folder of a training job")
     until = time.monotonic() + wait
     while not watched.look():
         if time.monotonic() >= until:
-            what = (
-                "has no run in it"
-                if watched.path.is_dir()
-                else "is not a folder"
-                if watched.path.exists()
-                else "is missing"
-            )
+            what = "has no run in it" if watched.path.is_dir() else "is missing"
             raise UserError(f"{watched.path} {what}; name the run folder of a training job (--wait S waits for it)")
         time.sleep(min(interval, 0.5))
     if watched.settings and not {"steps", "preset"} & set(watched.settings):

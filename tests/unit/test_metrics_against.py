@@ -17,9 +17,9 @@ from tests.unit.report_runs import RESULTS, full_arms, full_run
 LAYERS = RESULTS / "layer-h200x4-nvlink"
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    return full_run(tmp_path / "results")
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return full_run(tmp_path_factory.mktemp("earlier") / "results")
 
 
 def changed(folder: Path, arm: str, change: dict[str, Any], **settings: Any) -> Path:
@@ -114,7 +114,7 @@ def test_another_device(tmp_path: Path, results: Path) -> None:
         found = json.loads((run / name).read_text())
         found["device"]["name"] = "NVIDIA H100"
         (run / name).write_text(json.dumps(found))
-    with pytest.raises(UserError, match="ran on NVIDIA H100 and .* on NVIDIA H200.*--check loss"):
+    with pytest.raises(UserError, match=r"ran on NVIDIA H100 and .* on NVIDIA H200.*--check loss"):
         compare(run, results, Bands())
     assert compare(run, results, Bands(), ("loss",)).ok
 
@@ -147,5 +147,5 @@ def test_benchmarks(tmp_path: Path) -> None:
         "gpt3-175b 2048 4 4 flux_local, ms",
         "gpt3-175b 2048 4 4 flux_te, peak GB",
     ]
-    with pytest.raises(UserError, match="is a run of layers and .* of operators"):
+    with pytest.raises(UserError, match=r"is a run of layers and .* of operators"):
         compare(tmp_path, RESULTS / "ops-h200x4-nvlink" / "m8192", Bands())

@@ -46,7 +46,7 @@ def answers(server: Server, query: str, variables: dict[str, Any]) -> dict[str, 
         data["models"] = {"edges": [{"node": project, "cursor": ""}], "pageInfo": page}
     if "upsertBucket" in query:
         name = variables["name"]
-        server.runs[name] = variables
+        server.runs.setdefault(name, {}).update({key: item for key, item in variables.items() if item is not None})
         project = {"id": "p1", "name": variables["project"], "entity": {"id": "e1", "name": "team"}}
         bucket = {"id": name, "name": name, "displayName": name, "project": project, "historyLineCount": 0}
         data["upsertBucket"] = {"bucket": bucket, "inserted": True}

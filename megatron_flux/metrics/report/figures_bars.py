@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_flux.metrics.report.figures import Arms, Drawn, figure, finite, line
+from megatron_flux.metrics.report.figures import Arms, Drawn, counted, figure, finite, line
 from megatron_flux.metrics.rows import MINUS
 
 TIME_PARTS: dict[str, tuple[str, str]] = {
@@ -111,7 +111,7 @@ def efficiencies(
         )
     caption = "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn."
     if cut:
-        caption += f" {cut} points below {MINUS}{-100 * low:.0f} % are drawn at the edge."
+        caption += f" {counted(cut, 'point')} below {MINUS}{-100 * low:.0f} % at the edge."
     top = max(1.1, *(value for _, _, values in methods.values() for value in values if value is not None)) + 0.05
     axis = {
         "range": [100 * low - 5 if cut else min(-5.0, _least(methods) - 5), 100 * top],

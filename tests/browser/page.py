@@ -85,7 +85,7 @@ def look(driver: Chrome, page: Path, size: tuple[int, int], *, dark: bool = Fals
     driver.get(page.as_uri())
     wait_for_plots(driver)
     seen = Seen(
-        plots=len(driver.execute_script("return [...document.querySelectorAll('.plot .main-svg')]")),
+        plots=len(driver.execute_script("return [...document.querySelectorAll('.plot.js-plotly-plot')]")),
         overflow=driver.execute_script(WIDER_THAN_THE_PAGE),
         empty=driver.execute_script(WITHOUT_MARKS),
         cut=driver.execute_script(CUT_TEXT),

@@ -60,8 +60,7 @@ def test_sync_then_dashboards(run: Path) -> None:
         assert output.count("sent ") == 2
         assert sorted(sent["jobType"] for sent in server.runs.values() if sent.get("jobType")) == ["baseline", "flux"]
         assert sorted(len(lines) for lines in server.history.values()) == [5, 5]
-        code, output, _ = report("sync", run, server=server, key=KEY)
-        assert (code, output) == (0, "2 of 2 runs are in wandb already\n")
+        assert list(sync([run])) == ["2 of 2 runs are in wandb already"]
 
         code, output, errors = report("wandb", run, server=server, key=KEY)
         assert code == 0, errors

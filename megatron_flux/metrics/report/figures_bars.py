@@ -70,9 +70,12 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Draw
     ]
     # Below the axis: above, a legend of eight entries would cover the bars on a phone.
     legend = {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
-    margin = {"l": 8, "r": 12, "t": 12, "b": 120}
-    height = 180 + 44 * len(names)
-    layout = {"barmode": "stack", "bargap": 0.35, "height": height, "legend": legend, "margin": margin}
+    legend["maxheight"] = 1  # by default a legend that fills half of a figure gets a scroll bar
+    margin = {"l": 8, "r": 12, "t": 12, "b": 95}
+    bars = 44 * len(names)
+    narrow = {"height": bars + 70 + 20 * len(traces), "margin": {**margin, "b": 55 + 20 * len(traces)}}
+    layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "margin": margin, "height": bars + 110}
+    layout["meta"] = {"narrow": narrow}  # a phone has one entry of the legend in a line
     return figure(traces, f"ms per {unit}", "", **layout), ""
 
 
@@ -120,7 +123,7 @@ def efficiencies(
     }
     lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
     height = 130 + 40 * len(rows)
-    names = {"tickfont": {"size": 11}}
+    names = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
     return figure(traces, "overlap efficiency (%)", "", xaxis=axis, yaxis=names, shapes=lines, height=height), caption
 
 

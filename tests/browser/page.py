@@ -80,7 +80,7 @@ def look(driver: Chrome, page: Path, size: tuple[int, int], *, dark: bool = Fals
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen", "features": [scheme]})
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": [scheme]})
     driver.get_log("browser")
     driver.get(page.as_uri())
     wait_for_plots(driver)

@@ -13,7 +13,7 @@ from megatron_flux.metrics.report.parts import Chapter, Part
 from megatron_flux.metrics.report.run import load, load_all
 from megatron_flux.metrics.report.several import with_pairs
 from megatron_flux.metrics.report.training import chapter
-from tests.unit.metrics_records import sampled_record
+from tests.unit.metrics_records import record, sampled_record
 from tests.unit.report_runs import RESULTS, full_arms, full_run, one_arm
 
 
@@ -154,7 +154,7 @@ def test_several_runs(tmp_path: Path) -> None:
 
 def test_two_runs_of_one_arm_each_are_compared(tmp_path: Path) -> None:
     runs = [load(one_arm(tmp_path / "flux-job", "flux")), load(one_arm(tmp_path / "stock-job", "baseline"))]
-    assert runs[0].verdict == "no comparison: baseline without timed steps"
+    assert runs[0].verdict == "flux alone: 90.17 ms per step (median of 17)"
     joined, notes = with_pairs(runs)
     assert notes == []
     assert joined[0].name == "stock-job and flux-job"
@@ -200,3 +200,19 @@ def test_a_schema_to_come_is_said(tmp_path: Path) -> None:
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write(str(sampled_record(99, flux=True, schema=99)).replace("'", '"').replace("None", "null") + "\n")
     assert "line 19 is damaged and left out" in load(run).problems[0]
+
+
+def test_long_runs_are_thinned_without_losing_peaks() -> None:
+    from megatron_flux.metrics.report.figures import MAX_POINTS
+    from megatron_flux.metrics.report.figures_curves import curves, difference
+    from megatron_flux.metrics.report.figures_time import step_times
+
+    steps = 5 * MAX_POINTS
+    arms = {arm: [record(n, block=n // 50) for n in range(1, steps + 1)] for arm in ("baseline", "flux")}
+    arms["flux"][4321] |= {"lm loss": 9e9, "iteration-time": 0.12}
+    for drawn, caption in (step_times(arms), curves(arms, "lm loss", ""), difference(arms, "lm loss")):
+        assert all(len(trace["x"]) <= MAX_POINTS + 1 for trace in drawn["data"])
+        assert "Of every 10 steps the least and the largest value are drawn." in caption
+        peak = max(value for trace in drawn["data"] for value in trace["y"])
+        assert peak in (9e9, 120.0) or peak > 1e5
+        assert all(sorted(trace["x"]) == trace["x"] for trace in drawn["data"])

@@ -17,6 +17,9 @@ from megatron_flux.metrics.report.parts import Figure
 from megatron_flux.metrics.statistics import Record
 
 Arms = Mapping[str, Sequence[Record]]
+MAX_POINTS = 2000
+"""Points of a trace beyond which a page gets slow."""
+
 Drawn = tuple[Figure | None, str]
 
 # Curves of the two arms usually lie on each other: a wide pale band with a thin line on it shows both.
@@ -40,6 +43,23 @@ def figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     margin = {"l": 8, "r": 12, "t": 36 if any(trace.get("showlegend", True) for trace in traces) else 12, "b": 8}
     return {"data": traces, "layout": {"legend": legend, "margin": margin, "height": 360, **axes, **layout}}
+
+
+def thinned(points: Sequence[tuple[Any, ...]], at: int = 1) -> tuple[list[tuple[Any, ...]], str]:
+    """At most :data:`MAX_POINTS` of the points, and the sentence that says what was left out, if anything.
+
+    Of each group of neighbours the ones with the least and the largest value (``point[at]``) stay, so that no peak
+    vanishes; a group without any finite value stays as a gap.
+    """
+    if len(points) <= MAX_POINTS:
+        return list(points), ""
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    kept = []
+    for start in range(0, len(points), size):
+        known = [point for point in points[start : start + size] if finite(point[at]) is not None]
+        ends = {min(known, key=lambda p: p[at]), max(known, key=lambda p: p[at])} if known else {points[start]}
+        kept += sorted(ends, key=lambda point: point[0])
+    return kept, f"Of every {size} steps the least and the largest value are drawn."
 
 
 def line(colour: str, *, x: float | None = None, y: float | None = None, dash: str = "solid") -> Figure:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.metrics.report.figures import STYLE, Arms, Drawn, figure, finite, line
+from megatron_flux.metrics.report.figures import STYLE, Arms, Drawn, figure, finite, line, thinned
 from megatron_flux.metrics.report.parts import Figure
-from megatron_flux.metrics.statistics import paired_blocks, timed
+from megatron_flux.metrics.statistics import counts, paired_blocks, timed
 
 MAX_BANDS = 400
 """More block bands than this are thinner than a pixel, and slow."""
@@ -24,36 +24,46 @@ def step_times(arms: Arms) -> Drawn:
     times = [1000 * record["iteration-time"] for records in arms.values() for record in timed(records)]
     if not times:
         return None, "No step was timed: there are no records, or warm-up steps only."
+    profiled = any(record.get("profiled") for _, _, _, record in steps)
+    uncounted = "warm-up or profiled" if profiled else "warm-up"
     traces: list[Figure] = []
+    left_out = ""
     for arm in arms:
-        for warmup in (False, True):
-            shown = [(x, record) for x, (_, _, of, record) in enumerate(steps, 1) if of == arm]
-            shown = [(x, record) for x, record in shown if record["warmup"] is warmup]
+        for counted in (True, False):
+            of_arm = [
+                (x, 1000 * record["iteration-time"], record["iteration"], record["block"])
+                for x, (_, _, of, record) in enumerate(steps, 1)
+                if of == arm and counts(record) is counted
+            ]
+            shown, said = thinned(of_arm)
+            left_out = left_out or said
             if not shown:
                 continue
             traces.append(
                 {
                     "type": "scatter",
                     "mode": "markers",
-                    "name": f"{arm}, warm-up" if warmup else arm,
+                    "name": arm if counted else f"{arm}, {uncounted}",
                     "meta": {"colour": arm},
-                    "x": [x for x, _ in shown],
-                    "y": [finite(1000 * record["iteration-time"]) for _, record in shown],
-                    "customdata": [[record["iteration"], record["block"]] for _, record in shown],
+                    "x": [x for x, *_ in shown],
+                    "y": [finite(time) for _, time, *_ in shown],
+                    "customdata": [[iteration, block] for *_, iteration, block in shown],
                     "hovertemplate": f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
                     "<extra></extra>",
-                    "marker": {"symbol": STYLE[arm]["symbol"] + ("-open" if warmup else ""), "size": 7},
+                    "marker": {"symbol": STYLE[arm]["symbol"] + ("" if counted else "-open"), "size": 7},
                 }
             )
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     every = [1000 * record["iteration-time"] for _, _, _, record in steps]
-    low, high = min(times), max(time for time in every if time <= 1.25 * max(times))
+    low, limit = min(times), 1.25 * max(times)
+    high = max(time for time in every if time <= limit)
     pad = 0.08 * (high - low) or 0.05 * high
     bands = _bands([(block, arm) for block, _, arm, _ in steps])
     above = sum(time > high for time in every)
     caption = "Shaded bands are the interleaved blocks. " if bands else ""
-    caption += "Open markers are warm-up steps, left out of all statistics"
+    caption += f"Open markers are {uncounted} steps, left out of all statistics"
     caption += f"; above the axis: {above}." if above else "."
+    caption += f" {left_out}" if left_out else ""
     shown = figure(
         traces,
         "step in order of execution",

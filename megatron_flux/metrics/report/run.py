@@ -49,8 +49,9 @@ class Run:
     def verdict(self) -> str:
         """One line: what was found."""
         if self.kind == "training":
-            empty = not any(self.arms.values())
-            return "no step has been recorded" if empty else verdict(self.summary)
+            if not any(self.arms.values()):
+                return "no step has been recorded"
+            return _alone(self) or verdict(self.summary)
         rows = self.summary["rows"]
         noun = "operator calls" if self.kind == "operators" else "layer timings"
         return f"{len(rows)} {noun}, {self.summary.get('device', 'unknown device')}, tp {self.summary.get('tp', '?')}"
@@ -59,6 +60,17 @@ class Run:
     def model(self) -> dict[str, Any]:
         """What identifies the trained model; empty when the configuration is not known."""
         return {name: self.settings[name] for name in MODEL_SETTINGS if name in self.settings}
+
+
+def _alone(run: Run) -> str | None:
+    """The verdict of a run that was never to have a second arm."""
+    known = [arm for arm, records in run.arms.items() if records]
+    if len(known) != 1 or run.settings.get("command") != "train":
+        return None
+    time = run.summary["arms"][known[0]]["step_time_ms"]
+    return f"{known[0]} alone: " + (
+        f"{time['median']:.4g} ms per step (median of {time['n']})" if time["n"] else "no step was timed"
+    )
 
 
 def load(path: Path) -> Run:

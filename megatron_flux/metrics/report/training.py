@@ -11,6 +11,7 @@ from megatron_flux.metrics.report.parts import NOT_RECORDED, Chapter, Part, Tabl
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.rows import CROSS, UNKNOWN, findings, rows
 
+ARMS_IN_WORDS = {("baseline",): "stock Megatron (baseline)", ("flux",): "patched Megatron (flux)"}
 NO_BREAKDOWN = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
 
 
@@ -57,7 +58,8 @@ def _gathered(parts: list[Part]) -> list[Part]:
 
 def _subtitle(run: Run) -> str:
     device, layout = run.summary.get("device"), run.summary.get("layout")
-    words = ["stock Megatron (baseline) against the patched one (flux)"]
+    alone = [arm for arm, records in run.arms.items() if records] if run.settings.get("command") == "train" else []
+    words = [ARMS_IN_WORDS.get(tuple(alone), "stock Megatron (baseline) against the patched one (flux)")]
     if run.settings.get("preset") not in (None, run.name):
         words.append(str(run.settings["preset"]))
     if isinstance(device, dict):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source, cli_report
+from megatron_flux import cli_patch_source, cli_report, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
@@ -26,6 +26,7 @@ app = typer.Typer(
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
+app.add_typer(cli_trace.app, name="trace")
 
 
 @app.callback(invoke_without_command=True)

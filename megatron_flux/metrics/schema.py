@@ -144,7 +144,7 @@ FIELDS: tuple[Field, ...] = (
         "object",
         "",
         "lists with one number or null per rank: step_ms, operators_ms, peak_memory_bytes, sm_clock_mhz, "
-        "memory_clock_mhz, power_w, temperature_c (sampled)",
+        "memory_clock_mhz, power_w, temperature_c; those that no rank knows are absent (sampled)",
         nullable=True,
     ),
     Field(
@@ -159,7 +159,7 @@ FIELDS: tuple[Field, ...] = (
         "flux/throttle_reasons",
         "counts",
         "GPU",
-        "GPUs whose clocks were held down at the end of the step, by NVML's reason (sampled)",
+        "GPUs whose clocks were held down in the middle of the step, by NVML's reason (sampled)",
         nullable=True,
     ),
     Field(
@@ -200,7 +200,7 @@ RUN: dict[str, str] = {
     "job": "id and name of the scheduler's job, array task and restart count, or null: an object of strings",
     "nodes": "host names of all nodes, in order of their first rank",
     "ranks": "number of ranks",
-    "link": "kind of link between the GPUs of a tensor-parallel group: none, nvlink, p2p, host",
+    "link": "kind of link between the GPUs of rank 0's machine: none, nvlink, p2p, host",
     "device": "name of rank 0's GPU or processor",
     "peak_tflops": "dense peak of the device that mfu is relative to, or null",
     "peak_source": "where the peak is from, or why mfu is null",
@@ -208,7 +208,7 @@ RUN: dict[str, str] = {
     "sample_interval": "iterations between samples; 0 is never",
     "versions": "by package",
 }
-"""What ``flux/run`` holds. Everything of it is also in the run folder's ``config.json``, of the latest start."""
+"""What ``flux/run`` holds: of the process that wrote the records from there on; after a requeue it is another one."""
 
 BREAKDOWN_VERSION = 1
 
@@ -216,10 +216,9 @@ BREAKDOWN: dict[str, str] = {
     "schema": "BREAKDOWN_VERSION",
     "steps": "[first, last] iteration that was profiled",
     "rank": "whose trace it is",
-    "source": "'gpu': the GPU's own timeline; 'cpu': the timeline of torch's operators in the host's main threads",
+    "source": "'gpu': the GPU's own timeline; 'cpu': the timeline of torch's operators on the host",
     "span_ms": "length of a step: what the parts add up to",
-    "parts": "ms per step by part, disjoint: each moment counts once, for the first of gemm, fused, attention, norm, "
-    "optimizer, other that was busy, else for communication_exposed, else idle",
+    "parts": "ms per step by part (BREAKDOWN_PARTS), disjoint: each moment counts once, see megatron_flux.trace.parts",
     "communication_hidden_ms": "ms per step of communication beside something else; not part of the sum",
     "launches": "kernels, copies and fills (CPU: operators) per step",
 }

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
+from megatron_flux.ops import observe
 from megatron_flux.ops.reference import gemm
 from megatron_flux.ops.registry import select
 from megatron_flux.ops.stats import stats
@@ -106,7 +107,8 @@ def all_gather_gemm(
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed)
+        with observe.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
+            y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed)
     stats.count("all_gather_gemm", used, (tp - 1) * x2d.numel() * x2d.element_size())
     if bias is not None:
         y = y.add_(bias)
@@ -168,7 +170,7 @@ def gemm_reduce_scatter(
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
-    _, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
+    k, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
     tp = group.size()
     if x.shape[0] % tp:
         raise UserError(
@@ -183,7 +185,9 @@ def gemm_reduce_scatter(
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
+        with observe.call("gemm_reduce_scatter", chosen, x2d.shape[0], n, k, x2d, transposed, group) as seen:
+            pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
+        pending = seen.pending(pending)
     stats.count("gemm_reduce_scatter", used, (tp - 1) * (x2d.shape[0] // tp) * n * x2d.element_size())
     lead = (x.shape[0] // tp, *x.shape[1:-1])
     if async_op:
@@ -216,8 +220,9 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     x2d = _matrix(x)
     chosen = select(backend, x2d, None, group)
     stats.count("all_gather", chosen.name, (tp - 1) * x2d.numel() * x2d.element_size())
-    pending = chosen.all_gather(x2d, group, async_op=True)
-    return pending.map(lambda t: _shaped(t, x.shape[0] * tp, *x.shape[1:]))
+    with observe.call("all_gather", chosen, x2d.shape[0] * tp, 0, x2d.shape[1], x2d, False, group) as seen:
+        pending = chosen.all_gather(x2d, group, async_op=True)
+    return seen.pending(pending).map(lambda t: _shaped(t, x.shape[0] * tp, *x.shape[1:]))
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

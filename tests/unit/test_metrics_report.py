@@ -207,8 +207,8 @@ NOT_RECORDED = {
     "Where the time goes": "no step of this run was traced; --profile-steps traces some",
     "Overlap efficiency per operator": "no step of this run sampled its operators",
     "Slowest ranks": "no step of this run sampled its ranks",
-    "Clocks and power": "in this run",
-    "Throttling": "in this run",
+    "Clocks and power": "no step of this run sampled its GPUs",
+    "Throttling": "no step of this run sampled its GPUs",
 }
 
 

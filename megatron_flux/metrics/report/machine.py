@@ -88,7 +88,7 @@ def _no_gpus(arms: Arms) -> str:
             run = record.get("flux/run")
             if isinstance(run, dict) and run.get("gpu_source"):
                 return f"{NOT_RECORDED}: {run['gpu_source']}."
-    return f"{NOT_RECORDED}."
+    return f"{NOT_RECORDED}: no step of this run sampled its GPUs."
 
 
 def _throttling(arms: Arms) -> Part:
@@ -98,7 +98,7 @@ def _throttling(arms: Arms) -> Part:
         for arm, records in arms.items()
     }
     if not any(sampled.values()):
-        return Part("throttling", title, caption=f"{NOT_RECORDED}.")
+        return Part("throttling", title, caption=_no_gpus(arms))
     reasons = sorted({reason for samples in sampled.values() for sample in samples for reason in sample})
     caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
     if not reasons:

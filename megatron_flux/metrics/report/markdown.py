@@ -37,8 +37,10 @@ def _part(part: Part, heading: str, picture: str | None) -> list[str]:
         lines += [f"![{escaped(part.title)}]({picture})", ""]
     if part.caption:
         lines += [escaped(part.caption), ""]
-    if part.table is not None:
+    if part.table is not None and any(row[0] for row in part.table.rows):
         lines += [*_table(part.table), ""]
+    elif part.table is not None:
+        lines += [line for row in part.table.rows for line in (escaped(row[1]), "")]
     return lines
 
 

@@ -59,6 +59,8 @@ def _efficiency(flux: Sequence[Record]) -> Part:
 
 
 def _key(call: dict[str, Any]) -> tuple[str, ...]:
+    if call.get("operator") == "all_gather":
+        return "all_gather", f"{call.get('m', '?')} {CROSS} {call.get('k', '?')}"
     weight = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k"
     shape = f" {CROSS} ".join(str(call.get(name, "?")) for name in "mnk")
     return str(call.get("operator", "?")), f"{shape}, weight {weight}"

@@ -50,7 +50,7 @@ def _gathered(parts: list[Part]) -> list[Part]:
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED) and not part.figure and not part.table]
     if not missing:
         return parts
-    rows = [(part.title, part.caption.removeprefix(NOT_RECORDED).strip(" :.") or "in this run") for part in missing]
+    rows = [(part.title, part.caption.removeprefix(NOT_RECORDED).strip(" :.")) for part in missing]
     kept = [part for part in parts if part not in missing]
     where = next((index for index, part in enumerate(kept) if part.id == "fallbacks"), len(kept))
     return [*kept[: where + 1], Part("missing", NOT_RECORDED, table=Table(rows)), *kept[where + 1 :]]

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source, cli_trace
+from megatron_flux import cli_patch_source, cli_report, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_bench_metrics import metrics_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
+from megatron_flux.cli_watch import watch
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
@@ -55,6 +56,8 @@ bench.add_typer(bench_app)  # its commands become bench's own
 bench.add_typer(metrics_app)
 app.add_typer(bench, name="bench")
 app.command()(tune)
+app.add_typer(cli_report.app, name="report")
+app.command()(watch)
 
 
 @app.command()

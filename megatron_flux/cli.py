@@ -13,6 +13,7 @@ from megatron_flux import cli_patch_source, cli_slurm
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
+from megatron_flux.cli_slurm_plan import plan
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
 app.add_typer(cli_slurm.app, name="slurm")
+cli_slurm.app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

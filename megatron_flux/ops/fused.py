@@ -138,7 +138,12 @@ class FusedBackend:
 
 
 def limit(
-    dtype: torch.dtype, size: int, capability: tuple[int, int], world: int | None = None, *, shielded: bool | None = None
+    dtype: torch.dtype,
+    size: int,
+    capability: tuple[int, int],
+    world: int | None = None,
+    *,
+    shielded: bool | None = None,
 ) -> str | None:
     """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
 

@@ -100,10 +100,11 @@ def _validate(given: PlanOptions, console: Console, as_json: bool) -> None:
         raise UserError("--validate needs measured layers; give --layers with a summary.json of bench layer")
     gpu = device(given.device) if given.device else (calls or layers).device
     checks = plan_validate.validate(Rates(device=gpu, calls=calls), layers)
+    memory = plan_validate.validate_memory(layers)
     if as_json:
-        typer.echo(json.dumps(plan_validate.summary(checks), indent=2))
+        typer.echo(json.dumps(plan_validate.summary(checks, memory), indent=2))
     else:
-        plan_report.show_checks(checks, console)
+        plan_report.show_checks(checks, memory, console)
 
 
 def _check_topology(given: PlanOptions, console: Console, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from megatron_flux.launch.plan_options import Job
 from megatron_flux.launch.plan_rates import Rates
 from megatron_flux.launch.plan_stage import layer_model, predict_stages
 from megatron_flux.launch.plan_step import Step, predict_step
+from megatron_flux.launch.plan_validate import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR
 from megatron_flux.ops.fused import limit
 
 KIND = "Prediction"
@@ -197,10 +198,16 @@ def _notes(job: Job, given: Inputs, reason: str | None, memory: Memory) -> list[
             f"the baseline needs {memory.total:.0f} GB of {job.device.memory_gb:.0f} GB with {ROOM_GB:.0f} GB to "
             "spare: raise --pp or --tp, lower --micro-batch-size, or use --recompute full"
         )
+    if reason is None and job.device.link == "p2p":
+        notes.append("flux needs peer access between the GPUs of a node (megatron-flux doctor); without it stock runs")
     if job.device.key != "h200":
         notes.append(f"flux's kernels and the constants of whole layers were measured on H200, not on {job.device.key}")
     if job.run.tp != 4:
-        notes.append(f"they were measured with tp 4, not tp {job.run.tp}")
+        notes.append(f"flux was measured with tp 4, not tp {job.run.tp}")
+    notes.append(
+        f"where predictions could be checked (slurm/PLAN.md), layers were off by up to {LARGEST_ERROR:.1%} and flux's "
+        f"speed-up was too high by up to {LARGEST_SPEEDUP_ERROR:.3f}; steps of whole jobs have not been checked"
+    )
     return notes
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_flux.bench.shapes import Model
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
 from megatron_flux.launch.plan_options import Job
 from megatron_flux.launch.plan_stage import layer_model
@@ -50,24 +51,24 @@ def predict_memory(job: Job, arm: str) -> Memory:
 def _stage(job: Job, arm: str, index: int) -> Memory:
     run = job.run
     count = stage_parameters(job, index)
-    held = _held(job, index)
-    per_layer = layer_activations(job)
-    activations = held * job.layers_per_stage * per_layer
+    held, model = _held(job, index), layer_model(run.shape)
     tokens, hidden, tp = job.tokens, run.shape.hidden_size, run.tp
+    kept = layer_activations(model, tokens, tp, run.recompute, run.dropout > 0)
+    activations = held * job.layers_per_stage * kept
     if index == 0 and run.dropout > 0:
         activations += held * tokens * hidden / tp
     if index == run.pp - 1:
         activations += tokens * (4 * hidden + 8 * run.padded_vocab_size) / tp
-    working = 8 * tokens * max(hidden, 2 * run.shape.ffn_hidden_size // tp)
+    working = working_memory(model, tokens, tp)
     if run.recompute == "full":
-        working += layer_activations(job, recompute="none")
+        working += layer_activations(model, tokens, tp, dropout=run.dropout > 0)
     return Memory(
         parameters=2 * count / 1e9,
         gradients=4 * count / 1e9,
         optimizer=12 * count / (run.dp if run.distributed_optimizer else 1) / 1e9,
         activations=activations / 1e9,
         working=working / 1e9,
-        flux_workspace=flux_workspace(job) / 1e9 if arm == "flux" and tp > 1 else 0.0,
+        flux_workspace=flux_workspace(tokens, hidden) / 1e9 if arm == "flux" and tp > 1 else 0.0,
     )
 
 
@@ -78,28 +79,36 @@ def _held(job: Job, index: int) -> float:
     return min(pp * (1 + (pp - 1) / (pp * chunks)), micro)
 
 
-def layer_activations(job: Job, recompute: str | None = None) -> float:
-    """Bytes that a layer keeps of a micro-batch on one rank."""
-    shape, tp, h = job.run.shape, job.run.tp, job.run.shape.hidden_size
-    if (recompute or job.run.recompute) == "full":
-        return 2 * job.tokens * h / tp
-    model = layer_model(shape)
+def layer_activations(model: Model, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:
+    """Bytes that a layer keeps of a micro-batch of ``tokens`` on one rank."""
+    h = model.hidden
+    if recompute == "full":
+        return 2 * tokens * h / tp
     wide = (model.heads + 2 * model.groups) * model.head_dim
     attention = 2 * h + 2 * wide + 2 * model.heads * model.head_dim
     mlp = 2 * h + 2 * model.ffn * (3 if model.gated else 2)
-    masks = 2 * h if job.run.dropout > 0 else 0
-    return job.tokens * (4 * h + attention + mlp + masks) / tp
+    return tokens * (4 * h + attention + mlp + (2 * h if dropout else 0)) / tp
+
+
+def layer_parameters(model: Model, tp: int, *, bias: bool, norms: int) -> int:
+    """Parameters of a layer on one rank: linears split over tp, each norm with ``norms`` vectors on every rank."""
+    h, fc1 = model.hidden, model.ffn * (2 if model.gated else 1)
+    wide = (model.heads + 2 * model.groups) * model.head_dim
+    count = h * (wide + model.heads * model.head_dim + fc1 + model.ffn) // tp + 2 * norms * h
+    # Biases of row-parallel linears are whole on every rank.
+    return count + ((wide + fc1) // tp + 2 * h if bias else 0)
+
+
+def working_memory(model: Model, tokens: int, tp: int) -> float:
+    """Bytes of whole-sequence temporaries: two tensors, one of them with its gradient in the making."""
+    return 8 * tokens * max(model.hidden, 2 * model.ffn // tp)
 
 
 def stage_parameters(job: Job, index: int) -> int:
-    """Parameters of one rank of stage ``index``: linears and biases split over tp, norms on every rank."""
+    """Parameters of one rank of stage ``index``."""
     shape, tp, pp = job.run.shape, job.run.tp, job.run.pp
-    model, h, norms = layer_model(shape), shape.hidden_size, 2 if shape.normalization == "LayerNorm" else 1
-    wide, fc1 = (model.heads + 2 * model.groups) * model.head_dim, model.ffn * (2 if model.gated else 1)
-    layer = h * (wide + model.heads * model.head_dim + fc1 + model.ffn) // tp + 2 * norms * h
-    if shape.bias:
-        layer += (wide + fc1) // tp + 2 * h  # biases of row-parallel linears are whole on every rank
-    count = job.layers_per_stage * layer
+    h, norms = shape.hidden_size, 2 if shape.normalization == "LayerNorm" else 1
+    count = job.layers_per_stage * layer_parameters(layer_model(shape), tp, bias=shape.bias, norms=norms)
     table = job.run.padded_vocab_size * h // tp
     if index == 0:
         count += table + (shape.seq_length * h if shape.position_embedding == "learned_absolute" else 0)
@@ -108,7 +117,6 @@ def stage_parameters(job: Job, index: int) -> int:
     return count
 
 
-def flux_workspace(job: Job) -> int:
+def flux_workspace(tokens: int, hidden: int) -> int:
     """Bytes of symmetric memory of flux's slabs: each has two halves of the largest call, and flags."""
-    half = size_class(2 * job.tokens * job.run.shape.hidden_size)
-    return 2 * 2 * (half + 4 * FLAG_WORDS)
+    return 2 * 2 * (size_class(2 * tokens * hidden) + 4 * FLAG_WORDS)

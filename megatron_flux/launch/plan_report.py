@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flux.launch.plan_validate import Check, summary
+from megatron_flux.launch.devices import PCIE_OVERLAP
+from megatron_flux.launch.plan_validate import Check, MemoryCheck, summary
 
 STEP_ROWS = (
     ("step time, ms", lambda arm: f"{arm['step']['total']:,.0f}"),
@@ -51,7 +52,14 @@ def show(plan: dict[str, Any], console: Console) -> None:
     rows = [(name.replace("_", " "), *(f"{arms[arm]['memory'][name]:.1f}" for arm in arms)) for name in MEMORY_ROWS]
     console.print(table((f"{plan['kind']}: memory per GPU, GB", "baseline", "flux"), rows))
     if plan["sensitivity"]:
-        header = ("NCCL reaches, GB/s", "baseline, ms", "flux, ms", "speed-up", "speed-up, E of PCIe", "exposed TP")
+        header = (
+            "NCCL reaches, GB/s",
+            "baseline, ms",
+            "flux, ms",
+            "speed-up",
+            f"speed-up, E {PCIE_OVERLAP:.2f}",
+            "exposed TP",
+        )
         body = [
             (
                 f"{row['reached_gb_per_s']:.0f}",
@@ -71,7 +79,7 @@ def show(plan: dict[str, Any], console: Console) -> None:
         console.print(f"note: {note}")
 
 
-def show_checks(checks: list[Check], console: Console) -> None:
+def show_checks(checks: list[Check], memory: Sequence[MemoryCheck], console: Console) -> None:
     """Print predicted beside measured layers."""
     told = summary(checks)
     console.print(
@@ -95,6 +103,9 @@ def show_checks(checks: list[Check], console: Console) -> None:
         )
     mean, largest = told["mean_absolute_error"], told["largest_absolute_error"]
     console.print(f"error: mean {mean:.1%}, largest {largest:.1%}")
+    sizes = [(c.workload, c.arm, f"{c.measured_gb:.2f}", f"{c.predicted_gb:.2f}", f"{c.error:+.1%}") for c in memory]
+    console.print(f"{told['kind']} beside its peak memory, GB")
+    console.print(table(("workload", "arm", "measured", "predicted", "error"), sizes))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -139,7 +150,7 @@ def figures(plan: dict[str, Any]) -> list[Any]:
         for name, key, dash in (
             ("baseline", "baseline_ms", "solid"),
             ("flux", "flux_ms", "solid"),
-            ("flux with the overlap efficiency of PCIe", "flux_low_ms", "dot"),
+            (f"flux with an overlap efficiency of {PCIE_OVERLAP:.2f}", "flux_low_ms", "dot"),
         )
     ]
     link = go.Figure(lines)

@@ -83,7 +83,7 @@ def _of_layers(job: Job, layers: int) -> Job:
 
 
 def _run(job: Job, stage: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """Parameters of the stage with one layer, and after a forward and a backward its output's shape and flux's report."""
+    """One layer of the stage: parameters, and after a forward and a backward its output's shape and flux's report."""
     import megatron_flux
     from megatron_flux.train import model as building
     from megatron_flux.train.randomness import seed_everything

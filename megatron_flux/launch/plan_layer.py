@@ -13,8 +13,8 @@ reduce-scatter shares the link with it.
 
 Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
 (FlashAttention recomputes the scores, arXiv 2307.08691), at ``attention`` x peak. Norms, residuals, activation, bias
-gradients and the copies around attention are small kernels. Flux pays the disturbance of what it hides, and where that
-would make it slower than stock, stock's time is taken. Full recomputation runs the forward once more, selective
+gradients and the copies around attention are small kernels. Flux pays the disturbance of what it receives while it
+computes, which can make it slower than stock. Full recomputation runs the forward once more, selective
 the attention (arXiv 2205.05198, section 5).
 """
 
@@ -82,8 +82,8 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
     if arm == "flux":
-        hidden = max(dgrad.fused, gather + dgrad.collective) + wgrad
-        total = min(total, hidden + rates.disturbance(nbytes + dgrad.nbytes))
+        hidden = max(dgrad.fused, gather + dgrad.collective)
+        total = hidden + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
     return Phase(compute, total - compute, gather + dgrad.collective)
 
 
@@ -132,7 +132,8 @@ def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
         return Phase(pair.gemm, 0.0, 0.0)
     total = pair.serial
     if arm == "flux":
-        total = min(total, pair.fused + rates.disturbance(pair.nbytes))
+        # Where the tuner keeps stock's call, there is nothing to disturb.
+        total = pair.fused + (rates.disturbance(pair.nbytes) if pair.fused < pair.serial else 0.0)
     return Phase(pair.gemm, total - pair.gemm, pair.collective)
 
 

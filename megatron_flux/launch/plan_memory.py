@@ -6,8 +6,9 @@
   34 s b h/tp bytes for GPT's layers with dropout (arXiv 2205.05198, equation 4 without its 5 a s/h; added up here by
   the tensors of section 4.1, so that GQA, gated MLPs and no dropout count as they are). Full recomputation keeps the
   layer's input, 2 s b h/tp; selective keeps the same as none, since there is no s x s matrix to drop.
-* Stage i of pp holds min(pp - i, micro-batches) micro-batches (1F1B, arXiv 2104.04473, section 2.2); interleaved, the
-  first holds pp (1 + (pp - 1)/(pp v)) (arXiv 2205.05198, section 4.2.3).
+* Stage i of pp holds min(pp - i, micro-batches) micro-batches (1F1B, arXiv 2104.04473, section 2.2); interleaved,
+  (2 (pp - i - 1) + (v - 1) pp + 1)/v, which on the first is pp (1 + (pp - 1)/(pp v)) (arXiv 2205.05198, section
+  4.2.3).
 * Last stage: logits in bf16 and fp32 and their gradient, inputs of norm and output layer (section 4.3).
 * Working memory: whole-sequence temporaries, of which the gathered input is one.
 * Flux: two double-buffered slabs as :mod:`megatron_flux.comm.slab` makes them: inputs gathered for GEMMs (or partials)
@@ -76,7 +77,7 @@ def _held(job: Job, index: int) -> float:
     pp, chunks, micro = job.run.pp, job.virtual_pipeline, job.run.micro_batches
     if chunks == 1:
         return min(pp - index, micro)
-    return min(pp * (1 + (pp - 1) / (pp * chunks)), micro)
+    return min((2 * (pp - index - 1) + (chunks - 1) * pp + 1) / chunks, micro)
 
 
 def layer_activations(model: Model, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:

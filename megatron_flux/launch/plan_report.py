@@ -48,7 +48,10 @@ def show(plan: dict[str, Any], console: Console) -> None:
     console.print(title(plan))
     arms = plan["arms"]
     console.print(table(("", "baseline", "flux"), [(n, *(cell(arms[a]) for a in arms)) for n, cell in STEP_ROWS]))
-    console.print(f"{plan['kind']}: flux {plan['speedup']:.3f} x as fast")
+    console.print(
+        f"{plan['kind']}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden "
+        "communication did not slow the rest down)"
+    )
     rows = [(name.replace("_", " "), *(f"{arms[arm]['memory'][name]:.1f}" for arm in arms)) for name in MEMORY_ROWS]
     console.print(table((f"{plan['kind']}: memory per GPU, GB", "baseline", "flux"), rows))
     if plan["sensitivity"]:
@@ -140,7 +143,8 @@ def figures(plan: dict[str, Any]) -> list[Any]:
         for name, part in PARTS
     ]
     made = go.Figure(bars)
-    made.update_layout(barmode="stack", title=title(plan), xaxis_title="ms per step", height=320)
+    heading = {"text": title(plan), "font": {"size": 13}}
+    made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
     if not plan["sensitivity"]:
         return [made]
     rows = plan["sensitivity"]
@@ -154,7 +158,8 @@ def figures(plan: dict[str, Any]) -> list[Any]:
         )
     ]
     link = go.Figure(lines)
-    link.update_layout(title=f"{plan['kind']}: the same job on other links within a node", yaxis_title="ms per step")
+    heading = {"text": f"{plan['kind']}: the same job on other links within a node", "font": {"size": 13}}
+    link.update_layout(title=heading, yaxis_title="ms per step")
     link.update_xaxes(title="GB/s that NCCL reaches per GPU", type="log", autorange="reversed")
     link.update_yaxes(rangemode="tozero")
     return [made, link]

@@ -84,6 +84,7 @@ def test_overlap_hides_all_but_a_bucket() -> None:
     overlapped = job(**options, overlap_grad_reduce=True, overlap_param_gather=True)
     on = predict_step(overlapped, Rates(device=H100), flat_stages(8, 3000.0), 50.0)
     short = predict_step(overlapped, Rates(device=H100), flat_stages(8, 30.0), 50.0)
+    assert short.data == pytest.approx(off.data - 30.0)  # one micro-batch's backward and one's forward
     assert on.data == pytest.approx(off.data * 40e6 / stage_parameters(overlapped, 1), rel=0.05)
     assert on.data < short.data < off.data
 

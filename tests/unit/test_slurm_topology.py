@@ -14,6 +14,7 @@ from megatron_flux.launch.plan_options import Job, PlanOptions, resolve
 from megatron_flux.launch.topology import Rank, Topology, check, problems
 from megatron_flux.launch.topology_flux import linears
 from megatron_flux.ops.fused import limit
+from megatron_flux.patch.linears import LinearPatch
 
 
 def job(**options: Any) -> Job:
@@ -130,6 +131,12 @@ def test_a_stage_with_other_parameters_than_planned_is_named(monkeypatch: pytest
     monkeypatch.setattr("megatron_flux.launch.topology_stage.stage_parameters", lambda job, index: 1)
     with pytest.raises(FluxError, match="rank 0, pipeline stage 0: megatron-core builds 247424 parameters, the plan"):
         check(small(gpus=4, tp=1, pp=2))
+
+
+def test_a_layer_that_would_run_stock_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearPatch, "why_stock_common", lambda self, layer, x, weight: "made up")
+    with pytest.raises(FluxError, match=r"rank 0, pipeline stage 0: FallbackError: .* cannot run flux: made up"):
+        check(small())
 
 
 def views(chosen: Job) -> list[Rank]:

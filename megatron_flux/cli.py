@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source
+from megatron_flux import cli_patch_source, cli_slurm
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
@@ -25,6 +25,7 @@ app = typer.Typer(
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
+app.add_typer(cli_slurm.app, name="slurm")
 
 
 @app.callback(invoke_without_command=True)

@@ -27,7 +27,6 @@ app = typer.Typer(
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
 app.add_typer(cli_slurm.app, name="slurm")
-cli_slurm.app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,6 +54,7 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
 bench.add_typer(bench_app)  # its commands become bench's own
 app.add_typer(bench, name="bench")
 app.command()(tune)
+cli_slurm.app.command()(plan)
 
 
 @app.command()

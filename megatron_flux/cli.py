@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source, cli_report, cli_trace
+from megatron_flux import cli_patch_source, cli_report, cli_slurm, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_bench_metrics import metrics_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
+from megatron_flux.cli_slurm_plan import plan
 from megatron_flux.cli_watch import watch
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
 app.add_typer(cli_trace.app, name="trace")
+app.add_typer(cli_slurm.app, name="slurm")
 
 
 @app.callback(invoke_without_command=True)
@@ -58,6 +60,7 @@ app.add_typer(bench, name="bench")
 app.command()(tune)
 app.add_typer(cli_report.app, name="report")
 app.command()(watch)
+cli_slurm.app.command()(plan)
 
 
 @app.command()

@@ -72,19 +72,11 @@ class FusedBackend:
             return None if x.device.type == "cpu" else "the twin runs on CPU tensors"
         if x.device.type != "cuda":
             return f"it needs CUDA tensors, x is on {x.device.type}"
-        if x.dtype not in (torch.bfloat16, torch.float16):
-            return f"it needs bf16 or fp16, x is {x.dtype}"
-        if group.size() not in (2, 4, 8):
-            return f"it needs a group of 2, 4 or 8 ranks, not {group.size()}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        if not _others_cannot_block() and group.size() < dist.get_world_size():
-            return (
-                "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
-                "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
-            )
-        if _capability(x.device) < (8, 0):
-            return f"it needs compute capability 8.0, {torch.cuda.get_device_name(x.device)} has less"
+        reason = limit(x.dtype, group.size(), _capability(x.device))
+        if reason is not None:
+            return reason
         link = topology.probe(group, x.device)
         if link.kind == "none":
             return f"no peer access within the group: {link.reason}"
@@ -199,6 +191,37 @@ class FusedBackend:
         agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
         work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
         return launch_copies.all_gather(x, work)
+
+
+def limit(
+    dtype: torch.dtype,
+    size: int,
+    capability: tuple[int, int],
+    world: int | None = None,
+    *,
+    shielded: bool | None = None,
+) -> str | None:
+    """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
+
+    Args:
+        dtype: of the operands.
+        size: ranks of the group.
+        capability: the GPU's compute capability.
+        world: ranks of the job; None asks torch.distributed.
+        shielded: whether other process groups' kernels cannot block these; None asks this process's environment.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bf16 or fp16, x is {dtype}"
+    if size not in (2, 4, 8):
+        return f"it needs a group of 2, 4 or 8 ranks, not {size}"
+    if not (_others_cannot_block() if shielded is None else shielded) and size < (world or dist.get_world_size()):
+        return (
+            "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
+            "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
+        )
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    return None
 
 
 def _others_cannot_block() -> bool:

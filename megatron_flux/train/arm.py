@@ -28,7 +28,7 @@ class Arm:
         """Build the arm's trainer; the recorder opens with the context."""
         self.name, self.config = name, config
         self.trainer = Trainer(config, dataset, device)
-        self.warmup_steps = config.warmup_steps
+        self._warm_after = config.warmup_steps
         self._device = device
         self._flux = megatron_flux.FluxConfig(backend=config.backend, strict=config.strict)
         self._fallbacks: Counter[str] = Counter()
@@ -39,6 +39,8 @@ class Arm:
 
     def __enter__(self) -> Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
+        # A resumed run is as cold as a new one.
+        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         if dist.get_rank() == 0:
             folder = self.config.out / self.name
             resume_from = self.trainer.iteration or None
@@ -94,7 +96,7 @@ class Arm:
             "consumed-samples": self.trainer.batches.consumed,
             "peak-memory-bytes": self.trainer.peak_memory_bytes(others),
             "block": block,
-            "warmup": self.trainer.iteration <= self.warmup_steps,
+            "warmup": self.trainer.iteration <= self._warm_after,
             "flux/active_layers": self._active_layers(after["active_layers"]),
             "flux/all_gather_gemm_calls": _calls(after, "all_gather_gemm") - _calls(before, "all_gather_gemm"),
             "flux/gemm_reduce_scatter_calls": _calls(after, "gemm_reduce_scatter")

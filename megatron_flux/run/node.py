@@ -52,12 +52,12 @@ def main(words: list[str]) -> int:
 
 
 def node_name() -> str:
-    """This node as Slurm calls it, or its host name."""
+    """The node as Slurm calls it, or its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When the rank failed. Its own clock has whole seconds, in which the other ranks fail too: the file's is better."""
+    """When the rank failed. torch keeps whole seconds, in which the other ranks fail too; the file knows better."""
     try:
         return os.stat(failure.error_file).st_mtime
     except OSError:

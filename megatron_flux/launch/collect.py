@@ -19,8 +19,16 @@ from megatron_flux.metrics.summary import read_json_object, read_summary
 from megatron_flux.run.folder import CONFIG
 
 _COLUMNS = (
-    "repetition", "state", "starts", "baseline, ms", "flux, ms", "speed-up", "95 % interval", "loss difference", "report",
-)  # fmt: skip
+    "run",
+    "state",
+    "starts",
+    "baseline, ms",
+    "flux, ms",
+    "speed-up",
+    "95 % interval",
+    "loss difference",
+    "report",
+)
 
 
 def collect(root: Path) -> dict[str, Any]:

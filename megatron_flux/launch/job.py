@@ -122,12 +122,12 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     fields = {**TrainOptions.model_fields, **CheckpointOptions.model_fields, **CompareOptions.model_fields}
     found: dict[str, Any] = {}
     for pair in pairs:
+        if not pair.isprintable():
+            raise UserError(f"--set {pair!r}: line breaks and other control characters are not allowed")
         name, separator, value = pair.partition("=")
         name = name.replace("-", "_")
         if not separator or not name:
             raise UserError(f"--set {pair!r}: give NAME=VALUE, such as steps=200")
-        if not value.isprintable():
-            raise UserError(f"--set {name}: line breaks and other control characters are not allowed in {value!r}")
         if name in fields and get_origin(fields[name].annotation) is list:
             found.setdefault(name, []).append(value)
         elif name in found:

@@ -165,7 +165,7 @@ def validated(model: type[Any], what: str, values: dict[str, Any]) -> Any:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "its fields"
+        field = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
         message = first["msg"].removeprefix("Value error, ")
         shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
         raise UserError(f"{what}: {field}{shown}: {message[0].lower()}{message[1:]}") from None

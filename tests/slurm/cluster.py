@@ -99,7 +99,7 @@ class Cluster:
             "SchedulerType=sched/backfill",
             "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0",
             "SlurmdParameters=config_overrides",
-            "ReturnToService=2",
+            "ReturnToService=0",
             f"SlurmctldPidFile={folder}/run/slurmctld.pid",
             f"SlurmdPidFile={folder}/run/slurmd.%n.pid",
             f"SlurmctldLogFile={folder}/log/slurmctld.log",
@@ -181,8 +181,14 @@ class Cluster:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def release(self, job: str) -> None:
-        """A job that was requeued waits two minutes, which a test need not."""
-        self.client("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+        """A job that was requeued waits two minutes, which a test need not; until it has begun again."""
+
+        def begun() -> bool:
+            # Again and again: while the job is still completing, Slurm puts the two minutes on top once more.
+            self.client("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+            return self.job(job)["JobState"] in ("RUNNING", "COMPLETED", "FAILED")
+
+        self.wait(begun, f"job {job} to begin again")
 
     def wait_for_job(self, job: str, states: tuple[str, ...] = ("COMPLETED",), timeout: float = 300) -> dict[str, str]:
         """Wait until the job has ended (it must be in one of ``states`` then)."""

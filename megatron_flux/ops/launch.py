@@ -21,11 +21,8 @@ from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
-from megatron_flux.ops import copies
+from megatron_flux.ops import driver, relaunch
 from megatron_flux.ops.plan import Plan, cdiv
-from megatron_flux.ops.relaunch import Relauncher
-
-_gather_wait = Relauncher(gather_wait_kernel)
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
@@ -297,11 +294,14 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     )
     constants = {"TP": tp, "CPU": not x.is_cuda, "THREADS": 32}
 
+    def launch() -> relaunch.Launch:
+        return gather_wait_kernel[(1,)](*arguments, **constants, num_warps=1), arguments
+
     def wait() -> None:
         if x.is_cuda:
-            _gather_wait((tp, x.device), 1, arguments, constants, {"num_warps": 1}, x.device.index)
+            relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
         else:
-            gather_wait_kernel[(1,)](*arguments, **constants)
+            launch()
         finish()
         work.end()
         if work.views.get("open") is pending:
@@ -353,7 +353,7 @@ def _copy_engine_push(
     def push(side: torch.cuda.Stream | None) -> None:
         for i, (target, rows, flag, mine, theirs) in enumerate(moves):
             if pace and side is not None and i > 0:
-                copies.hold(side, mine, work.calls)
+                driver.hold(side.cuda_stream, mine.data_ptr(), work.calls)
             target.copy_(x[rows])
             flag.copy_(epoch)
             if pace and i < len(moves) - 1:
@@ -365,12 +365,12 @@ def _copy_engine_push(
     side, before, after = _view(work, ("side",), lambda: _side(x.device))
     before.record()
     side.wait_event(before)
-    if copies.available() and not pace:
+    if not pace:
         key = ("addresses", turn.half, mp, x.shape[1], x.dtype, block)
         stream, source, value = side.cuda_stream, x.data_ptr(), epoch.data_ptr()
         for target, offset, nbytes, flag in _view(work, key, lambda: _addresses(moves, x)):
-            copies.enqueue(target, source + offset, nbytes, stream)
-            copies.enqueue(flag, value, 4, stream)
+            driver.copy(target, source + offset, nbytes, stream)
+            driver.copy(flag, value, 4, stream)
     else:
         with torch.cuda.stream(side):
             push(side)

@@ -30,7 +30,16 @@ class Arm:
         self.trainer = Trainer(config, dataset, device)
         self._warm_after = config.warmup_steps
         self._device = device
-        self._flux = megatron_flux.FluxConfig(backend=config.backend, strict=config.strict)
+        self._flux = megatron_flux.FluxConfig(
+            backend=config.backend,
+            forward=config.forward_backend,
+            dgrad=config.dgrad_backend,
+            wgrad=config.wgrad_backend,
+            strict=config.strict,
+        )
+        for choice in config.layer_backend:
+            names, _, backend = choice.rpartition("=")
+            megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
         self._peak_flops = peak_flops(environment.device_name(), config.precision) if device.type == "cuda" else None
         self._writers = ExitStack()

@@ -68,6 +68,13 @@ class TrainOptions(BaseModel):
     )
 
     backend: str = Field("auto", description="Operator backend of flux layers: auto, or one by name.")
+    forward_backend: str | None = Field(None, description="Operator backend of forward, where it is another one.")
+    dgrad_backend: str | None = Field(None, description="Operator backend of dgrad, where it is another one.")
+    wgrad_backend: str | None = Field(None, description="Backend of the gather for wgrad, where it is another one.")
+    layer_backend: list[str] = Field(
+        default_factory=list,
+        description="NAMES=BACKEND for some layers, e.g. '*.mlp.*=reference' or 'output_layer=stock'. May be repeated.",
+    )
     strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
     exit_signal: Literal["USR1", "USR2"] | None = Field(

@@ -43,9 +43,9 @@ def test_every_field_of_the_config_has_an_argument_with_help() -> None:
 
 
 def test_arguments_become_the_config() -> None:
-    args = parsed("--flux", "--flux-backend", "reference", "--flux-strict")
+    args = parsed("--flux", "--flux-backend", "reference", "--flux-dgrad", "auto", "--flux-strict")
     assert args.flux is True
-    assert config_from(args) == FluxConfig(backend="reference", strict=True)
+    assert config_from(args) == FluxConfig(backend="reference", dgrad="auto", strict=True)
     assert config_from(parsed("--flux", "--no-flux-strict")) == FluxConfig()
 
 

@@ -139,7 +139,9 @@ def save(trainer: Trainer, folder: Path) -> Path:
         tracker.write_text(str(trainer.iteration))
         tracker.replace(folder / TRACKER)
         if config.save_keep is not None:
-            for old in sorted(folder.glob("iter_" + "[0-9]" * 7))[: -config.save_keep]:
+            # Older than this one only: a folder that was resumed in its middle holds later ones, of another past.
+            older = sorted(path for path in folder.glob("iter_" + "[0-9]" * 7) if path.name < final.name)
+            for old in older[: max(0, len(older) + 1 - config.save_keep)]:
                 shutil.rmtree(old)
         logger.info("saved %s", final)
     dist.barrier()

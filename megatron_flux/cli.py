@@ -98,8 +98,7 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     out = given.out or folder.default_folder(command, given.preset)
     run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
     corpus.find_sources(run.data)
-    if run.load is not None:
-        checkpoint.check_fits(run.load, run)
+    checkpoint.check_resume(run)
     if rank.is_first():
         folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
     if dry_run:
@@ -118,7 +117,8 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     typer.echo(
         f"megatron-flux {command}: {world_size} {device} process(es), {_layout(run)}, run folder {out}", err=True
     )
-    launcher.launch(worker.__name__, [str(out)], world_size, left=f"what was recorded is in {out}")
+    left = f"what was recorded is in {out}"
+    launcher.launch(worker.__name__, [str(out)], world_size, left=left, pass_on=run.exit_signal)
 
 
 def _layout(run: Any) -> str:
@@ -128,7 +128,12 @@ def _layout(run: Any) -> str:
 def main() -> None:
     """Entry point of ``megatron-flux``."""
     try:
-        app()
+        if "RANK" in os.environ:
+            from megatron_flux.run import rank as this_rank
+
+            this_rank.recorded(app)
+        else:
+            app()
     except FluxError as error:
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
             rank = f" rank {os.environ['RANK']}:" if "RANK" in os.environ else ""

@@ -39,7 +39,7 @@ class Arm:
         self.name, self.config = name, config
         self.trainer = Trainer(config, dataset, device)
         self.folder = config.out / name
-        self.warmup_steps = config.warmup_steps
+        self._warm_after = config.warmup_steps
         self._device = device
         self._flux = megatron_flux.FluxConfig(
             backend=config.backend,
@@ -68,6 +68,8 @@ class Arm:
 
     def __enter__(self) -> Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
+        # A resumed run is as cold as a new one.
+        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         from megatron.core import parallel_state
 
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -151,7 +153,7 @@ class Arm:
             "consumed-samples": self.trainer.batches.consumed,
             "peak-memory-bytes": int(max(memory)) if memory else None,
             "block": block,
-            "warmup": iteration <= self.warmup_steps,
+            "warmup": iteration <= self._warm_after,
             # Of one copy of the model: the sum over pipeline stages.
             "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
             "flux/all_gather_gemm_calls": _calls(after, "all_gather_gemm") - _calls(before, "all_gather_gemm"),

@@ -70,6 +70,7 @@ class RunConfig(BaseModel):
     layer_backend: list[str] = []
     strict: bool
     timeout: float
+    exit_signal: Literal["USR1", "USR2"] | None = None
     out: Path
     overwrite: bool
     log_interval: int
@@ -85,6 +86,7 @@ class RunConfig(BaseModel):
     flux: bool = True
     save: Path | None = None
     save_interval: int | None = None
+    save_keep: int | None = None
     load: Path | None = None
     block_steps: int = 0
     warmup_steps: int = 0

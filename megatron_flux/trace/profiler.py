@@ -101,6 +101,11 @@ class StepProfiler:
             torch.cuda.profiler.start()
             self._running.callback(torch.cuda.profiler.stop)
 
+    def close(self) -> None:
+        """Stop, without a trace, where the run ended before the last step that was asked for."""
+        self._failed = True
+        self._running.close()
+
     def _begin(self) -> None:
         if self._nvtx:
             return

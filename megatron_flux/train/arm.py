@@ -81,6 +81,8 @@ class Arm:
         error = exc[1]
         if isinstance(error, Exception):
             self._note_failure(error)
+        if self._profiler is not None:
+            self._profiler.close()
         self._writers.__exit__(*exc)
 
     def patched(self) -> AbstractContextManager[None]:
@@ -220,14 +222,14 @@ class Arm:
         )
 
     def _note_failure(self, error: Exception) -> None:
-        """Write what ended this rank beside the record: no record follows that could say it."""
+        """Write what ended this rank beside the record, with its latest whole iteration: no record follows to say it."""
         from megatron_flux.comm import watch
 
         rank = dist.get_rank()
         note = {
             "rank": rank,
             "host": socket.gethostname(),
-            "iteration": self.trainer.iteration + 1,
+            "iteration": self.trainer.iteration,
             "timestamp": time.time(),
             "wait_timeouts": watch.timeouts(),
             "error": f"{type(error).__name__}: {error}",

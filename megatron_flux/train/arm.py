@@ -222,7 +222,7 @@ class Arm:
         )
 
     def _note_failure(self, error: Exception) -> None:
-        """Write what ended this rank beside the record, with its latest whole iteration: no record follows to say it."""
+        """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
         from megatron_flux.comm import watch
 
         rank = dist.get_rank()

@@ -111,3 +111,13 @@ def largest(differences: Sequence[tuple[int, float]]) -> float | None:
     if not differences:
         return None
     return float(np.max([difference for _, difference in differences]))
+
+
+def overlap_efficiency(time: float | None, gemm: float, serial: float) -> float | None:
+    """FLUX's overlap efficiency (arXiv 2406.06858), all times in one unit: 1 is GEMM alone, 0 is both in turn.
+
+    None where the time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
+    """
+    if time is None or serial <= gemm:
+        return None
+    return (serial - time) / (serial - gemm)

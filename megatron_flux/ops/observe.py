@@ -162,6 +162,11 @@ def _set(**values: Any) -> dict[str, Any]:
     return before
 
 
+def watching() -> bool:
+    """Whether any call is timed or named now."""
+    return _on
+
+
 @contextmanager
 def timed_by(timer: CallTimer | None) -> Iterator[None]:
     """Time every call inside the context, in any thread (autograd has its own); None changes nothing."""

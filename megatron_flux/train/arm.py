@@ -39,9 +39,18 @@ class Arm:
         self.name, self.config = name, config
         self.trainer = Trainer(config, dataset, device)
         self.folder = config.out / name
-        self.warmup_steps = config.warmup_steps
+        self._warm_after = config.warmup_steps
         self._device = device
-        self._flux = megatron_flux.FluxConfig(backend=config.backend, strict=config.strict)
+        self._flux = megatron_flux.FluxConfig(
+            backend=config.backend,
+            forward=config.forward_backend,
+            dgrad=config.dgrad_backend,
+            wgrad=config.wgrad_backend,
+            strict=config.strict,
+        )
+        for choice in config.layer_backend:
+            names, _, backend = choice.rpartition("=")
+            megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
         peak, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
         self._peak_tflops = peak
@@ -59,6 +68,8 @@ class Arm:
 
     def __enter__(self) -> Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
+        # A resumed run is as cold as a new one.
+        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         from megatron.core import parallel_state
 
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -144,7 +155,7 @@ class Arm:
             "consumed-samples": self.trainer.batches.consumed,
             "peak-memory-bytes": int(max(memory)) if memory else None,
             "block": block,
-            "warmup": iteration <= self.warmup_steps,
+            "warmup": iteration <= self._warm_after,
             # Of one copy of the model: the sum over pipeline stages.
             "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
             "flux/all_gather_gemm_calls": _calls(after, "all_gather_gemm") - _calls(before, "all_gather_gemm"),

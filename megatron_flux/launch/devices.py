@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_flux.errors import UserError
-from megatron_flux.train.flops import peak_flops
+from megatron_flux.train.flops import device_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class Device:
     @property
     def peak_flops(self) -> float:
         """Dense bf16 FLOP/s."""
-        peak = peak_flops(self.name, "bf16")
-        if peak is None:
-            raise ValueError(f"no bf16 peak is known for {self.name}")
-        return peak
+        tflops, why = device_peak(self.name, "cuda", "bf16")
+        if tflops is None:
+            raise ValueError(why)
+        return tflops * 1e12
 
 
 DEVICES: dict[str, Device] = {

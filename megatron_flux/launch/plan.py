@@ -208,6 +208,8 @@ def _notes(job: Job, given: Inputs, reason: str | None, memory: Memory) -> list[
             f"the baseline needs {memory.total:.0f} GB of {job.device.memory_gb:.0f} GB with {ROOM_GB:.0f} GB to "
             "spare: raise --pp or --tp, lower --micro-batch-size, or use --recompute full"
         )
+    both = memory.total + memory.state
+    notes.append(f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB per GPU")
     if reason is None and job.device.link == "p2p":
         notes.append("flux needs peer access between the GPUs of a node (megatron-flux doctor); without it stock runs")
     if job.device.key != "h200":

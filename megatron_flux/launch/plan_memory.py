@@ -43,6 +43,11 @@ class Memory:
         """All of it."""
         return sum(vars(self).values())
 
+    @property
+    def state(self) -> float:
+        """What stays between steps, and a compare job holds once for each arm."""
+        return self.parameters + self.gradients + self.optimizer
+
 
 def predict_memory(job: Job, arm: str) -> Memory:
     """The stage that needs most."""

@@ -147,22 +147,35 @@ def figures(plan: dict[str, Any]) -> list[Any]:
     made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
     if not plan["sensitivity"]:
         return [made]
+    return [made, _link_figure(plan)]
+
+
+def _link_figure(plan: dict[str, Any]) -> Any:
+    """Step time and speed-up over the link."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
     rows = plan["sensitivity"]
-    x = [row["reached_gb_per_s"] for row in rows]
-    lines = [
-        go.Scatter(name=name, x=x, y=[row[key] for row in rows], mode="lines+markers", line={"dash": dash})
-        for name, key, dash in (
-            ("baseline", "baseline_ms", "solid"),
-            ("flux", "flux_ms", "solid"),
-            (f"flux with an overlap efficiency of {PCIE_OVERLAP:.2f}", "flux_low_ms", "dot"),
-        )
-    ]
-    link = go.Figure(lines)
+    low = f"flux, overlap efficiency {PCIE_OVERLAP:.2f}"
+    made = make_subplots(rows=1, cols=2)
+    for column, name, key, colour, dash in (
+        (1, "baseline", "baseline_ms", "#9aa0a6", "solid"),
+        (1, "flux", "flux_ms", "#188038", "solid"),
+        (1, low, "flux_low_ms", "#188038", "dot"),
+        (2, "flux", "speedup", "#188038", "solid"),
+        (2, low, "speedup_low", "#188038", "dot"),
+    ):
+        x, y = [row["reached_gb_per_s"] for row in rows], [row[key] for row in rows]
+        line, legend = {"color": colour, "dash": dash}, column == 1
+        trace = go.Scatter(name=name, x=x, y=y, mode="lines+markers", line=line, showlegend=legend)
+        made.add_trace(trace, row=1, col=column)
     heading = {"text": f"{plan['kind']}: the same job on other links within a node", "font": {"size": 13}}
-    link.update_layout(title=heading, yaxis_title="ms per step")
-    link.update_xaxes(title="GB/s that NCCL reaches per GPU", type="log", autorange="reversed")
-    link.update_yaxes(rangemode="tozero")
-    return [made, link]
+    made.update_layout(title=heading, height=420)
+    ticks = [round(row["reached_gb_per_s"]) for row in rows]
+    made.update_xaxes(title="GB/s that NCCL reaches per GPU", type="log", autorange="reversed", tickvals=ticks)
+    made.update_yaxes(title="ms per step", type="log", row=1, col=1)
+    made.update_yaxes(title="speed-up of flux", row=1, col=2)
+    return made
 
 
 def write_page(plan: dict[str, Any], path: Path) -> None:

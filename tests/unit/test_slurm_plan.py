@@ -255,6 +255,12 @@ def test_what_does_not_fit_is_said() -> None:
     assert found["fits"] == {"baseline": False, "flux": False}
     assert any("--recompute full" in note for note in found["notes"])
     assert plan()["fits"]["baseline"]
+    memory = predict_memory(job(), "baseline")
+    both = memory.total + memory.parameters + memory.gradients + memory.optimizer
+    assert any(
+        f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB" in n
+        for n in plan()["notes"]
+    )
 
 
 def test_the_largest_job_is_planned() -> None:

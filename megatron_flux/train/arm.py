@@ -68,10 +68,10 @@ class Arm:
 
     def __enter__(self) -> Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
-        # A resumed run is as cold as a new one.
-        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         from megatron.core import parallel_state
 
+        # A resumed run is as cold as a new one.
+        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())

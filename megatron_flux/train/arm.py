@@ -219,13 +219,15 @@ class Arm:
     def _open_mirror(self) -> WandbMirror:
         config = self.config
         group = config.wandb_group or config.out.name
+        about = run_folder.run_info(config)
+        del about["command"]  # words and paths of the machine, which wandb is not told elsewhere either
         return WandbMirror(
             mode=config.wandb,
             project=config.wandb_project,
             group=group,
             job_type=self.name,
             name=f"{group}-{self.name}",
-            config={**config.model_dump(mode="json"), **run_folder.run_info(config)},
+            config={**config.model_dump(mode="json"), **about},
             dir=self.folder,
             tags=[config.preset, *config.wandb_tags],
             resuming=self.trainer.iteration > 0,

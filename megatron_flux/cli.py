@@ -132,6 +132,7 @@ def main() -> None:
             from megatron_flux.run import rank as this_rank
 
             this_rank.recorded(app)
+            sys.exit(0)  # which torch's recorder has swallowed
         else:
             app()
     except FluxError as error:

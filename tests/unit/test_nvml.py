@@ -21,7 +21,8 @@ def library(**answers: Any) -> types.SimpleNamespace:
     """Four GPUs named by their index, the first three linked, with ``answers`` instead of some functions."""
 
     def p2p(a: int, b: int, kind: int) -> int:
-        linked = kind == pynvml.NVML_P2P_CAPS_INDEX_READ or 3 not in (a, b)
+        assert isinstance(kind, int)  # a constant of the binding is a tuple, which its function does not take
+        linked = kind == 0 or 3 not in (a, b)  # nvmlGpuP2PCapsIndex_t: 0 is reading, 2 is NVLink
         return pynvml.NVML_P2P_STATUS_OK if linked else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
 
     def by_uuid(uuid: str) -> int:

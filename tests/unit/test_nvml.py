@@ -35,8 +35,6 @@ def library(**answers: Any) -> types.SimpleNamespace:
         "CLOCK_MEM",
         "TEMPERATURE_GPU",
         "P2P_STATUS_OK",
-        "P2P_CAPS_INDEX_READ",
-        "P2P_CAPS_INDEX_NVLINK",
     )
     constants = {f"NVML_{name}": getattr(pynvml, f"NVML_{name}") for name in names}
     functions: dict[str, Any] = {

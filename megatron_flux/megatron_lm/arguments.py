@@ -15,6 +15,8 @@ VARIABLE = "MEGATRON_FLUX"
 
 _BACKENDS = ("backend", *Backends._fields)
 
+SAMPLE_INTERVAL = 10
+
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
     "forward": "Operator backend of forward, where it is another one.",
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--flux-sample-interval",
         type=_interval,
-        default=10,
+        default=SAMPLE_INTERVAL,
         help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
     )
     return parser

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from megatron_flux.megatron_lm.arguments import SAMPLE_INTERVAL
 from megatron_flux.megatron_lm.samples import Samples
 from megatron_flux.patch import report
 
@@ -67,7 +68,8 @@ def log(iteration: int) -> None:
     if row is None:
         return
     _say_once(args.rank, row)
-    _sample(args.flux_sample_interval, iteration)
+    # --yaml-cfg in a patched tree drops what the file does not name.
+    _sample(getattr(args, "flux_sample_interval", SAMPLE_INTERVAL), iteration)
     if iteration % args.tensorboard_log_interval:
         return
     row |= _unwritten

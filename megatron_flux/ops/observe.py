@@ -10,9 +10,12 @@ Off, which is the default, it costs a call one comparison. On, each call is
 What is timed: on CUDA the time between two events on the stream that the call was made on, before its first kernel and
 behind its last, plus the same around the wait for a result that was started asynchronously. That is the time for which
 the compute stream was not free for anything else; communication that runs beside other work of that stream is not in
-it, and a stream that ran dry because the host was late is. On the CPU it is the host's time in call and wait.
+it; a stream that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the
+host's time in call and wait.
 
-Calls under CUDA-graph capture are not timed: their events would be part of the graph.
+A watched call is decided anew, although it may have been made ready before (:mod:`megatron_flux.ops.again`): the host
+takes longer for it, the device does not. Calls under CUDA-graph capture are not timed: their events would be part of
+the graph.
 """
 
 from __future__ import annotations

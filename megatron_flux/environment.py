@@ -78,14 +78,14 @@ def link() -> dict[str, Any]:
         ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    seen = nvml.pairs() if count else []
+    if count < 2:
+        return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
+    seen = nvml.pairs()
     if seen is None or len(seen) != count * (count - 1):
         return _link_by_cuda(count)
     peers = sum(peer for peer, _ in seen)
     without = sum(not linked for _, linked in seen)
-    if not seen:
-        kind, reason = "none", f"{count} GPU(s)"
-    elif peers < len(seen):
+    if peers < len(seen):
         kind, reason = "host", "not every pair of GPUs has peer access"
     elif without:
         kind, reason = "p2p", f"{without} of {len(seen)} pairs of GPUs without NVLink"

@@ -5,13 +5,17 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 
-# Debian's and Ubuntu's packages, as root or by a sudo that asks nothing.
-install_browser() {
-    local sudo=()
-    command -v apt-get >/dev/null || return 1
-    ((EUID == 0)) || { sudo -n true 2>/dev/null && sudo=(sudo -n); } || return 1
-    ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive \
-        sh -c 'apt-get -qq update && apt-get -qq install -y chromium chromium-driver' >/dev/null 2>&1
+# Debian's and Ubuntu's packages, as root or by a sudo that asks nothing. Where they cannot be installed, the tests that
+# need them are skipped with the reason.
+install_packages() {
+    local sudo=() log
+    ((EUID == 0)) || sudo=(sudo -n)
+    log=$(mktemp)
+    command -v apt-get >"$log" &&
+        ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive sh -c \
+            'apt-get update && apt-get install --yes --no-install-recommends "$@"' sh "$@" >"$log" 2>&1 ||
+        printf 'note: %s could not be installed: %s\n' "$*" "$(tail -n 1 "$log")" >&2
+    rm "$log"
 }
 
 # TransformerEngine's Python, for tests of its layers on CPUs. Without its compiled part it would break the environment,
@@ -24,9 +28,15 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
     export MEGATRON_FLUX_TE_SOURCE
 fi
 
-# A browser, for tests that look at reports; where it cannot be installed, those tests say so and are skipped.
+# A browser, for tests that look at reports.
 if ! { command -v chromium || command -v google-chrome; } >/dev/null || ! command -v chromedriver >/dev/null; then
-    install_browser || printf 'note: no Chromium with its driver, and it cannot be installed here\n' >&2
+    install_packages chromium chromium-driver
+fi
+
+# Slurm's daemons, for tests that submit jobs; they start and end daemons of their own. As in CI,
+# MEGATRON_FLUX_SLURM_TESTS=required lets the tests fail instead of being skipped.
+if ! { command -v sbatch && [[ -x /usr/sbin/slurmctld && -x /usr/sbin/munged ]]; } >/dev/null; then
+    install_packages slurm-wlm munge
 fi
 
 "$PYTHON" -m ruff check .

@@ -7,14 +7,19 @@ import os
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
-from megatron_flux.config import FluxConfig
+from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.ops import backend_names
 
 VARIABLE = "MEGATRON_FLUX"
 """Environment variable that switches flux on without an argument: 1 is on, 0 or nothing is off."""
 
+_BACKENDS = ("backend", *Backends._fields)
+
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
+    "forward": "Operator backend of forward, where it is another one.",
+    "dgrad": "Operator backend of dgrad, where it is another one.",
+    "wgrad": "Backend of the gather for wgrad, where it is another one.",
     "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
 }
 
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         kind: dict[str, Any] = {"type": types[field.name]}
         if types[field.name] is bool:
             kind = {"action": argparse.BooleanOptionalAction}
-        elif field.name == "backend":
+        elif field.name in _BACKENDS:
             kind = {"choices": backend_names()}
         group.add_argument(
             f"--flux-{field.name.replace('_', '-')}",

@@ -76,7 +76,6 @@ def require_login(command: str) -> Any:
     """
     try:
         import requests
-
         import wandb
     except ImportError as error:
         raise UserError(f"{command} needs wandb ({error}); `pip install wandb`") from None

@@ -107,16 +107,17 @@ class CallTimer:
         self._used = 0
         self._segments: list[tuple[Call, bool, Any, Any]] = []
 
-    def begin(self, call: Call, *, first: bool) -> None:
-        """A segment of ``call`` begins; ``first`` is False for the wait that finishes an earlier one."""
+    def begin(self, call: Call, *, first: bool) -> _Mark:
+        """A segment of ``call`` begins, and ends when the returned mark is recorded.
+
+        ``first`` is False for the wait that finishes an earlier segment.
+        """
         kind = _DeviceMark if call.device.type == "cuda" else _HostMark
         start = self._mark(kind)
-        self._segments.append((call, first, start, self._mark(kind)))
+        end = self._mark(kind)
+        self._segments.append((call, first, start, end))
         start.record()
-
-    def end(self) -> None:
-        """The latest segment ends."""
-        self._segments[-1][3].record()
+        return end
 
     def collect(self) -> dict[Call, Times]:
         """The times since the last collection, by call; waits for the device where it has not got there yet."""
@@ -159,6 +160,11 @@ def _set(**values: Any) -> dict[str, Any]:
         setattr(_state, name, value)
     _on = _state.on
     return before
+
+
+def watching() -> bool:
+    """Whether any call is timed or named now."""
+    return _on
 
 
 @contextmanager
@@ -205,13 +211,13 @@ _NOTHING = _Nothing()
 class _Segment:
     """One watched stretch of a call."""
 
-    __slots__ = ("_call", "_first", "_nvtx", "_range", "_timer")
+    __slots__ = ("_call", "_end", "_first", "_nvtx", "_range")
 
     def __init__(self, call: Call, *, first: bool) -> None:
         self._call, self._first = call, first
         self._range: Any = None
         self._nvtx = False
-        self._timer: CallTimer | None = None
+        self._end: _Mark | None = None
 
     def __enter__(self) -> _Segment:
         if _state.ranges or _state.nvtx:
@@ -224,15 +230,14 @@ class _Segment:
                 self._nvtx = True
         capturing = self._call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if _state.timer is not None and not capturing:
-            self._timer = _state.timer
-            self._timer.begin(self._call, first=self._first)
+            self._end = _state.timer.begin(self._call, first=self._first)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is not None:
-            self._timer.end()
+        if self._end is not None:
+            self._end.record()
         if self._nvtx:
             torch.cuda.nvtx.range_pop()
         if self._range is not None:

@@ -39,6 +39,7 @@ from megatron_flux.ops.alone import GemmAlone
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.plan import Plan, candidates
+from megatron_flux.ops.ready import ReadyCall
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.version import __version__
 
@@ -138,6 +139,28 @@ class TunedBackend:
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
         return self.fused.all_gather(x, group, async_op=async_op)
+
+    def ready(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        shape: tuple[int, ...],
+    ) -> ReadyCall | None:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        if weight is None:
+            return self.fused.ready(operator, x, weight, group, transposed, shape)
+        k = x.shape[-1]
+        m = x.numel() // k * (group.size() if operator == "all_gather_gemm" else 1)
+        n = weight.shape[1] if transposed else weight.shape[0]
+        choice = self._quick.get((group.group_name, operator, m, n, k, x.dtype, x.device, transposed))
+        if choice is None or choice[1] is None or torch.cuda.is_current_stream_capturing():
+            return None
+        return self._with_plan(
+            lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape), choice[1]
+        )
 
     def _run(
         self,

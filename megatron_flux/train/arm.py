@@ -8,7 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -39,23 +39,40 @@ class Arm:
         self.name, self.config = name, config
         self.trainer = Trainer(config, dataset, device)
         self.folder = config.out / name
-        self.warmup_steps = config.warmup_steps
+        self._warm_after = config.warmup_steps
         self._device = device
-        self._flux = megatron_flux.FluxConfig(backend=config.backend, strict=config.strict)
+        self._flux = megatron_flux.FluxConfig(
+            backend=config.backend,
+            forward=config.forward_backend,
+            dgrad=config.dgrad_backend,
+            wgrad=config.wgrad_backend,
+            strict=config.strict,
+        )
+        for choice in config.layer_backend:
+            names, _, backend = choice.rpartition("=")
+            megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
         peak, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
         self._peak_tflops = peak
+        self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12
+        """Of one step, per device."""
         self._telemetry = Telemetry(config.sample_interval, device, flux=name == "flux")
         self._profiler: StepProfiler | None = None
         self._run: dict[str, Any] | None = None
         """What the first record says of this process; None once it is written."""
         self._metrics_ms: float | None = None
+        self._stages: list[int] = []
         self._writers = ExitStack()
         self._recorder: JsonlRecorder | None = None
         self._mirror: WandbMirror | None = None
 
     def __enter__(self) -> Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
+        # A resumed run is as cold as a new one.
+        self._warm_after = self.trainer.iteration + self.config.warmup_steps
+        from megatron.core import parallel_state
+
+        self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         self._open_profiler()
@@ -77,6 +94,10 @@ class Arm:
             self._note_failure(error)
         self._writers.__exit__(*exc)
 
+    def patched(self) -> AbstractContextManager[None]:
+        """Flux, if this is its arm."""
+        return megatron_flux.patched(self._flux) if self.name == "flux" else nullcontext()
+
     def steps(self, count: int, *, block: int = 0, others_static_bytes: int = 0) -> Iterator[tuple[int, StepResult]]:
         """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.
 
@@ -88,8 +109,7 @@ class Arm:
         Raises:
             FluxError: the loss is not finite (its record is written first).
         """
-        patched = megatron_flux.patched(self._flux) if self.name == "flux" else nullcontext()
-        with patched, self.trainer.turn():
+        with self.patched(), self.trainer.turn():
             for _ in range(count):
                 iteration = self.trainer.iteration + 1
                 self.trainer.reset_peak_memory()
@@ -117,7 +137,7 @@ class Arm:
         """A record of :mod:`megatron_flux.metrics.schema`."""
         config = self.config
         iteration = self.trainer.iteration
-        tflops = step_flops(config.shape, config.global_batch_size) / result.seconds / config.world_size / 1e12
+        tflops = self._tflop / result.seconds
         fallbacks = Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         self._fallbacks += fallbacks
         memory = known(result.ranks["peak_memory_bytes"])
@@ -133,8 +153,9 @@ class Arm:
             "consumed-samples": self.trainer.batches.consumed,
             "peak-memory-bytes": int(max(memory)) if memory else None,
             "block": block,
-            "warmup": iteration <= self.warmup_steps,
-            "flux/active_layers": _active_layers(result),
+            "warmup": iteration <= self._warm_after,
+            # Of one copy of the model: the sum over pipeline stages.
+            "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
             "flux/all_gather_gemm_calls": _calls(after, "all_gather_gemm") - _calls(before, "all_gather_gemm"),
             "flux/gemm_reduce_scatter_calls": _calls(after, "gemm_reduce_scatter")
             - _calls(before, "gemm_reduce_scatter"),
@@ -229,14 +250,6 @@ class Arm:
             )
         except OSError as failed:
             logger.error("what ended rank %d could not be noted in %s: %s", rank, self.folder, failed)
-
-
-def _active_layers(result: StepResult) -> int:
-    """Layers that run flux in one copy of the model: the sum over pipeline stages."""
-    from megatron.core import parallel_state
-
-    stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    return int(sum(known([result.ranks["active_layers"][rank] for rank in stages])))
 
 
 def _calls(report: dict[str, Any], operator: str) -> int:

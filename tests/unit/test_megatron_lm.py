@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import sys
 import types
 from dataclasses import fields
 from typing import Any
@@ -43,9 +44,9 @@ def test_every_field_of_the_config_has_an_argument_with_help() -> None:
 
 
 def test_arguments_become_the_config() -> None:
-    args = parsed("--flux", "--flux-backend", "reference", "--flux-strict")
+    args = parsed("--flux", "--flux-backend", "reference", "--flux-dgrad", "auto", "--flux-strict")
     assert args.flux is True
-    assert config_from(args) == FluxConfig(backend="reference", strict=True)
+    assert config_from(args) == FluxConfig(backend="reference", dgrad="auto", strict=True)
     assert config_from(parsed("--flux", "--no-flux-strict")) == FluxConfig()
 
 
@@ -125,6 +126,19 @@ def test_what_does_not_is_refused_in_one_line(changes: dict[str, Any], said: str
     assert "--no-flux" in str(error.value)
     assert isinstance(error.value, AssertionError | UserError)
     validate(arguments(**changes, flux=False))
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    said = r"transformer_engine can run it: TransformerEngine cannot be imported \(.*\), supported is >=2\.9,<2\.19"
+    with pytest.raises(MegatronArgumentsError, match=said) as error:
+        validate(arguments(transformer_impl="transformer_engine"))
+    assert "\n" not in str(error.value)
+    validate(arguments(transformer_impl="local"))
+    validate(arguments(transformer_impl="transformer_engine", spec=["my_layers", "SPEC"]))
+    validate(arguments(transformer_impl="transformer_engine", flux=False))
 
 
 def test_all_reasons_are_said_at_once() -> None:

@@ -36,12 +36,19 @@ class GemmAlone:
         """The gathered operand is made once and kept."""
         self._gathered: torch.Tensor | None = None
 
+    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
+        try:
+            self._gathered = x.repeat(group.size(), 1)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
     def all_gather_gemm(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The GEMM over this rank's rows, repeated to the gathered size."""
-        if self._gathered is None:
-            self._gathered = x.repeat(group.size(), 1)
+        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
         return gemm(self._gathered, weight, transposed=transposed), self._gathered
 
     def gemm_reduce_scatter(
@@ -99,12 +106,10 @@ def _shape_of(call: Call) -> tuple[Any, ...]:
 def measure(call: Call) -> Alone:
     """Measure ``call`` on random operands of its shape. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
-    operands, reason = _operands(call)
-    fits = torch.tensor([reason is None], dtype=torch.int32, device=call.device)
-    dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=group)
-    if not fits.item() or operands is None:
-        return Alone(None, None, f"not measured: {reason or 'no memory for the operands on another rank'}")
-    x, weight = operands
+    operands = _operands(call)
+    if not timing.all_agree(operands is not None, group, call.device) or operands is None:
+        return Alone(None, None, "not measured: no memory for the operands on some rank")
+    x, weight, alone = operands
     if call.operator == "all_gather":
         serial = timing.interleaved({"serial": lambda: reference.all_gather(x, group, async_op=True)}, group, x.device)
         return Alone(0.0, statistics.median(serial["serial"]), "measured")
@@ -114,22 +119,32 @@ def measure(call: Call) -> Alone:
             return backend.all_gather_gemm(x, weight, group, transposed=call.transposed)
         return backend.gemm_reduce_scatter(x, weight, group, transposed=call.transposed, async_op=False)
 
-    alone = GemmAlone()
     ways = {"serial": lambda: run(reference), "gemm": lambda: run(alone)}
     found = timing.interleaved(ways, group, x.device)
     return Alone(statistics.median(found["gemm"]), statistics.median(found["serial"]), "measured")
 
 
-def _operands(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, str | None]:
-    """``x`` and ``weight`` of a call (all_gather: a weight of nothing), or why there are none."""
-    rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // call.group.size()
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None:
+    """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
+
+    Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
+    """
+    tp = call.group.size()
+    rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // tp
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=call.device, dtype=call.dtype)
 
+    alone = GemmAlone()
     try:
+        x = random(rows, call.k)
         weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
-        return (random(rows, call.k), weight), None
+        if call.operator == "all_gather_gemm" and not alone.prepare(x, call.group):
+            return None
+        # The reference backend's gathered operand, its result and the one before, which is dropped later.
+        scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
+        del scratch
     except torch.OutOfMemoryError:
-        return None, "no memory for its operands"
+        return None
+    return x, weight, alone

@@ -12,7 +12,9 @@ behind its last, plus the same around the wait for a result that was started asy
 the compute stream was not free for anything else; communication that runs beside other work of that stream is not in
 it, and a stream that ran dry because the host was late is. On the CPU it is the host's time in call and wait.
 
-Calls under CUDA-graph capture are not timed: their events would be part of the graph.
+A watched call is decided anew, although it may have been made ready before (:mod:`megatron_flux.ops.again`): the host
+takes longer for it, the device does not. Calls under CUDA-graph capture are not timed: their events would be part of
+the graph.
 """
 
 from __future__ import annotations

@@ -41,6 +41,13 @@ def interleaved(
     return dict(zip(names, times.tolist(), strict=True))
 
 
+def all_agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank of ``group`` says so."""
+    flag = torch.tensor([mine], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
+
+
 def burst(call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device) -> float:
     """Milliseconds of one of ``count`` back-to-back calls, on the slowest rank."""
     mine = _on_device(call, count, group) if device.type == "cuda" else _on_host(call, count, group)

@@ -220,7 +220,7 @@ class TunedBackend:
         transposed: bool,
     ) -> dict[str, Any]:
         """``{"backend", "plan", "ms", "gemm_ms"}`` for this call: ``ms`` by candidate, ``gemm_ms`` of the GEMM alone
-        (absent from answers of earlier versions).
+        (absent from answers of earlier versions, and where memory was short).
         """
         tp = group.size()
         key = describe(op, m, n, k, x, transposed, tp, topology.probe(group, x.device).kind)
@@ -281,15 +281,17 @@ class TunedBackend:
                 break
             way()  # compiles
             ways[f"fused {plan.label()}"] = (plan, way)
+        timed = {name: way for name, (_, way) in ways.items()}
         alone = GemmAlone()
-        timed = {name: way for name, (_, way) in ways.items()} | {"gemm": lambda: run(alone)}
+        if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):
+            timed["gemm"] = lambda: run(alone)
         ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
-        gemm_ms = ms.pop("gemm")
+        gemm_ms = ms.pop("gemm", None)
         best = min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
         chosen = ways[best][0]
         return {
             "backend": best if chosen is None else "fused",
             "plan": None if chosen is None else asdict(chosen),
             "ms": {name: round(value, 4) for name, value in ms.items()},
-            "gemm_ms": round(gemm_ms, 4),
+            **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),
         }

@@ -106,12 +106,15 @@ def _base_ns(trace: dict[str, Any]) -> float:
 def _moved(trace: dict[str, Any], shift_us: float) -> list[dict[str, Any]]:
     """The events of a rank, later by ``shift_us``, in processes and with flows of their own."""
     rank, host = trace["flux"]["rank"], trace["flux"]["host"]
-    processes: dict[str, int] = {}
+    # Every trace names all GPUs of its machine; only those that did something are worth a line.
+    busy = dict.fromkeys(str(event.get("pid")) for event in trace["traceEvents"] if event.get("ph") == "X")
+    processes = {old: 1 + rank * _SORT_STEP + number for number, old in enumerate(busy)}
     names: dict[int, str] = {}
     events = []
     for event in trace["traceEvents"]:
-        old = str(event.get("pid"))
-        process = processes.setdefault(old, 1 + rank * _SORT_STEP + len(processes))
+        process = processes.get(str(event.get("pid")))
+        if process is None:
+            continue
         if event.get("ph") == "M" and event["name"] in ("process_name", "process_sort_index", "process_labels"):
             if event["name"] == "process_labels":
                 names[process] = str(event["args"]["labels"])

@@ -101,6 +101,11 @@ class StepProfiler:
             torch.cuda.profiler.start()
             self._running.callback(torch.cuda.profiler.stop)
 
+    def close(self) -> None:
+        """Stop, without a trace, where the run ended before the last step that was asked for."""
+        self._failed = True
+        self._running.close()
+
     def _begin(self) -> None:
         if self._nvtx:
             return
@@ -146,7 +151,7 @@ def _of_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not steps:
         return events
     begin, end = min(start for start, _ in steps), max(end for _, end in steps)
-    return [e for e in events if e.get("ph") == "M" or begin <= e["ts"] <= end]
+    return [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
 
 
 def trace_file(folder: Path, rank: int) -> Path:

@@ -68,10 +68,10 @@ class Arm:
 
     def __enter__(self) -> Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
-        # A resumed run is as cold as a new one.
-        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         from megatron.core import parallel_state
 
+        # A resumed run is as cold as a new one.
+        self._warm_after = self.trainer.iteration + self.config.warmup_steps
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
@@ -92,6 +92,8 @@ class Arm:
         error = exc[1]
         if isinstance(error, Exception):
             self._note_failure(error)
+        if self._profiler is not None:
+            self._profiler.close()
         self._writers.__exit__(*exc)
 
     def patched(self) -> AbstractContextManager[None]:
@@ -217,13 +219,15 @@ class Arm:
     def _open_mirror(self) -> WandbMirror:
         config = self.config
         group = config.wandb_group or config.out.name
+        about = run_folder.run_info(config)
+        del about["command"]  # words and paths of the machine, which wandb is not told elsewhere either
         return WandbMirror(
             mode=config.wandb,
             project=config.wandb_project,
             group=group,
             job_type=self.name,
             name=f"{group}-{self.name}",
-            config={**config.model_dump(mode="json"), **run_folder.run_info(config)},
+            config={**config.model_dump(mode="json"), **about},
             dir=self.folder,
             tags=[config.preset, *config.wandb_tags],
             resuming=self.trainer.iteration > 0,
@@ -231,14 +235,14 @@ class Arm:
         )
 
     def _note_failure(self, error: Exception) -> None:
-        """Write what ended this rank beside the record: no record follows that could say it."""
+        """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
         from megatron_flux.comm import watch
 
         rank = dist.get_rank()
         note = {
             "rank": rank,
             "host": socket.gethostname(),
-            "iteration": self.trainer.iteration + 1,
+            "iteration": self.trainer.iteration,
             "timestamp": time.time(),
             "wait_timeouts": watch.timeouts(),
             "error": f"{type(error).__name__}: {error}",

@@ -137,8 +137,9 @@ def two_gathers_open() -> None:
 
 
 def peer_never_comes() -> str | None:
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import slab, watch
 
+    before = watch.timeouts()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
     slab.pool.clear()
     backend = twin()
@@ -152,6 +153,9 @@ def peer_never_comes() -> str | None:
             with pytest.raises(OperatorError) as caught:
                 backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False)
             said = str(caught.value)
+            assert watch.timeouts() == before + 1
+            slab.pool.get(group, "gemm", 1, x.device, False).alarm.message()  # said again, counted once
+            assert watch.timeouts() == before + 1
     finally:
         del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
         slab.pool.clear()

@@ -308,7 +308,13 @@ def test_divergence_is_recorded_and_said(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = command("train", "--steps", "50", "--lr", "1e18", "--clip-grad", "0", "--out", out, code=1)
     assert "training has diverged" in done.stderr.strip().splitlines()[-1]
-    assert records(out / "flux")
+    rows = records(out / "flux")
+    # What ended a rank lies beside its record; the ranks raise together, and the last one may be ended first.
+    notes = [json.loads(note.read_text()) for note in (out / "flux").glob("failure-rank*.json")]
+    assert notes
+    for note in notes:
+        assert note["error"].startswith("FluxError: flux: step")
+        assert (note["iteration"], note["wait_timeouts"]) == (rows[-1]["iteration"], 0)
 
 
 def test_a_refusal_inside_the_ranks_is_one_line_too(command: Run, tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""What is asked of NVML. Test machines need not have it, so answers come from a stand-in with its names and bits."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from megatron_flux import environment, nvml
+from megatron_flux.nvml import Glance, Gpu, Reading
+
+
+class RefusedError(Exception):
+    pass
+
+
+def library(**answers: Any) -> types.SimpleNamespace:
+    """Four GPUs named by their index, the first three linked, with ``answers`` instead of some functions."""
+
+    def p2p(a: int, b: int, kind: int) -> int:
+        linked = kind == pynvml.NVML_P2P_CAPS_INDEX_READ or 3 not in (a, b)
+        return pynvml.NVML_P2P_STATUS_OK if linked else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+
+    def by_uuid(uuid: str) -> int:
+        if not uuid.startswith("GPU-"):
+            raise RefusedError("not found")
+        return int(uuid[4:])
+
+    names = (
+        "CLOCK_SM",
+        "CLOCK_MEM",
+        "TEMPERATURE_GPU",
+        "P2P_STATUS_OK",
+        "P2P_CAPS_INDEX_READ",
+        "P2P_CAPS_INDEX_NVLINK",
+    )
+    constants = {f"NVML_{name}": getattr(pynvml, f"NVML_{name}") for name in names}
+    functions: dict[str, Any] = {
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetName": lambda handle: f"GPU {handle}".encode(),
+        "nvmlDeviceGetP2PStatus": p2p,
+        "nvmlDeviceGetClockInfo": lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 2619}[kind],
+        "nvmlDeviceGetPowerUsage": lambda handle: 612_345,
+        "nvmlDeviceGetTemperature": lambda handle, kind: 55,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
+        "nvmlSystemGetDriverVersion": lambda: "570.1",
+    }
+    return types.SimpleNamespace(NVMLError=RefusedError, **constants, **{**functions, **answers})
+
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "_library", library)
+
+
+@pytest.mark.parametrize(
+    ("variable", "indices"),
+    [(None, [0, 1, 2, 3]), ("2,0", [2, 0]), (" 3 , 1", [3, 1]), ("", []), ("1,-1,2", [1]), ("1,9,2", [1]),
+     ("GPU-3,0", [3, 0]), ("MIG-x,0", [])],
+)  # fmt: skip
+def test_names_are_those_that_cuda_would_see(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, indices: list[int]
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert nvml.names() == [f"GPU {index}" for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("variable", "link"),
+    [("0,1,2", ("nvlink", 6, 6)), ("0,1,3", ("p2p", 6, 6)), ("2", ("none", 0, 0))],
+)
+def test_the_link_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, variable: str, link: tuple[str, int, int]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(variable.split(",")))
+    monkeypatch.setattr(environment, "_link_by_cuda", lambda count: pytest.fail("CUDA was asked"))
+    found = environment.link()
+    assert (found["kind"], found["pairs"], found["peer_access"]) == link
+    assert environment.device_name() == f"GPU {variable[0]}"
+
+
+def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    lonely = library(nvmlDeviceGetP2PStatus=lambda a, b, kind: pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+    monkeypatch.setattr(nvml, "_library", lambda: lonely)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert environment.link()["kind"] == "host"
+
+
+def test_a_gpu_is_read() -> None:
+    assert Gpu("2").read() == Reading(1980.0, 2619.0, 612.345, 55.0, 0x5)
+    assert nvml.throttle_reasons(0x5) == ["sw_power_cap"]  # an idle GPU is not held down
+    assert nvml.throttle_reasons(0x8 | 0x40) == ["hw_slowdown", "hw_thermal_slowdown"]
+    assert nvml.source() == "NVML, driver 570.1"
+
+
+def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not supported")
+
+    old = library(
+        nvmlDeviceGetPowerUsage=refuse,
+        nvmlDeviceGetCurrentClocksEventReasons=refuse,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x20,
+    )
+    monkeypatch.setattr(nvml, "_library", lambda: old)
+    reading = Gpu("GPU-0").read()
+    assert reading.power_w is None
+    assert reading.throttle == 0x20
+
+
+def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_library", lambda: "NVML cannot be used: no driver")
+    assert nvml.names() is nvml.pairs() is None
+    assert nvml.source() == nvml.why_not() == "NVML cannot be used: no driver"
+    with pytest.raises(LookupError, match="no driver"):
+        Gpu("0")
+    with pytest.raises(LookupError, match="on the CPU"):
+        nvml.of_device(torch.device("cpu"))
+
+
+def test_a_glance_is_taken_in_time_or_not_at_all() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def read(self) -> str:
+            self.reads += 1
+            return "seen"
+
+    gpu = Slow()
+    glance = Glance(gpu, 0.0)  # type: ignore[arg-type]
+    glance._thread.join()
+    assert glance.result() == "seen"
+    assert Glance(gpu, 60.0).result() is None  # type: ignore[arg-type]
+    assert gpu.reads == 1

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import wandb
+
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import WandbMirror, schema
 from megatron_flux.metrics.wandb_dashboards import COLOURS, SECTIONS, save

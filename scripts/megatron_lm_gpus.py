@@ -57,7 +57,7 @@ def main() -> int:
             if runs[name]["exit code"] != 0:
                 print("\n".join((out / name / "run.log").read_text(errors="replace").splitlines()[-60:]), flush=True)
     found = {
-        "machine": machine.described(options.nproc),
+        "machine": machine.described(options.checkout, options.nproc),
         "arguments": _arguments(options),
         "runs": runs,
         "against stock": _against_stock(options, out, runs),
@@ -216,7 +216,9 @@ def _rows(folder: Path) -> tuple[str, dict[int, dict[str, Any]]]:
     """A run's rows by iteration, from its wandb file where there is one that can be read, else from its log."""
     if (folder / "run.wandb").exists():
         try:
-            return "wandb", compare.rows(folder / "run.wandb")
+            # Without TensorBoard, Megatron-LM logs no loss to wandb.
+            if rows := compare.rows(folder / "run.wandb"):
+                return "wandb", rows
         except SystemExit as error:
             print(error, flush=True)
     return "the log", compare.rows(folder / "run.log")

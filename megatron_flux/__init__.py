@@ -17,7 +17,7 @@ Importing this package patches nothing and imports neither megatron-core, triton
 from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
-from megatron_flux.patch import is_patched, patch, patched, report, unpatch
+from megatron_flux.patch import is_patched, patch, patched, report, set_backend, unpatch
 from megatron_flux.version import __version__
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "patch",
     "patched",
     "report",
+    "set_backend",
     "unpatch",
 ]

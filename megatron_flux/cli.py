@@ -9,10 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source
+from megatron_flux import cli_patch_source, cli_report, cli_slurm, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
+from megatron_flux.cli_bench_metrics import metrics_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
+from megatron_flux.cli_slurm_plan import plan
+from megatron_flux.cli_watch import watch
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
@@ -25,6 +28,8 @@ app = typer.Typer(
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
+app.add_typer(cli_trace.app, name="trace")
+app.add_typer(cli_slurm.app, name="slurm")
 
 
 @app.callback(invoke_without_command=True)
@@ -50,8 +55,12 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
 
 
 bench.add_typer(bench_app)  # its commands become bench's own
+bench.add_typer(metrics_app)
 app.add_typer(bench, name="bench")
 app.command()(tune)
+app.add_typer(cli_report.app, name="report")
+app.command()(watch)
+cli_slurm.app.command()(plan)
 
 
 @app.command()
@@ -89,8 +98,7 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     out = given.out or folder.default_folder(command, given.preset)
     run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
     corpus.find_sources(run.data)
-    if run.load is not None:
-        checkpoint.check_fits(run.load, run)
+    checkpoint.check_resume(run)
     if rank.is_first():
         folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
     if dry_run:
@@ -109,7 +117,8 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     typer.echo(
         f"megatron-flux {command}: {world_size} {device} process(es), {_layout(run)}, run folder {out}", err=True
     )
-    launcher.launch(worker.__name__, [str(out)], world_size, left=f"what was recorded is in {out}")
+    left = f"what was recorded is in {out}"
+    launcher.launch(worker.__name__, [str(out)], world_size, left=left, pass_on=run.exit_signal)
 
 
 def _layout(run: Any) -> str:
@@ -119,7 +128,13 @@ def _layout(run: Any) -> str:
 def main() -> None:
     """Entry point of ``megatron-flux``."""
     try:
-        app()
+        if "RANK" in os.environ:
+            from megatron_flux.run import rank as this_rank
+
+            this_rank.recorded(app)
+            sys.exit(0)  # which torch's recorder has swallowed
+        else:
+            app()
     except FluxError as error:
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
             rank = f" rank {os.environ['RANK']}:" if "RANK" in os.environ else ""

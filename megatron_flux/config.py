@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+STOCK = "stock"
+"""In :func:`megatron_flux.set_backend`: the layer runs stock Megatron."""
+
+
+class Backends(NamedTuple):
+    """Operator backends of one layer, by direction."""
+
+    forward: str
+    """all_gather_gemm of a column-parallel layer, gemm_reduce_scatter of a row-parallel one."""
+    dgrad: str
+    """The other way round."""
+    wgrad: str
+    """The gather of what wgrad multiplies, where dgrad has not gathered it already; the GEMM is cuBLAS's."""
+
+    @classmethod
+    def of(cls, backend: str | Backends) -> Backends:
+        """One backend in all directions, or what is given."""
+        return backend if isinstance(backend, Backends) else cls(backend, backend, backend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,5 +33,19 @@ class FluxConfig:
     backend: str = "auto"
     """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""
 
+    forward: str | None = None
+    """Backend of forward operators; None is ``backend``."""
+
+    dgrad: str | None = None
+    """Backend of dgrad operators; None is ``backend``."""
+
+    wgrad: str | None = None
+    """Backend of the gather that a column-parallel layer's wgrad needs; None is ``backend``."""
+
     strict: bool = False
     """Raise :class:`~megatron_flux.errors.FallbackError` where a layer would run stock, instead of saying so once."""
+
+    @cached_property
+    def backends(self) -> Backends:
+        """By direction."""
+        return Backends(*(given or self.backend for given in (self.forward, self.dgrad, self.wgrad)))

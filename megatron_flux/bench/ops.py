@@ -9,6 +9,7 @@ Run it on every rank of a node. All methods of a case are interleaved in one pro
   copy-engine rate measured at the start of the run.
 * ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
   their difference is host time.
+* ``host_us``: by method, the time to enqueue one call.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def _case(
         "tuned_choice": choices.chosen(answer),
         "e_overlap": None,
         "bound_ms": round(max(ms["gemm"], received / rate / 1e6), 4),
+        "host_us": {name: t.host_us for name, t in times.items()},
         "slab_bytes": slab.pool.bytes(group),
     }
     e = plot.efficiency(row, "tuned_ms")

@@ -7,6 +7,7 @@ one burst of each. What is reported is the slowest rank of each round, and over 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class Timing:
     median: float
     low: float
     high: float
+    host_us: float | None = None
+    """Microseconds to enqueue one call while the GPU is busy with those before, median likewise."""
 
 
 def interleaved(
@@ -37,6 +40,7 @@ def interleaved(
             method()
     torch.cuda.synchronize()
     found: dict[str, list[float]] = {name: [] for name in methods}
+    hosts: dict[str, list[float]] = {name: [] for name in methods}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(rounds):
         order = list(methods.items())
@@ -46,15 +50,19 @@ def interleaved(
             torch.cuda.synchronize()
             method()
             start.record()
+            began = time.perf_counter()
             for _ in range(burst):
                 method()
+            hosts[name].append((time.perf_counter() - began) * 1e6 / burst)
             end.record()
             torch.cuda.synchronize()
             found[name].append(start.elapsed_time(end) / burst)
     out = {}
     for name, values in found.items():
-        slowest = torch.tensor(values, device="cuda")
+        slowest = torch.tensor([values, hosts[name]], device="cuda")
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-        q = torch.quantile(slowest, torch.tensor([0.25, 0.5, 0.75], device="cuda")).tolist()
-        out[name] = Timing(median=q[1], low=q[0], high=q[2])
+        (low, _), (middle, host), (high, _) = torch.quantile(
+            slowest, torch.tensor([0.25, 0.5, 0.75], device="cuda"), dim=1
+        ).tolist()
+        out[name] = Timing(median=middle, low=low, high=high, host_us=round(host, 1))
     return out

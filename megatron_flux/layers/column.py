@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.config import Backends
 from megatron_flux.layers.wgrad import main_grad_of, rows, weight_gradient
 
 
@@ -30,7 +31,7 @@ class ColumnWeight:
     main_grad: torch.Tensor | None
     overwrite_main_grad: bool
     group: dist.ProcessGroup
-    backend: str
+    backends: Backends
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -45,13 +46,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         group: dist.ProcessGroup,
         gradient_accumulation_fusion: bool,
         overwrite_main_grad: bool,
-        backend: str,
+        backends: Backends,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backend)
-        return ops.all_gather_gemm(x, weight, group, bias=bias, backend=backend)
+        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
+        return ops.all_gather_gemm(x, weight, group, bias=bias, backend=backends.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -77,17 +78,17 @@ def column_backward(
         dy: ``[s, b, n]``.
         x: ``[s/tp, b, k]``; may be None where ``dw`` is not needed.
         weight: ``[n, k]``.
-        about: the weight's parameter, ``main_grad``, group and backend.
+        about: the weight's parameter, ``main_grad``, group and backends.
         need_dx: compute ``dx``.
         need_dw: compute ``dw``.
         need_db: compute ``db``.
     """
-    group, backend = about.group, about.backend
+    group, backends = about.group, about.backends
     dx = dw = db = gathered = pending = None
     if need_dw:
-        gathered = ops.all_gather(x, group, backend=backend)
+        gathered = ops.all_gather(x, group, backend=backends.wgrad)
     if need_dx:
-        pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backend)
+        pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
     if gathered is not None:
         dw = weight_gradient(about.parameter, about.main_grad, dy, gathered.wait(), overwrite=about.overwrite_main_grad)
     if need_db:
@@ -105,7 +106,7 @@ def column_parallel_linear(
     *,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
-    backend: str = "auto",
+    backend: str | Backends = "auto",
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T + bias``, differentiable.
 
@@ -116,11 +117,11 @@ def column_parallel_linear(
         group: the tensor-parallel group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
-        backend: operator backend, see :func:`megatron_flux.ops.all_gather_gemm`.
+        backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
 
     Returns:
         ``[s, b, n]``.
     """
     return _ColumnParallelLinear.apply(
-        x, weight, bias, group, gradient_accumulation_fusion, overwrite_main_grad, backend
+        x, weight, bias, group, gradient_accumulation_fusion, overwrite_main_grad, Backends.of(backend)
     )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.config import Backends
 from megatron_flux.layers.column import ColumnWeight, column_backward
 from megatron_flux.layers.wgrad import main_grad_of
 
@@ -53,7 +54,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         group: dist.ProcessGroup,
         gradient_accumulation_fusion: bool,
         overwrite_main_grad: bool,
-        backend: str,
+        backends: Backends,
     ) -> torch.Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
         normed, mean, reciprocal_deviation = norm.forward(rows, norm_weight, norm_bias)
@@ -68,8 +69,8 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         )
         ctx.norm = norm
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backend)
-        return ops.all_gather_gemm(normed, weight, group, bias=bias, backend=backend)
+        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
+        return ops.all_gather_gemm(normed, weight, group, bias=bias, backend=backends.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -110,7 +111,7 @@ def norm_column_parallel_linear(
     norm: Norm,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
-    backend: str = "auto",
+    backend: str | Backends = "auto",
 ) -> torch.Tensor:
     """``all_gather(norm(x)) @ weight.T + bias``, differentiable.
 
@@ -126,7 +127,7 @@ def norm_column_parallel_linear(
         norm: computes the norm and its gradients.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
-        backend: operator backend, see :func:`megatron_flux.ops.all_gather_gemm`.
+        backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
 
     Returns:
         ``[s, b, n]``.
@@ -141,5 +142,5 @@ def norm_column_parallel_linear(
         group,
         gradient_accumulation_fusion,
         overwrite_main_grad,
-        backend,
+        Backends.of(backend),
     )

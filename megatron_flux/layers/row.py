@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.config import Backends
 from megatron_flux.layers.wgrad import main_grad_of, weight_gradient
 
 
@@ -26,15 +27,15 @@ class _RowParallelLinear(torch.autograd.Function):
         group: dist.ProcessGroup,
         gradient_accumulation_fusion: bool,
         overwrite_main_grad: bool,
-        backend: str,
+        backends: Backends,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.parameter = weight
         ctx.main_grad = main_grad_of(weight, gradient_accumulation_fusion)
         ctx.overwrite_main_grad = overwrite_main_grad
-        ctx.group, ctx.backend = group, backend
-        return ops.gemm_reduce_scatter(x, weight, group, backend=backend)
+        ctx.group, ctx.backends = group, backends
+        return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -43,10 +44,10 @@ class _RowParallelLinear(torch.autograd.Function):
         dx = dw = None
         if need_dx:
             dx, dy = ops.all_gather_gemm(
-                dy, weight, ctx.group, transposed=True, return_gathered=True, backend=ctx.backend
+                dy, weight, ctx.group, transposed=True, return_gathered=True, backend=ctx.backends.dgrad
             )
         elif need_dw:
-            dy = ops.all_gather(dy, ctx.group, backend=ctx.backend).wait()
+            dy = ops.all_gather(dy, ctx.group, backend=ctx.backends.wgrad).wait()
         if need_dw:
             dw = weight_gradient(ctx.parameter, ctx.main_grad, dy, x, overwrite=ctx.overwrite_main_grad)
         return dx, dw, None, None, None, None
@@ -59,7 +60,7 @@ def row_parallel_linear(
     *,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
-    backend: str = "auto",
+    backend: str | Backends = "auto",
 ) -> torch.Tensor:
     """``reduce_scatter(x @ weight.T)``, differentiable. The bias is the caller's: it is added once, after the sum.
 
@@ -69,9 +70,10 @@ def row_parallel_linear(
         group: the tensor-parallel group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
-        backend: operator backend, see :func:`megatron_flux.ops.gemm_reduce_scatter`.
+        backend: operator backend of all directions, see :func:`megatron_flux.ops.gemm_reduce_scatter`, or of each.
 
     Returns:
         ``[s/tp, b, n]``: the rank's rows of the sum.
     """
-    return _RowParallelLinear.apply(x, weight, group, gradient_accumulation_fusion, overwrite_main_grad, backend)
+    backends = Backends.of(backend)
+    return _RowParallelLinear.apply(x, weight, group, gradient_accumulation_fusion, overwrite_main_grad, backends)

@@ -7,14 +7,19 @@ import os
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
-from megatron_flux.config import FluxConfig
+from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.ops import backend_names
 
 VARIABLE = "MEGATRON_FLUX"
 """Environment variable that switches flux on without an argument: 1 is on, 0 or nothing is off."""
 
+_BACKENDS = ("backend", *Backends._fields)
+
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
+    "forward": "Operator backend of forward, where it is another one.",
+    "dgrad": "Operator backend of dgrad, where it is another one.",
+    "wgrad": "Backend of the gather for wgrad, where it is another one.",
     "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
 }
 
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         kind: dict[str, Any] = {"type": types[field.name]}
         if types[field.name] is bool:
             kind = {"action": argparse.BooleanOptionalAction}
-        elif field.name == "backend":
+        elif field.name in _BACKENDS:
             kind = {"choices": backend_names()}
         group.add_argument(
             f"--flux-{field.name.replace('_', '-')}",
@@ -46,7 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help=_HELP.get(field.name, f"FluxConfig.{field.name}"),
             **kind,
         )
+    group.add_argument(
+        "--flux-sample-interval",
+        type=_interval,
+        default=10,
+        help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
+    )
     return parser
+
+
+def _interval(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 0 or more")
+    return int(text)
 
 
 def config_from(args: Any) -> FluxConfig:

@@ -12,16 +12,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
+from megatron_flux.ops import relaunch
 from megatron_flux.ops.plan import Plan, cdiv
-from megatron_flux.ops.relaunch import Relauncher
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 PIECE = 64
 SM_FLOP_PER_NS = 5300
 """What one SM of an H200 multiplies in a nanosecond, in the long run."""
-
-_ag_gemm = Relauncher(hopper_ag_gemm_kernel)
-_gemm_rs = Relauncher(hopper_gemm_rs_kernel)
 
 
 def all_gather_gemm(
@@ -39,17 +36,13 @@ def all_gather_gemm(
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    push = plan.comm > 0
-    chunk_k = cdiv(cdiv(k, plan.chunks if push else 1), plan.bk) * plan.bk
-    a = work.views.get(("hopper", turn.half, m, k, x.dtype, plan.bm, plan.bk))
-    if a is None:
-        a = _desc(gathered, plan.bm, plan.bk)
-        work.views["hopper", turn.half, m, k, x.dtype, plan.bm, plan.bk] = a
-    _ag_gemm(
-        (x.device, work.half_bytes, tp, mp, n, k, x.dtype, transposed, plan, turn.half, turn.enter),
-        sms,
-        (
-            a,
+    key = ag_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
+
+    def launch() -> relaunch.Launch:
+        push = plan.comm > 0
+        chunk_k = cdiv(cdiv(k, plan.chunks if push else 1), plan.bk) * plan.bk
+        arguments = (
+            _desc(gathered, plan.bm, plan.bk),
             _desc(x, plan.bm, plan.bk),
             _weight(weight, plan, transposed),
             _desc(c, plan.bm, PIECE),
@@ -71,8 +64,8 @@ def all_gather_gemm(
             mp,
             chunk_k,
             rank,
-        ),
-        {
+        )
+        constants = {
             "TP": tp,
             "BM": plan.bm,
             "BN": plan.bn,
@@ -88,11 +81,21 @@ def all_gather_gemm(
             "TRANSPOSED": transposed,
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
-        },
-        {"num_warps": 8},
-        x.device.index,
-    )
+        }
+        return hopper_ag_gemm_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+
+    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, xd=x, b=weight, c=c, x=x)
     return c
+
+
+def ag_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
+    """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs."""
+    return ("ag", half, enter, mp, n, k, *others)
+
+
+def rs_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
+    """As :func:`ag_key`."""
+    return ("rs", half, enter, mp, n, k, *others)
 
 
 def gemm_reduce_scatter(
@@ -103,11 +106,11 @@ def gemm_reduce_scatter(
     tp, rank = work.group.size(), work.rank
     mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
-    space, sinks = _sinks(work, plan, x.dtype)
-    _gemm_rs(
-        (x.device, work.half_bytes, tp, mp, n, k, x.dtype, transposed, plan, turn.half, turn.enter),
-        sms,
-        (
+    key = rs_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
+
+    def launch() -> relaunch.Launch:
+        space, sinks = _sinks(work, plan, x.dtype)
+        arguments = (
             _desc(x, plan.bm, plan.bk),
             _weight(weight, plan, transposed),
             *sinks,
@@ -129,8 +132,8 @@ def gemm_reduce_scatter(
             mp,
             rank,
             2 * plan.bm * plan.bn * k * plan.spread // (100 * SM_FLOP_PER_NS),
-        ),
-        {
+        )
+        constants = {
             "TP": tp,
             "BM": plan.bm,
             "BN": plan.bn,
@@ -143,10 +146,10 @@ def gemm_reduce_scatter(
             "TRANSPOSED": transposed,
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
-        },
-        {"num_warps": 8},
-        x.device.index,
-    )
+        }
+        return hopper_gemm_rs_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+
+    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
     return out
 
 

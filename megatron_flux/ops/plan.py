@@ -51,6 +51,14 @@ class Plan:
     spread: int = 0
     """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
 
+    def __post_init__(self) -> None:
+        """Hash once: plans are looked up by in every call."""
+        object.__setattr__(self, "_hash", hash(tuple(asdict(self).items())))
+
+    def __hash__(self) -> int:
+        """Equal plans have equal hashes."""
+        return self._hash  # type: ignore[attr-defined]
+
     def label(self) -> str:
         """Differences from the defaults, short."""
         base = asdict(Plan())

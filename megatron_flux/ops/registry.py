@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 
@@ -10,9 +12,14 @@ from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.stats import stats
 from megatron_flux.ops.tuner import TunedBackend
 
+logger = logging.getLogger("megatron_flux")
+
 _backends: dict[str, Backend] = {}
+_selected: dict[tuple[object, ...], tuple[Backend, str | None]] = {}
+"""Answers of :func:`select` for GPUs, where asking the backends for their limits takes longer than a launch."""
 
 
 def register_backend(backend: Backend) -> None:
@@ -26,6 +33,7 @@ def register_backend(backend: Backend) -> None:
     if backend.name == "auto" or backend.name in _backends:
         raise UserError(f"backend name {backend.name!r} is taken; registered: {', '.join(backend_names())}")
     _backends[backend.name] = backend
+    _selected.clear()
 
 
 def backend_names() -> list[str]:
@@ -36,13 +44,42 @@ def backend_names() -> list[str]:
 def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
     """The backend that runs this call.
 
+    On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x`` and contiguity of
+    ``weight``; settings of the process must be made before. Where ``auto`` has to take a slower backend, that is logged
+    once with the reason, and every call is counted.
+
     Raises:
         UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
+    if not x.is_cuda:
+        return _select(name, x, weight, group)
+    call = (name, group, x.dtype, x.device, weight is None or weight.is_contiguous())
+    found = _selected.get(call)
+    if found is None:
+        reasons: list[str] = []
+        backend = _select(name, x, weight, group, reasons)
+        found = _selected[call] = backend, f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
+        if reasons and group.rank() == 0:
+            logger.warning("megatron_flux: operators run on %s", found[1])
+    backend, degraded = found
+    if degraded is not None:
+        stats.degraded[degraded] += 1
+    return backend
+
+
+def _select(
+    name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup, reasons: list[str] | None = None
+) -> Backend:
+    """``reasons`` collects why backends were passed over."""
     if name == "auto":
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
-            if backend.automatic and backend.why_not(x, weight, group) is None:
+            if not backend.automatic:
+                continue
+            reason = backend.why_not(x, weight, group)
+            if reason is None:
                 return backend
+            if reasons is not None:
+                reasons.append(f"{backend.name}: {reason}")
     backend = _backends.get(name)
     if backend is None:
         raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")

@@ -12,6 +12,8 @@ class OpStats:
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes_received: int = 0
+    degraded: Counter[str] = field(default_factory=Counter)
+    """Calls that ``auto`` gave to a slower backend on a GPU, by reason."""
 
     def count(self, operator: str, backend: str, bytes_received: int) -> None:
         """Add one call."""
@@ -25,6 +27,7 @@ class OpStats:
     def reset(self) -> None:
         """Start counting from zero."""
         self.calls.clear()
+        self.degraded.clear()
         self.bytes_received = 0
 
 

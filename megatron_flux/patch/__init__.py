@@ -5,6 +5,7 @@ which and why), ``unpatch()`` puts the identical objects back, ``patched()`` doe
 megatron-core before ``patch()`` is called.
 """
 
+from megatron_flux.patch.choices import set_backend
 from megatron_flux.patch.patcher import is_patched, patch, patched, report, unpatch
 
-__all__ = ["is_patched", "patch", "patched", "report", "unpatch"]
+__all__ = ["is_patched", "patch", "patched", "report", "set_backend", "unpatch"]

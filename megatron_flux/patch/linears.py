@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 
-from megatron_flux.config import FluxConfig
+from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.ops.operators import DTYPES
+from megatron_flux.patch.choices import backends_of
 from megatron_flux.patch.fallbacks import Fallbacks
 from megatron_flux.patch.line import MegatronCoreLine
+
+CHOSEN = "chosen with set_backend"
+"""Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
 
 
 class LinearPatch:
@@ -49,9 +53,10 @@ class LinearPatch:
         def _forward_impl(
             layer: torch.nn.Module, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            reason = self._why_stock_column(layer, input, weight, args, kwargs)
+            backends = backends_of(layer, self.config.backends)
+            reason = CHOSEN if backends == STOCK else self._why_stock_column(layer, input, weight, args, kwargs)
             if reason is not None:
-                self.fallbacks.take("column", reason, layer, strict=self.config.strict)
+                self.fallbacks.take("column", reason, layer, strict=self.config.strict and reason != CHOSEN)
                 return stock(layer, input, weight, *args, **kwargs)
             self.activate(layer)
             return column_parallel_linear(
@@ -60,7 +65,7 @@ class LinearPatch:
                 kwargs["bias"],
                 kwargs["tp_group"],
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
-                backend=self.config.backend,
+                backend=backends,
             )
 
         return _forward_impl
@@ -71,9 +76,10 @@ class LinearPatch:
         def forward(
             layer: torch.nn.Module, input_: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            reason = self._why_stock_row(layer, input_, args, kwargs)
+            backends = backends_of(layer, self.config.backends)
+            reason = CHOSEN if backends == STOCK else self._why_stock_row(layer, input_, args, kwargs)
             if reason is not None:
-                self.fallbacks.take("row", reason, layer, strict=self.config.strict)
+                self.fallbacks.take("row", reason, layer, strict=self.config.strict and reason != CHOSEN)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
             output = row_parallel_linear(
@@ -81,7 +87,7 @@ class LinearPatch:
                 layer.weight,
                 layer.tp_group,
                 gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
-                backend=self.config.backend,
+                backend=backends,
             )
             if layer.skip_bias_add:
                 return output, layer.bias
@@ -165,7 +171,7 @@ class LinearPatch:
             return "activation offloading to the CPU"
         if getattr(config, "fine_grained_activation_offloading", False):
             return "activation offloading to the CPU (fine_grained_activation_offloading)"
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"

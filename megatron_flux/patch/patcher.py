@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_flux.config import FluxConfig
-from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
-from megatron_flux.ops import backend_names, stats
-from megatron_flux.patch import te_seam
+from megatron_flux.errors import FluxError, UnsupportedVersionError
+from megatron_flux.ops import stats
+from megatron_flux.patch import choices, te_seam
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.registry import checked_line, installed_megatron_core, resolve
 from megatron_flux.patch.te_linears import TELinearPatch
@@ -97,8 +97,8 @@ def patch(config: FluxConfig | None = None) -> None:
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global _installed
-    if config is not None and config.backend not in backend_names():
-        raise UserError(f"unknown backend {config.backend!r}; use one of: {', '.join(backend_names())}")
+    if config is not None:
+        choices.check(config.backends)
     if _installed is not None:
         if config is not None and config != _installed.linears.config:
             _installed.linears.config = config
@@ -181,7 +181,7 @@ def report() -> dict[str, Any]:
 
     Returns:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
-        ``fallbacks``: stock calls by ``"kind: reason"``;
+        ``fallbacks``: stock calls by ``"kind: reason"``, and operator calls that had to take a slower backend;
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators.
     """
     linears = _installed.linears if _installed is not None else None
@@ -189,7 +189,10 @@ def report() -> dict[str, Any]:
         "patched": linears is not None,
         "replaced": [r.path for r in _installed.replacements] if _installed is not None else [],
         "active_layers": linears.active_layers if linears is not None else 0,
-        "fallbacks": {f"{kind}: {why}": n for (kind, why), n in linears.fallbacks.counts.items()} if linears else {},
+        "fallbacks": {
+            **({f"{kind}: {why}": n for (kind, why), n in linears.fallbacks.counts.items()} if linears else {}),
+            **{f"operators: {why}": n for why, n in stats.degraded.items()},
+        },
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
     }

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 
+from megatron_flux.config import STOCK
 from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
-from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.patch.choices import backends_of
+from megatron_flux.patch.linears import CHOSEN, LinearPatch
 from megatron_flux.patch.te_seam import TransformerEngine
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -80,9 +82,13 @@ class TELinearPatch:
 
         def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
             te, weight = self._te, getattr(layer, "weight", None)  # none where parameters are split
-            reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, weight, args, kwargs)
+            backends = backends_of(layer, linears.config.backends)
+            if backends == STOCK:
+                reason = CHOSEN
+            else:
+                reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, weight, args, kwargs)
             if reason is not None:
-                linears.fallbacks.take(kind, reason, layer, strict=linears.config.strict)
+                linears.fallbacks.take(kind, reason, layer, strict=linears.config.strict and reason != CHOSEN)
                 return stock(layer, x, *args, **kwargs)
             linears.activate(layer)
             first = layer.is_first_microbatch
@@ -94,7 +100,7 @@ class TELinearPatch:
                 gradient_accumulation_fusion=layer.fuse_wgrad_accumulation,
                 overwrite_main_grad=(first and not layer.disable_parameter_transpose_cache)
                 or getattr(weight, "overwrite_main_grad", False),
-                backend=linears.config.backend,
+                backend=backends,
             )
             if first:
                 layer.is_first_microbatch = False

@@ -6,12 +6,15 @@ import datetime
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_flux.errors import UserError
 
 CONFIG = "config.json"
+ENDED = "ended.json"
+"""How the run ended, if it was not by an error: job scripts go by it."""
 
 
 def default_folder(*words: str) -> Path:
@@ -48,9 +51,17 @@ def make(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: b
         if overwrite and not resuming and out.is_dir():
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
+        (out / ENDED).unlink(missing_ok=True)
         (out / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}; give another folder") from None
+
+
+def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Mapping[str, int]) -> None:
+    """Write :data:`ENDED`: the state, and the last step of each arm."""
+    partial = out / f"{ENDED}.partial"
+    partial.write_text(json.dumps({"state": state, "iterations": dict(iterations)}) + "\n")
+    partial.replace(out / ENDED)
 
 
 def started() -> str:

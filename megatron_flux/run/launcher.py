@@ -5,6 +5,7 @@ Ranks that wait for a dead one are ended by the launcher at once, so a run ends 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,10 +13,11 @@ import signal
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
@@ -43,7 +45,7 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     return wanted
 
 
-def launch(module: str, arguments: list[str], nproc: int, *, left: str) -> None:
+def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on: str | None = None) -> None:
     """Run ``python -m module arguments`` on ``nproc`` processes and wait for them.
 
     Args:
@@ -51,6 +53,7 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str) -> None:
         arguments: the same for every rank.
         nproc: ranks.
         left: the last words of an error: what a failed run leaves, and where.
+        pass_on: a signal (``USR1``) that this process hands to the ranks instead of dying of it.
 
     Raises:
         UserError: all ranks refused their input.
@@ -61,6 +64,8 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if pass_on is not None:
+        signal.signal(signal.Signals[f"SIG{pass_on}"], _to_ranks)
     # What torch.distributed.run --standalone does: one node, a free port.
     config = LaunchConfig(
         min_nodes=1,
@@ -83,28 +88,45 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str) -> None:
         raise InterruptedRunError(f"stopped by {name}; {left}", int(error.sigval)) from None
 
 
+def _to_ranks(number: int, frame: FrameType | None) -> None:
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
 def failure_of(error: ChildFailedError, left: str) -> FluxError:
     """The first failure in one line: the rank, and its error or the signal that ended it."""
-    # A killed rank makes its peers fail, so it comes first whatever the clocks say; SIGTERM and SIGINT are
-    # how the launcher ends the ranks that were left.
-    by_cause = sorted(
-        error.failures.items(),
-        key=lambda item: (_cause_order(item[1].exitcode), item[1].timestamp, item[0]),
-    )
-    rank, first = by_cause[0]
+    rank, first = first_failure(error)
     if first.exitcode == 2:
         return UserError(_message(first))
-    said = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed: {_message(first)}"
-    return FluxError(f"rank {rank} {said} (exit code {first.exitcode}); {left}")
+    return FluxError(f"rank {rank} {account_of(first)}; {left}")
 
 
-def _cause_order(exit_code: int) -> int:
+def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that the others followed, and its failure."""
+    failures = error.failures.items()
+    return min(failures, key=lambda item: (cause_order(item[1].exitcode), item[1].timestamp, item[0]))
+
+
+def account_of(failure: ProcessFailure) -> str:
+    """``failed: ...`` or ``was killed by ...``, in one line."""
+    code = failure.exitcode
+    said = f"was killed by {failure.signal_name()}" if code < 0 else f"failed: {_message(failure)}"
+    return f"{said} (exit code {code})"
+
+
+def cause_order(exit_code: int) -> int:
+    """Sorts what can be the cause of other failures before what can be their effect, whatever the clocks say.
+
+    A killed rank makes its peers fail. NCCL's watchdog aborts the peers of a rank that failed, so SIGABRT is no more of
+    a cause than an exception; SIGTERM and SIGINT are how the launcher ends the ranks that were left.
+    """
     if exit_code in (-signal.SIGTERM, -signal.SIGINT):
         return 2
-    return 0 if exit_code < 0 else 1
+    return 0 if exit_code < 0 and exit_code != -signal.SIGABRT else 1
 
 
-def _message(failure: Any) -> str:
+def _message(failure: ProcessFailure) -> str:
     """The exception's text as the rank's error file has it."""
     try:
         message = json.loads(Path(failure.error_file).read_text())["message"]

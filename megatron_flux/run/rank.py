@@ -23,13 +23,18 @@ def is_first() -> bool:
 
 
 def serve(work: Callable[[], None]) -> None:
-    """Do a launched rank's ``work``; ``record`` hands an exception to the launcher, which prints it once."""
-    end_with_parent()
+    """Do a launched rank's ``work``; the launcher is handed an exception and prints it once."""
     configure_logging()
     try:
-        record(work, WholeErrorFile())()
+        recorded(work)
     except UserError:
         sys.exit(2)
+
+
+def recorded(work: Callable[[], None]) -> None:
+    """Do a launched rank's ``work``; an exception goes to the launcher's error file as well."""
+    end_with_parent()
+    record(work, WholeErrorFile())()
 
 
 class WholeErrorFile(ErrorHandler):

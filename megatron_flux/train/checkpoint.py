@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import UserError
+from megatron_flux.metrics import ARMS
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.model import unwrap
 from megatron_flux.train.randomness import random_state, set_random_state
@@ -56,11 +57,33 @@ def latest(folder: Path) -> Path:
     return checkpoint
 
 
+def folders(root: Path, config: RunConfig) -> list[Path]:
+    """The folders of checkpoints of a run that saves to, or loads from, ``root``: one, or one per arm."""
+    return [root / arm for arm in ARMS] if config.command == "compare" else [root]
+
+
+def check_resume(config: RunConfig) -> None:
+    """Check that ``config.load`` fits this run, and that something is left to do.
+
+    Raises:
+        UserError: as :func:`check_fits`, or no arm has a step left.
+    """
+    if config.load is None:
+        return
+    found = {folder: check_fits(folder, config) for folder in folders(config.load, config)}
+    if min(found.values()) >= config.steps:
+        folder, iteration = min(found.items(), key=lambda item: item[1])
+        raise UserError(
+            f"checkpoint {latest(folder)} is at step {iteration} and --steps is {config.steps}; --steps counts from "
+            "the start of training, give more"
+        )
+
+
 def check_fits(folder: Path, config: RunConfig) -> int:
     """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
 
     Raises:
-        UserError: none there, or one of another shape, precision or optimizer, or already past the last step.
+        UserError: none there, or one of another shape, precision or optimizer.
     """
     checkpoint = latest(folder)
     try:
@@ -80,11 +103,6 @@ def check_fits(folder: Path, config: RunConfig) -> int:
         raise UserError(
             f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; "
             "use the options it was saved with, or another checkpoint"
-        )
-    if iteration >= config.steps:
-        raise UserError(
-            f"checkpoint {checkpoint} is at step {iteration} and --steps is {config.steps}; --steps counts from the "
-            "start of training, give more"
         )
     return iteration
 
@@ -120,6 +138,11 @@ def save(trainer: Trainer, folder: Path) -> Path:
         tracker = folder / f"{TRACKER}.partial"
         tracker.write_text(str(trainer.iteration))
         tracker.replace(folder / TRACKER)
+        if config.save_keep is not None:
+            # Older than this one only: a folder that was resumed in its middle holds later ones, of another past.
+            older = sorted(path for path in folder.glob("iter_" + "[0-9]" * 7) if path.name < final.name)
+            for old in older[: max(0, len(older) + 1 - config.save_keep)]:
+                shutil.rmtree(old)
         logger.info("saved %s", final)
     dist.barrier()
     return final

@@ -1,7 +1,8 @@
 """``megatron-flux compare``: stock and flux from the same seed and data, taking turns on the same processes.
 
 The turns go A B B A A B B A ...: a machine that slows down or warms up meets both arms alike. Each arm has its own
-weights, optimizer and random state, so both are complete trainings whose loss curves can be laid over each other.
+weights, optimizer and random state, so both are complete trainings whose loss curves can be laid over each other. A
+run that is stopped saves each arm where it is, and resumes in the middle of its turns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -17,9 +20,11 @@ import torch.distributed as dist
 
 from megatron_flux.metrics import ARMS, print_summary, read_records, summarize, write_report, write_summary
 from megatron_flux.run.folder import CONFIG
+from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.progress import watch
+from megatron_flux.train.stop import StopRequest
 
 logger = logging.getLogger("megatron_flux")
 
@@ -34,18 +39,51 @@ def schedule(steps: int, block_steps: int) -> Iterator[tuple[int, str, int]]:
             block += 1
 
 
+def remaining(turns: Iterable[tuple[int, str, int]], done: Mapping[str, int]) -> Iterator[tuple[int, str, int]]:
+    """What is left of ``turns`` for arms that have done so many steps each; the interleaving stays as it was."""
+    planned: Counter[str] = Counter()
+    for block, arm, count in turns:
+        begin = planned[arm]
+        planned[arm] += count
+        left = planned[arm] - max(begin, done[arm])
+        if left > 0:
+            yield block, arm, left
+
+
 def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
-    """Train both arms in turns and write summary and report. A collective call."""
+    """Train both arms in turns and write summary and report; or, on a signal, save both. A collective call."""
+    stop = StopRequest(config.exit_signal, device)
     arms = {name: Arm(name, config, dataset, device) for name in ARMS}
     static_bytes = sum(arm.trainer.static_bytes for arm in arms.values())
+    if config.load is not None:
+        for arm, folder in zip(arms.values(), checkpoint.folders(config.load, config), strict=True):
+            with arm.trainer.turn():
+                checkpoint.load(arm.trainer, folder)
+    iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
+    saved, stopped = min(iterations.values()), False
     with arms["baseline"], arms["flux"], watch(config) as shown:
-        for block, name, count in schedule(config.steps, config.block_steps):
+        for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
             arm = arms[name]
             others = static_bytes - arm.trainer.static_bytes
-            for iteration, result in arm.steps(count, block=block, others_static_bytes=others):
-                shown.step(name, iteration, result)
-    if dist.get_rank() == 0:
+            with closing(arm.steps(count, block=block, others_static_bytes=others)) as steps:
+                for iteration, result in steps:
+                    shown.step(name, iteration, result)
+                    iterations[name] = iteration
+                    stopped = min(iterations.values()) < config.steps and stop.agreed()
+                    if stopped:
+                        break
+            slower = min(iterations.values())
+            due = config.save_interval is not None and slower // config.save_interval > saved // config.save_interval
+            if config.save is not None and (stopped or due):
+                saved = slower
+                for arm, folder in zip(arms.values(), checkpoint.folders(config.save, config), strict=True):
+                    with arm.trainer.turn():
+                        checkpoint.save(arm.trainer, folder)
+            if stopped:
+                break
+    if dist.get_rank() == 0 and not stopped:
         conclude(config)
+    run_folder.ended(config, iterations, stopped)
 
 
 def conclude(config: RunConfig) -> None:

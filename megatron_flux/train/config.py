@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from megatron_flux.config import STOCK
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.ops.registry import get_backend
@@ -19,6 +20,7 @@ from megatron_flux.patch.registry import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
+from megatron_flux.train.profile_steps import profiled_steps
 
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
@@ -62,17 +64,29 @@ class RunConfig(BaseModel):
     data: list[Path]
     data_cache: Path | None
     backend: str
+    forward_backend: str | None = None
+    dgrad_backend: str | None = None
+    wgrad_backend: str | None = None
+    layer_backend: list[str] = []
     strict: bool
     timeout: float
+    exit_signal: Literal["USR1", "USR2"] | None = None
     out: Path
     overwrite: bool
     log_interval: int
-    wandb: Literal["disabled", "offline", "online"]
+    sample_interval: int = 0
+    profile_steps: tuple[int, int] | None = None
+    nvtx: bool = False
+    wandb: Literal["disabled", "offline", "online", "auto"]
     wandb_project: str
+    wandb_group: str | None = None
+    wandb_tags: list[str] = []
+    wandb_ranks: bool = False
 
     flux: bool = True
     save: Path | None = None
     save_interval: int | None = None
+    save_keep: int | None = None
     load: Path | None = None
     block_steps: int = 0
     warmup_steps: int = 0
@@ -108,17 +122,8 @@ def resolve(
     """
     if options.preset not in PRESETS:
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
-    if options.backend not in backend_names():
-        raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
-    if (
-        options.backend != "auto"
-        and get_backend(options.backend).needs_cuda
-        and (device, precision) != ("cuda", "bf16")
-    ):
-        raise UserError(
-            f"backend {options.backend!r} needs GPUs and bf16, this run is {precision} on {device}; use --backend auto"
-        )
+    _check_backends(options, device, precision)
     if options.transformer_impl == "transformer_engine":
         _check_transformer_engine(device)
     preset = PRESETS[options.preset]
@@ -170,7 +175,29 @@ def resolve(
         if warmup >= steps:
             raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
         values |= {"block_steps": min(block, steps), "warmup_steps": warmup}
+    if options.nvtx and device != "cuda":
+        raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
+    values["profile_steps"] = profiled_steps(options.profile_steps, options.steps, values.get("block_steps"))
     return RunConfig(**values)
+
+
+def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
+    """Every backend that is named exists and can run here."""
+    directions = options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend
+    named = [name for name in directions if name is not None]
+    for choice in options.layer_backend:
+        names, _, backend = choice.rpartition("=")
+        if not names or not backend:
+            raise UserError(f"--layer-backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
+        if backend != STOCK:
+            named.append(backend)
+    for name in named:
+        if name not in backend_names():
+            raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
+        if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
+            raise UserError(
+                f"backend {name!r} needs GPUs and bf16, this run is {precision} on {device}; use --backend auto"
+            )
 
 
 def _check_transformer_engine(device: str) -> None:

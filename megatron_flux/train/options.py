@@ -68,13 +68,37 @@ class TrainOptions(BaseModel):
     )
 
     backend: str = Field("auto", description="Operator backend of flux layers: auto, or one by name.")
+    forward_backend: str | None = Field(None, description="Operator backend of forward, where it is another one.")
+    dgrad_backend: str | None = Field(None, description="Operator backend of dgrad, where it is another one.")
+    wgrad_backend: str | None = Field(None, description="Backend of the gather for wgrad, where it is another one.")
+    layer_backend: list[str] = Field(
+        default_factory=list,
+        description="NAMES=BACKEND for some layers, e.g. '*.mlp.*=reference' or 'output_layer=stock'. May be repeated.",
+    )
     strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
+    exit_signal: Literal["USR1", "USR2"] | None = Field(
+        None, description="On this signal the run saves (with --save) and ends in order after the step it is at."
+    )
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
     log_interval: int = Field(1, ge=1, description="Steps between log lines where there is no progress bar.")
-    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Mirror the metrics to wandb.")
+    sample_interval: int = Field(
+        10, ge=0, description="Steps between samples of operator times, ranks and GPUs; 0 is never."
+    )
+    profile_steps: str | None = Field(
+        None, description="Steps to trace with torch.profiler, as 5-7 (counted from the start of training)."
+    )
+    nvtx: bool = Field(
+        False, description="Name operators for nsys; with --profile-steps its capture runs instead of torch.profiler."
+    )
+    wandb: Literal["disabled", "offline", "online", "auto"] = Field(
+        "disabled", description="Mirror the metrics to wandb; auto is online where it is logged in, else offline."
+    )
     wandb_project: str = Field("megatron-flux", description="wandb project.")
+    wandb_group: str | None = Field(None, description="wandb group. Default: the run folder's name.")
+    wandb_tags: list[str] = Field(default_factory=list, description="wandb tag, beside the preset. May be repeated.")
+    wandb_ranks: bool = Field(False, description="Also send to wandb what is known of every rank.")
 
 
 class CheckpointOptions(BaseModel):
@@ -85,6 +109,7 @@ class CheckpointOptions(BaseModel):
     flux: bool = Field(True, description="Run patched, or with --no-flux stock.")
     save: Path | None = Field(None, description="Folder for checkpoints; one is saved at the end.")
     save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints.")
+    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints to keep in --save. Default: all.")
     load: Path | None = Field(None, description="Folder of checkpoints to resume from (the latest one in it).")
 
 
@@ -99,3 +124,10 @@ class CompareOptions(BaseModel):
     warmup_steps: int | None = Field(
         None, ge=0, description="First steps of each arm left out of the timing. Default: a tenth, between 1 and 5."
     )
+    save: Path | None = Field(
+        None,
+        description="Folder for checkpoints of both arms, saved at --save-interval and on --exit-signal.",
+    )
+    save_interval: int | None = Field(None, ge=1, description="Steps of each arm between checkpoints of both.")
+    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints of each arm to keep. Default: all.")
+    load: Path | None = Field(None, description="Folder of checkpoints of both arms to resume from (the latest ones).")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_flux import environment
 from megatron_flux.metrics.redact import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.train.config import RunConfig
+
+logger = logging.getLogger("megatron_flux")
 
 
 def create(config: RunConfig) -> None:
@@ -31,11 +37,12 @@ def description(config: RunConfig) -> dict[str, Any]:
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
-    """Versions, device, layout and command, as in ``summary.json``."""
+    """Versions, device, link, job, layout and command."""
     return {
         "versions": environment.versions(),
         "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},
         "link": environment.link()["kind"],
+        "job": environment.job(),
         "layout": {
             "tp": config.tp,
             "pp": config.pp,
@@ -47,6 +54,23 @@ def run_info(config: RunConfig) -> dict[str, Any]:
         },
         "command": folder.command_line(),
     }
+
+
+def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
+    """Leave in the folder how the run ended, for whoever started it; rank 0 writes.
+
+    Args:
+        config: the run.
+        iterations: the last step of each arm.
+        stopped: ``config.exit_signal`` arrived with steps left.
+    """
+    if dist.get_rank() != 0:
+        return
+    folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
+    if stopped:
+        at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
+        left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
+        logger.info("stopped by SIG%s: %s of %d; %s", config.exit_signal, at, config.steps, left)
 
 
 def load_config(out: Path) -> RunConfig:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from megatron_flux import FallbackError, FluxConfig
+from megatron_flux import FallbackError, FluxConfig, set_backend
+from megatron_flux.ops import registry
+from megatron_flux.ops.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
@@ -118,6 +120,39 @@ def rank_dropout() -> None:
 
 def test_dropout(world2: WorkerPool) -> None:
     world2.run(rank_dropout)
+
+
+def rank_choices() -> dict[str, Any]:
+    """Layers and directions on other backends, one layer on stock: the same numbers, and who ran says so."""
+
+    class Other(ReferenceBackend):
+        name = "other"
+        automatic = False
+
+    with megatron(tp=dist.get_world_size()), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._backends, "other", Other())
+        model = gpt_model("gpt3")
+        stock = loss_and_gradients(model)
+        assert len(set_backend(model, "stock", names="decoder.layers.0.*")) == 4
+        assert set_backend(model, "reference", names="*1.mlp.linear_fc2", dgrad="other") == [
+            "decoder.layers.1.mlp.linear_fc2"
+        ]
+        with flux(FluxConfig(strict=True, forward="other")) as seen:
+            ours = loss_and_gradients(model)
+        require_same(stock, ours, {name for name, _ in model.named_parameters()})
+        return seen.as_dict()
+
+
+def test_backends_by_layer_and_direction(world2: WorkerPool) -> None:
+    calls = {
+        "all_gather_gemm/other": 3 + 1,  # forward of qkv, fc1 and output; dgrad of fc2
+        "gemm_reduce_scatter/other": 1,  # forward of proj
+        "gemm_reduce_scatter/reference": 1 + 3,  # forward of fc2; dgrad of qkv, fc1 and output
+        "all_gather_gemm/reference": 1,  # dgrad of proj
+        "all_gather/reference": 3,
+    }
+    chosen = {"column: chosen with set_backend": 2, "row: chosen with set_backend": 2}
+    assert world2.run(rank_choices) == [Seen(5, chosen, calls).as_dict()] * 2
 
 
 # Layers that stay stock.

@@ -1,7 +1,8 @@
 """The warp-specialised kernels compile for Hopper with the triton that is installed, without a GPU.
 
 What is checked beside that is what decides their speed and would go unnoticed: registers are not spilled, shared memory
-fits, and copies are made 16 bytes at a time.
+fits, and copies are made 16 bytes at a time. And that later launches, which do not go through Triton, lay the
+parameters out as the compiled kernel wants them.
 """
 
 from __future__ import annotations
@@ -46,5 +47,6 @@ def test_compiles_for_hopper(arguments: list[str]) -> None:
     assert int(found["shared"]) <= SHARED_BYTES
     assert int(found["spilled"]) <= 16
     assert int(found["wgmma"]) > 0
+    assert int(found["relaunch"]) >= 40  # parameters
     if "PUSH=1" in arguments:
         assert int(found["wide_stores"]) >= 6  # to three peers, two 16-byte stores of a thread each

@@ -44,9 +44,9 @@ def test_every_field_of_the_config_has_an_argument_with_help() -> None:
 
 
 def test_arguments_become_the_config() -> None:
-    args = parsed("--flux", "--flux-backend", "reference", "--flux-strict")
+    args = parsed("--flux", "--flux-backend", "reference", "--flux-dgrad", "auto", "--flux-strict")
     assert args.flux is True
-    assert config_from(args) == FluxConfig(backend="reference", strict=True)
+    assert config_from(args) == FluxConfig(backend="reference", dgrad="auto", strict=True)
     assert config_from(parsed("--flux", "--no-flux-strict")) == FluxConfig()
 
 
@@ -195,7 +195,7 @@ class Writer:
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """The three functions of Megatron-LM's ``global_vars`` that log() calls: no release for this Python has them."""
-    args = types.SimpleNamespace(flux=True, rank=0, tensorboard_log_interval=2)
+    args = types.SimpleNamespace(flux=True, rank=0, tensorboard_log_interval=2, flux_sample_interval=0)
     world = types.SimpleNamespace(args=args, tensorboard=Writer(), wandb=Writer(), layers=4)
     module = types.ModuleType("megatron.training.global_vars")
     module.get_args = lambda: world.args
@@ -205,6 +205,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         monkeypatch.setitem(__import__("sys").modules, name, module)
     monkeypatch.setattr(training_log, "_counts", StepCounts())
     monkeypatch.setattr(training_log, "_said", False)
+    monkeypatch.setattr(training_log, "_samples", None)
     monkeypatch.setattr(training_log, "report", lambda: {**seen({}), "active_layers": world.layers})
     return world
 
@@ -215,6 +216,23 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
     assert len(megatron.tensorboard.rows) == 10
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
+
+
+def test_a_sample_waits_for_the_next_written_row(
+    megatron: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Samples:
+        def __init__(self, interval: int) -> None:
+            assert interval == 0
+
+        def after(self, iteration: int) -> dict[str, float]:
+            return {"flux/e_overlap/all_gather_gemm": 0.9} if iteration == 1 else {}
+
+    monkeypatch.setattr(training_log, "Samples", Samples)
+    for iteration in (1, 2, 3, 4):
+        training_log.log(iteration)
+    found = [row for row in megatron.tensorboard.rows if "e_overlap" in row[1]]
+    assert found == [(2, "flux/e_overlap/all_gather_gemm", 0.9)]
 
 
 def test_wandb_alone_is_enough(megatron: types.SimpleNamespace) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_flux import FallbackError, FluxConfig
+from megatron_flux.config import Backends
 from megatron_flux.patch import linears as module
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.registry import LINES
@@ -247,7 +248,7 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     y, bias = seam.row(layer, X)
     assert bias is layer.bias
     assert not y.any()
-    options = {"gradient_accumulation_fusion": fusion, "backend": "reference"}
+    options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference")}
     assert seam.calls == [
         ((layer.weight, layer.bias, GROUP), options),
         ((layer.weight, GROUP), options),

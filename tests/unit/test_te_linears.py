@@ -16,6 +16,7 @@ import torch
 
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, FluxError, UnsupportedVersionError
+from megatron_flux.config import Backends
 from megatron_flux.patch import patcher, te_seam
 from megatron_flux.patch import te_linears as module
 from megatron_flux.patch.line import TE_LAYERS
@@ -229,7 +230,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     wanted = expected_arguments(kind, layer, layer.bias if bias and not skip else None)
     assert len(args) == len(wanted)
     assert all(one is other for one, other in zip(args, wanted, strict=True))
-    options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": "reference"}
+    options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
     assert kwargs == ({**options, "norm": "norm"} if kind == "TE norm column" else options)
     assert world.linears.active_layers == 1
     assert not world.linears.fallbacks.counts

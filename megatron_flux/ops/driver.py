@@ -1,0 +1,164 @@
+"""The calls of CUDA's driver that operators make, through ctypes: a copy costs a fifth of the host time of ``copy_``.
+
+What the callers pass are addresses and handles that torch and Triton made; nothing here allocates on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from megatron_flux.errors import OperatorError
+
+MAP_BYTES = 128
+"""Size of a ``CUtensorMap``."""
+
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+"""``CUtensorMapDataType``."""
+_L2_PROMOTION_128B = 2
+_INVALID_CONTEXT = 201
+_WAIT_REACHED = 0
+"""``CU_STREAM_WAIT_VALUE_GEQ``."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver's library.
+
+    Raises:
+        OSError: there is none.
+    """
+    lib = ctypes.CDLL("libcuda.so.1")
+    pointer, u32 = ctypes.c_void_p, ctypes.c_uint
+    lib.cuLaunchKernel.argtypes = [pointer, *[u32] * 7, pointer, pointer, pointer]
+    lib.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    lib.cuEventRecord.argtypes = [pointer, pointer]
+    lib.cuStreamWaitEvent.argtypes = [pointer, pointer, u32]
+    lib.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, u32, u32]
+    lib.cuTensorMapEncodeTiled.argtypes = [
+        pointer, ctypes.c_int, u32, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4,
+    ]  # fmt: skip
+    lib.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return lib
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this machine has CUDA's driver."""
+    try:
+        _driver()
+    except OSError:
+        return False
+    return True
+
+
+def launch(function: int, grid: int, threads: int, shared: int, stream: int, parameters: ctypes.Array) -> None:
+    """Launch ``grid`` CTAs of ``threads`` threads with ``shared`` bytes of dynamic shared memory.
+
+    ``parameters`` is an array of the parameters' addresses; their values are copied before this returns.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+    if status == _INVALID_CONTEXT:  # the first CUDA call of this thread: the runtime makes its context current
+        torch.cuda.set_device(torch.cuda.current_device())
+        torch.cuda.current_stream().query()
+        status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+    if status:
+        raise OperatorError(f"CUDA refused a launch of {grid} x {threads} threads: {_words(status)}")
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy ``nbytes`` between addresses that this device can reach, by copy engine, in the order of ``stream``.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
+    if status:
+        raise OperatorError(f"CUDA refused a copy of {nbytes} bytes between GPUs: {_words(status)}")
+
+
+def record(event: int, stream: int) -> None:
+    """Record ``event`` in the order of ``stream``.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuEventRecord(event, stream)
+    if status:
+        raise OperatorError(f"CUDA refused to record an event: {_words(status)}")
+
+
+def wait(stream: int, event: int) -> None:
+    """Make ``stream`` wait for what ``event`` was last recorded behind.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuStreamWaitEvent(stream, event, 0)
+    if status:
+        raise OperatorError(f"CUDA refused to put a stream behind an event: {_words(status)}")
+
+
+def hold(stream: int, address: int, value: int) -> None:
+    """Hold ``stream`` until the int32 at ``address`` has reached ``value``.
+
+    Not bounded by itself: the kernel of the same call is, and its trap ends the process.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuStreamWaitValue32_v2(stream, address, value & 0xFFFFFFFF, _WAIT_REACHED)
+    if status:
+        raise OperatorError(f"CUDA refused to hold a stream: {_words(status)}")
+
+
+def tensor_map(
+    address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> ctypes.Array:
+    """A ``CUtensorMap`` for TMA's tiled copies, as Triton makes them: out of bounds is zero.
+
+    Args:
+        address: of the first element on the device, a multiple of 16.
+        dtype: bf16, fp16 or fp32.
+        shape: elements of each dimension, the contiguous one last.
+        strides: elements between neighbours of each dimension; the last is 1.
+        box: elements of a copy in each dimension.
+        swizzle: ``CUtensorMapSwizzle``.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    rank = len(shape)
+    numbers, words = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    held = (ctypes.c_char * (2 * MAP_BYTES))()
+    at = -ctypes.addressof(held) % 64  # CUDA wants 64-byte alignment
+    made = (ctypes.c_char * MAP_BYTES).from_buffer(held, at)
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.addressof(made),
+        _MAP_TYPES[dtype],
+        rank,
+        address,
+        numbers(*reversed(shape)),
+        numbers(*[stride * dtype.itemsize for stride in reversed(strides[:-1])]),
+        words(*reversed(box)),
+        words(*[1] * rank),
+        0,  # not interleaved
+        swizzle,
+        _L2_PROMOTION_128B,
+        0,
+    )
+    if status:
+        raise OperatorError(f"CUDA refused a tensor map of {list(shape)} by {list(box)}: {_words(status)}")
+    return made
+
+
+def _words(status: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return f"{text.value.decode() if text.value else 'unknown error'} ({status})"

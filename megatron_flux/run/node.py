@@ -1,0 +1,75 @@
+"""``python -m megatron_flux.run.node [torchrun's arguments] SCRIPT``: torch.distributed.run on one node of a job.
+
+It does what ``torch.distributed.run`` does, and three things that a job of many nodes needs:
+
+* The node's rank is Slurm's (``SLURM_NODEID``) unless ``--node-rank`` is given.
+* SIGUSR1 and SIGUSR2 are ignored here, and by ranks that have not yet said what they do on them: Slurm signals every
+  process of a step, and the launcher must outlive the checkpoint that the signal asks for.
+* ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line that
+  sorts before the lines of whatever failed in its wake, on this node or another::
+
+      0 1763750000.123456 rank 5 on n03 was killed by SIGKILL (exit code -9)
+
+Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/errors of torch 2.11.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron_flux.run import launcher
+
+FAILURES = "MEGATRON_FLUX_FAILURES"
+
+
+def main(words: list[str]) -> int:
+    """Launch this node's ranks and wait for them; the exit code."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if "SLURM_NODEID" in os.environ:
+        os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])
+    try:
+        run.run(run.parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = launcher.first_failure(error)
+        said = f"rank {rank} on {node_name()} {launcher.account_of(failure)}"
+        _leave(f"{launcher.cause_order(failure.exitcode)} {_time_of(failure):.6f} {said}")
+        print(f"megatron-flux: error: {said}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        print(f"megatron-flux: {node_name()} was stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
+        return 128 + int(error.sigval)
+    return 0
+
+
+def node_name() -> str:
+    """The node as Slurm calls it, or its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _time_of(failure: ProcessFailure) -> float:
+    """When the rank failed. torch keeps whole seconds, in which the other ranks fail too; the file knows better."""
+    try:
+        return os.stat(failure.error_file).st_mtime
+    except OSError:
+        return time.time()
+
+
+def _leave(line: str) -> None:
+    folder = os.environ.get(FAILURES)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / node_name()).write_text(f"{line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

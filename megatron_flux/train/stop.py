@@ -1,0 +1,41 @@
+"""Ending a run on a signal: after the step that it arrives in, on all ranks alike, with a checkpoint.
+
+A cluster says some minutes ahead that a job's time is up. The signal reaches the ranks at different moments, some of
+them a step apart, so they agree after every step; the handler itself only takes a note.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+
+class StopRequest:
+    """Notes a signal. Without one to listen to, nobody ever stops and the ranks need not agree."""
+
+    def __init__(self, name: str | None, device: torch.device) -> None:
+        """Listen from now on.
+
+        Args:
+            name: ``USR1`` or ``USR2``, or None.
+            device: where the ranks' agreement is computed.
+        """
+        self.name = name
+        self._device = device
+        self._noted = False
+        if name is not None:
+            signal.signal(signal.Signals[f"SIG{name}"], self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
+
+    def agreed(self) -> bool:
+        """Whether any rank has been asked to stop. A collective call."""
+        if self.name is None:
+            return False
+        noted = torch.tensor([self._noted], dtype=torch.int32, device=self._device)
+        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
+        return bool(noted.item())

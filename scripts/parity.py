@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Does a patched training stay within what two stock trainings differ by? Trains the same model several times.
+
+    python scripts/parity.py --out results/parity -- --nproc 2 --steps 200 --num-layers 4 --backend fused
+
+What follows ``--`` goes to every ``megatron-flux train``. Runs: stock twice (their difference is the run-to-run spread:
+attention's backward adds in no fixed order on GPUs), flux, and across a checkpoint half-way: stock resumes what flux
+saved, flux resumes what stock saved. ``parity.json`` has, for loss and gradient norm, every pair's largest and mean
+relative difference over the steps both have, and the verdict: flux's mean difference from stock, and each resumed
+run's, is at most ``--factor`` times the one between the two stock runs, or nothing differs at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_flux import environment
+from megatron_flux.metrics import read_records
+
+CURVES = ("lm loss", "grad-norm")
+
+
+def main() -> int:
+    """Exit code 1 where a curve left the spread."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; must not exist")
+    parser.add_argument("--factor", type=float, default=2.0, help="how many spreads a curve may be away")
+    parser.add_argument("train", nargs="*", help="arguments of megatron-flux train; --steps is needed")
+    options = parser.parse_args()
+    if "--steps" not in options.train:
+        parser.error("--steps is needed among the arguments of megatron-flux train, after --")
+    steps = int(options.train[options.train.index("--steps") + 1])
+    if steps < 2 or steps % 2:
+        parser.error(f"--steps {steps} must be even: checkpoints are taken half-way")
+    if options.out.exists():
+        parser.error(f"{options.out} exists; name another folder")
+    out: Path = options.out.resolve()
+    half = str(steps // 2)
+
+    def train(name: str, *more: str | Path) -> list[dict[str, Any]]:
+        command = [sys.executable, "-m", "megatron_flux.cli", "train", *options.train, *map(str, more)]
+        print(f"{name}:", *map(str, more), file=sys.stderr, flush=True)
+        command += ["--out", str(out / name)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - a list, no shell
+        arm = "baseline" if "--no-flux" in more else "flux"
+        return read_records(out / name / arm / "metrics.jsonl")
+
+    saved = {arm: out / f"checkpoints-{arm}" for arm in ("stock", "flux")}
+    runs = {
+        "stock": train("stock", "--no-flux", "--save", saved["stock"], "--save-interval", half),
+        "stock again": train("stock-again", "--no-flux"),
+        "flux": train("flux", "--save", saved["flux"], "--save-interval", half),
+    }
+    for folder in saved.values():  # the latest is the one at the end: resume from half-way
+        (folder / "latest_checkpointed_iteration.txt").write_text(half)
+    runs["stock, resumed from flux"] = train("stock-from-flux", "--no-flux", "--load", saved["flux"])
+    runs["flux, resumed from stock"] = train("flux-from-stock", "--load", saved["stock"])
+
+    found: dict[str, Any] = {
+        "device": environment.device_name(),
+        "versions": environment.versions(),
+        "train": options.train,
+        "factor": options.factor,
+        "flux_calls": max(r["flux/all_gather_gemm_calls"] for r in runs["flux"]),
+        "curves": {curve: {f"{a} / {b}": difference(runs[a], runs[b], curve) for a, b in pairs()} for curve in CURVES},
+    }
+    found["within_spread"] = {curve: within(pairs, options.factor) for curve, pairs in found["curves"].items()}
+    (out / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
+    json.dump(found, sys.stdout, indent=1)
+    return 0 if all(found["within_spread"].values()) and found["flux_calls"] else 1
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Who is compared; the first pair is the spread."""
+    return [
+        ("stock", "stock again"),
+        ("stock", "flux"),
+        ("stock again", "flux"),
+        ("stock", "stock, resumed from flux"),
+        ("stock", "flux, resumed from stock"),
+    ]
+
+
+def difference(a: list[dict[str, Any]], b: list[dict[str, Any]], curve: str) -> dict[str, float]:
+    """Relative differences over the iterations that both have."""
+    ours = {record["iteration"]: record[curve] for record in b}
+    found = [abs(r[curve] - ours[r["iteration"]]) / abs(r[curve]) for r in a if r["iteration"] in ours]
+    tail = found[-max(1, len(found) // 4) :]
+    return {"steps": len(found), "largest": max(found), "mean": fmean(found), "mean_of_last_quarter": fmean(tail)}
+
+
+def within(found: dict[str, dict[str, float]], factor: float) -> bool:
+    """Whether every pair is at most ``factor`` spreads apart on average."""
+    spread, *others = (pair["mean"] for pair in found.values())
+    return all(value <= factor * spread for value in others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What job scripts start, on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flux import environment
+from tests.gpu.test_commands import COMMAND, SMALL, losses, run
+
+pytestmark = pytest.mark.gpus(2)
+
+
+def expected(folder: Path, **changed: str) -> list[str]:
+    """Words for the pre-flight that say what this machine has."""
+    properties = torch.cuda.get_device_properties(0)
+    found = {
+        "folder": str(folder),
+        "device": "cuda",
+        "processes": str(torch.cuda.device_count()),
+        "link": {"nvlink": "nvlink"}.get(environment.link()["kind"], "pcie"),
+        "gpu-name": torch.cuda.get_device_name(0).split()[-1],
+        "gpu-memory-gib": str(int(properties.total_memory / 2**30)),
+        "slow-fraction": "0.7",
+        **changed,
+    }
+    return [f"--{name}={value}" for name, value in found.items()]
+
+
+def preflight(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_flux.launch.preflight", *words], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
+    words = expected(tmp_path)
+    done = preflight(*words)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / f"{socket.gethostname()}.json").read_text())
+    assert len(report["gpus"]) == torch.cuda.device_count()
+    assert all(gpu["gemm_tflops"] > 1 for gpu in report["gpus"])
+    launcher = ["-m", "megatron_flux.run.node", "--standalone", f"--nproc-per-node={torch.cuda.device_count()}"]
+    ranks = subprocess.run(
+        [sys.executable, *launcher, "-m", "megatron_flux.launch.preflight_ranks", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ranks.returncode == 0, ranks.stderr
+    assert json.loads((tmp_path / "together.json").read_text())["all"] > 1
+    assert not list(tmp_path.glob("*.problems"))
+
+
+def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    done = preflight(*expected(tmp_path, **{"gpu-name": "Z99", "processes": str(count + 1)}))
+    assert done.returncode == 1
+    name = socket.gethostname()
+    said = (tmp_path / f"{name}.problems").read_text().splitlines()
+    assert f"{name}: {count} GPU(s), the profile says {count + 1}" in said
+    assert f"{name}: GPU 0 is {torch.cuda.get_device_name(0)}, the profile says Z99" in said
+
+
+def test_a_stopped_comparison_resumes_both_arms(tmp_path: Path) -> None:
+    common = ["compare", "--nproc", "2", *SMALL, "--block-steps", "2", "--exit-signal", "USR1"]
+    out, saved = tmp_path / "run", tmp_path / "saved"
+    words = [*COMMAND, *common, "--steps", "100000", "--log-interval", "100000", "--save", saved, "--out", out]
+    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
+    record = out / "flux" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (record.exists() and record.read_bytes().count(b"\n") >= 4):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGUSR1)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    reached = json.loads((out / "ended.json").read_text())["iterations"]
+    before = {arm: losses(out / arm) for arm in reached}
+    steps = max(reached.values()) + 4
+    run(*common, "--steps", str(steps), "--load", saved, "--out", out)
+    for arm, first in before.items():
+        assert len(first) == reached[arm]
+        assert losses(out / arm)[: len(first)] == first
+        assert len(losses(out / arm)) == steps
+    assert losses(out / "baseline") == pytest.approx(losses(out / "flux"), rel=5e-3)

@@ -1,0 +1,242 @@
+"""A real Slurm of this machine's own: one slurmd for each virtual node, with GPUs that are character devices.
+
+Everything lives in one folder: no systemd, no cgroups, no /etc. Any user may run it; as root the GPUs are device nodes
+made here, otherwise some terminals stand in for them (Slurm sets CUDA_VISIBLE_DEVICES only for character devices).
+
+Hazards: Slurm takes its role from the name it is started by, and as ``slurmctld-wlm``, Debian's name for the real
+build, it drops the nodes' GPUs without a word: hence the links. The emulator's builds must not be taken.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NODES, GPUS = 16, 8
+_DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
+_TERMINAL = Path("/dev/tty7")
+
+
+def why_not() -> str | None:
+    """What keeps daemons from running here, or None."""
+    missing = [name for name in ("munged", *_DAEMONS) if _daemon(name) is None]
+    missing += [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian's packages slurm-wlm and munge)"
+    return None
+
+
+def _daemon(name: str) -> Path | None:
+    for candidate in (f"/usr/sbin/{name}-wlm", f"/usr/sbin/{name}"):
+        if Path(candidate).is_file():
+            return Path(candidate)
+    return None
+
+
+class Cluster:
+    """Sixteen nodes of eight GPUs; one controller. ``environment`` is what its clients need."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write the configuration; nothing runs yet."""
+        self.folder = folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        for part in ("bin", "run", "log", "state", "spool", "munge", "socket", "dev"):
+            (folder / part).mkdir(parents=True)
+        for name in _DAEMONS:
+            (folder / "bin" / name).symlink_to(_daemon(name))
+        folder.chmod(0o755)
+        (folder / "munge").chmod(0o700)
+        (folder / "socket").chmod(0o755)
+        key = folder / "munge" / "key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o600)
+        (folder / "gres.conf").write_text(f"Name=gpu Type=fake File={self._gpus()}\n")
+        self.nodes = [f"n{i:02d}" for i in range(NODES)]
+        self._write_configuration()
+
+    def _gpus(self) -> str:
+        try:
+            for i in range(GPUS):
+                os.mknod(self.folder / "dev" / f"nvidia{i}", 0o600 | 0o020000, os.makedev(1, 3))
+        except PermissionError:
+            if not _TERMINAL.is_char_device():
+                raise RuntimeError("no character devices to be had for GPUs") from None
+            return f"/dev/tty[0-{GPUS - 1}]"
+        return f"{self.folder}/dev/nvidia[0-{GPUS - 1}]"
+
+    def _write_configuration(self) -> None:
+        host = socket.gethostname().split(".")[0]
+        controller, *ports = _free_ports(NODES + 1)
+        folder = self.folder
+        lines = [
+            "ClusterName=test",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={controller}",
+            f"SlurmUser={getpass.getuser()}",
+            f"SlurmdUser={getpass.getuser()}",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={folder}/socket/munge",
+            "CredType=cred/munge",
+            "MpiDefault=none",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core_Memory",
+            "GresTypes=gpu",
+            "EnforcePartLimits=ALL",
+            "SchedulerType=sched/backfill",
+            "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0",
+            "SlurmdParameters=config_overrides",
+            "ReturnToService=0",
+            f"SlurmctldPidFile={folder}/run/slurmctld.pid",
+            f"SlurmdPidFile={folder}/run/slurmd.%n.pid",
+            f"SlurmctldLogFile={folder}/log/slurmctld.log",
+            f"SlurmdLogFile={folder}/log/slurmd.%n.log",
+            f"StateSaveLocation={folder}/state",
+            f"SlurmdSpoolDir={folder}/spool/%n",
+            "SlurmctldTimeout=30",
+            "SlurmdTimeout=60",
+            "KillWait=5",
+            "MinJobAge=3600",
+            "PropagateResourceLimits=NONE",
+        ]
+        for name, port in zip(self.nodes, ports, strict=True):
+            (folder / "spool" / name).mkdir()
+            lines.append(
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=64000 "
+                f"Gres=gpu:fake:{GPUS} State=UNKNOWN"
+            )
+        lines.append("PartitionName=gpus Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+    def start(self) -> None:
+        """Start all daemons and wait until all nodes are idle."""
+        munge = self.folder / "munge"
+        self._run(
+            str(_daemon("munged")),
+            "--force",
+            f"--key-file={munge}/key",
+            f"--socket={self.folder}/socket/munge",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
+        configuration = self.environment["SLURM_CONF"]
+        self._run(str(self.folder / "bin" / "slurmctld"), "-f", configuration)
+        for name in self.nodes:
+            self.start_node(name)
+        self.wait(lambda: self.states().count("idle") == NODES, "all nodes idle")
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon."""
+        stepd = self.folder / "bin" / "slurmstepd"
+        self._run(
+            str(self.folder / "bin" / "slurmd"), "-f", self.environment["SLURM_CONF"], "-N", name, "-d", str(stepd)
+        )
+
+    def stop(self) -> None:
+        """End the jobs, then the daemons, by their process ids."""
+        self.client("scancel", "--user", getpass.getuser(), check=False)
+        deadline = time.monotonic() + 20
+        while self.client("squeue", "--noheader", check=False).stdout and time.monotonic() < deadline:
+            time.sleep(0.2)
+        files = [*(self.folder / "run").glob("*.pid"), self.folder / "munge" / "pid"]
+        pids = [int(file.read_text()) for file in files if file.exists()]
+        for pid in pids:
+            _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while any(_signal(pid, 0) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+
+    def client(self, *words: str | Path, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands, or any other, as a user of this cluster."""
+        environment = {**os.environ, **self.environment, **more.pop("env", {})}
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, timeout=120, env=environment, **more
+        )
+        assert not check or done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def states(self) -> list[str]:
+        """The nodes' states."""
+        return self.client("sinfo", "--noheader", "-N", "-o", "%t", check=False).stdout.split()
+
+    def job(self, job: str) -> dict[str, str]:
+        """What scontrol says of a job."""
+        shown = self.client("scontrol", "show", "job", job, "--oneliner").stdout.splitlines()[0]
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def release(self, job: str) -> None:
+        """A job that was requeued waits two minutes, which a test need not; until it has begun again."""
+
+        def begun() -> bool:
+            # Again and again: while the job is still completing, Slurm puts the two minutes on top once more.
+            self.client("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+            return self.job(job)["JobState"] in ("RUNNING", "COMPLETED", "FAILED")
+
+        self.wait(begun, f"job {job} to begin again")
+
+    def wait_for_job(self, job: str, states: tuple[str, ...] = ("COMPLETED",), timeout: float = 300) -> dict[str, str]:
+        """Wait until the job has ended (it must be in one of ``states`` then)."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+        self.wait(lambda: self.job(job)["JobState"] in over, f"job {job} to end", timeout)
+        found = self.job(job)
+        assert found["JobState"] in states, f"{found}\n{Path(found['StdOut']).read_text()}"
+        return found
+
+    def wait(self, condition: Callable[[], Any], what: str, timeout: float = 60) -> None:
+        """Wait until ``condition`` holds."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                queue = self.client("squeue", check=False).stdout
+                raise AssertionError(f"waited {timeout:.0f} s for {what}\n{queue}")
+            time.sleep(0.2)
+
+    def _run(self, *words: str) -> None:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        if done.returncode != 0:
+            raise RuntimeError(f"{words[0]} did not start: {done.stdout} {done.stderr}")
+
+
+def _signal(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports nobody listens on, all different: the sockets are held until all are known."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+if __name__ == "__main__":  # by hand: python -m tests.slurm.cluster FOLDER
+    cluster = Cluster(Path(sys.argv[1]).resolve())
+    cluster.start()
+    print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}  # until Ctrl-C", flush=True)
+    try:
+        signal.pause()
+    finally:
+        cluster.stop()

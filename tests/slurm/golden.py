@@ -1,0 +1,31 @@
+"""The committed scripts in slurm/: which there are, and ``python -m tests.slurm.golden`` writes them anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_flux.cli_slurm import _scripts
+from megatron_flux.launch.job import MODES
+
+FOLDER = Path(__file__).parents[2] / "slurm"
+LINKS = {"nvlink": "nvlink-h100", "pcie": "pcie-a100"}
+JOBS = ("gpt3-175b", "llama2-70b")
+
+
+def expected() -> dict[Path, str]:
+    """Every script's text by its file."""
+    found = {}
+    for link, profile in LINKS.items():
+        for job in JOBS:
+            for mode in MODES:
+                script, collector = _scripts(profile, job, mode, [], {}, {})
+                found[FOLDER / link / f"{job}-{mode}.sbatch"] = script
+        found[FOLDER / link / "collect.sbatch"] = collector
+    return found
+
+
+if __name__ == "__main__":
+    for file, text in expected().items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)

@@ -1,0 +1,240 @@
+"""Values that would like to be commands, in every field: refused, or run without effect and arriving as they are."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.errors import UserError
+from megatron_flux.launch import job, profile, render
+from megatron_flux.launch.profile import Profile, validated
+
+HOSTILE = (
+    "$(touch CANARY)",
+    "`touch CANARY`",
+    "; touch CANARY",
+    "a && touch CANARY #",
+    "'; touch CANARY; '",
+    '"; touch CANARY; "',
+    "a'$(touch CANARY)'b",
+    "$IFS",
+    "%j\\",
+    "*",
+    "--wrap=touch CANARY",
+    "{{ 7 * 7 }}",
+    "a\ntouch CANARY",
+    "a\n#SBATCH --wrap=x",
+    "a\rb",
+    "a\x00b",
+    "a\u2028b",
+)
+
+CLUSTER: dict[str, Any] = {
+    "name": "site",
+    "description": "a site",
+    "device": "cuda",
+    "link": "nvlink",
+    "gpu": {"name": "H100", "memory_gib": 80},
+    "processes_per_node": 8,
+    "gpu_request": "gres",
+    "cpus_per_task": 8,
+    "exclusive": True,
+    "memory": "0",
+    "partition": "p",
+    "account": "a",
+    "qos": "q",
+    "reservation": "r",
+    "constraint": "c",
+    "nodelist": "n01",
+    "exclude": "n02",
+    "time": "60",
+    "signal_seconds": 60,
+    "max_requeues": 3,
+    "modules": ["cuda"],
+    "venv": None,
+    "container": {"runtime": "apptainer", "image": "image", "mounts": ["/data"]},
+    "environment": {"SITE_VARIABLE": "value"},
+    "numa_binding": "node",
+    "tune": True,
+    "preflight": {"enabled": True, "slow_fraction": 0.8, "timeout": 60},
+    "training": {"wandb_project": "x"},
+}
+WORK: dict[str, Any] = {
+    "name": "work",
+    "description": "work",
+    "preset": "tiny",
+    "nodes": 1,
+    "tp": 8,
+    "pp": 1,
+    "repetitions": 2,
+    "training": {"data_cache": "cache", "data": ["text"]},
+    "compare": {"steps": 5},
+}
+STUB = """#!/usr/bin/env bash
+printf '%s\\0' "$@" >> RECORD/${0##*/}
+printf '%s' "${SITE_VARIABLE-}" > RECORD/variable
+[[ ${0##*/} == scontrol ]] && echo 'n01 NodeAddr=127.0.0.1'
+exit 0
+"""
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of every value and of every key that the user names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+            if path and path[-1] in ("environment", "training", "compare"):
+                yield (*path, ("key", key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from leaves(item, (*path, i))
+    else:
+        yield path
+
+
+def replaced(values: dict[str, Any], path: tuple[Any, ...], new: str) -> dict[str, Any]:
+    values = copy.deepcopy(values)
+    place: Any = values
+    for step in path[:-1]:
+        place = place[step]
+    last = path[-1]
+    if isinstance(last, tuple):
+        place[new] = place.pop(last[1])
+    else:
+        place[last] = new
+    return values
+
+
+def script(cluster: dict[str, Any], work: dict[str, Any]) -> str:
+    resolved = job.resolve(validated(job.Job, "job", work), validated(Profile, "profile", cluster), "compare")
+    return render.job_script(resolved, "a test")
+
+
+def test_this_covers_every_field() -> None:
+    assert set(CLUSTER) == set(Profile.model_fields)
+    assert set(WORK) == set(job.Job.model_fields)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> tuple[Path, Path]:
+    """Folders: commands that write down their words, and what they wrote."""
+    folder, record = tmp_path / "bin", tmp_path / "record"
+    folder.mkdir()
+    record.mkdir()
+    for name in ("srun", "scontrol", "module"):
+        (folder / name).write_text(STUB.replace("RECORD", str(record)))
+        (folder / name).chmod(0o755)
+    return folder, record
+
+
+def run(text: str, stubs: tuple[Path, Path], where: Path, *words: str, **more: str) -> None:
+    """Run a script as Slurm would, as far as it gets; nobody may have made the canary."""
+    file = stubs[0].parent / "script"
+    file.write_text(text)
+    environment = {
+        **os.environ,
+        "PATH": f"{stubs[0]}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(where),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n01",
+        **more,
+    }
+    done = subprocess.run(["bash", file, *words], cwd=where, env=environment, capture_output=True, text=True)
+    assert "left no account" in done.stderr or words, done.stderr
+    assert not list(stubs[0].parent.rglob("CANARY")), done.stderr
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=[ascii(value) for value in HOSTILE])
+def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    where = tmp_path / "where"
+    where.mkdir()
+    cluster, work, accepted, refusals = CLUSTER, WORK, [], []
+    for base, is_cluster in ((CLUSTER, True), (WORK, False)):
+        for path in leaves(base):
+            changed = replaced(base, path, value)
+            try:
+                text = script(changed, WORK) if is_cluster else script(CLUSTER, changed)
+            except UserError as error:
+                refusals.append(str(error))
+                continue
+            assert value.isprintable(), path
+            # No line of its own, and no directive: everything hostile is inside quotes or a comment.
+            assert [x for x in text.splitlines() if x.startswith("#SBATCH") and value in x] == []
+            accepted.append(path)
+            if is_cluster:
+                cluster = replaced(cluster, path, value)
+            else:
+                work = replaced(work, path, value)
+    if value.isprintable():
+        wanted = {("description",), ("environment", "SITE_VARIABLE"), ("training", "data", 0), ("gpu", "name")}
+        assert wanted <= set(accepted)
+    assert all("\n" not in refusal for refusal in refusals)
+    # All that was accepted, in one script that runs.
+    text = script(cluster, work)
+    run(text, stubs, where)
+    words = (stubs[1] / "srun").read_bytes().decode().split("\0")
+    for path in accepted:
+        expected = {
+            ("gpu", "name"): f"--gpu-name={value}",
+            ("training", "data", 0): f"--data={value}",
+            ("training", "data_cache"): f"--data-cache={value}",
+            ("training", "wandb_project"): f"--wandb-project={value}",
+            ("container", "image"): value,
+            ("container", "mounts", 0): value,
+        }.get(path)
+        assert expected is None or expected in words, path
+    if ("environment", "SITE_VARIABLE") in accepted:
+        assert (stubs[1] / "variable").read_text() == value
+
+
+@pytest.mark.parametrize("name", ["$(touch CANARY)", "`touch CANARY`;x", "a b'c\"d", "%j", "-rf", "{}*"])
+def test_folders_of_any_name(name: str, stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Where a job is submitted, and where its runs go, is not the profile's to say."""
+    where = tmp_path / name
+    where.mkdir()
+    run(script({**CLUSTER, "container": None, "venv": None}, WORK), stubs, where)
+    words = (stubs[1] / "srun").read_bytes().decode().split("\0")
+    assert f"--out={where}/runs/work-compare-7/rep-0/run" in words
+    assert (where / "runs" / "work-compare-7" / "rep-0" / "logs" / "0").is_dir()
+    collector = render.collect_script(validated(Profile, "profile", CLUSTER), "a test")
+    run(collector, stubs, where, name, MEGATRON_FLUX_RUNS=str(where / "other"))
+    assert (stubs[1] / "srun").read_bytes().decode().split("\0")[-2] == name
+
+
+def test_pyxis_gets_its_image_and_mounts_whole(stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    container = {"runtime": "pyxis", "image": "a b;$(touch CANARY)", "mounts": ["/x y:/z$(touch CANARY)"]}
+    run(script({**CLUSTER, "container": container}, WORK), stubs, tmp_path)
+    words = (stubs[1] / "srun").read_bytes().decode().split("\0")
+    assert "--container-image=a b;$(touch CANARY)" in words
+    mounts = f"{tmp_path}:{tmp_path},{tmp_path}/runs:{tmp_path}/runs,/x y:/z$(touch CANARY)"
+    assert f"--container-mounts={mounts}" in words
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD"])
+def test_secrets_stay_out_of_scripts(name: str) -> None:
+    with pytest.raises(UserError, match="looks like a secret's name") as error:
+        script({**CLUSTER, "environment": {name: "hunter2"}}, WORK)
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [value for value in HOSTILE if not value.isprintable()])
+def test_settings_with_control_characters_are_refused(value: str) -> None:
+    with pytest.raises(UserError, match="control characters"):
+        job.parse_settings([f"data={value}"])
+
+
+def test_words_of_settings_stay_whole() -> None:
+    found = job.parse_settings(["data=a b", "data=$(x)", "data-cache=;"])
+    resolved = job.resolve(job.load_job("tiny"), profile.load_profile("local"), "flux", found)
+    assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--data-cache=;"]
+    text = render.job_script(resolved, "a test")
+    line = next(x for x in text.splitlines() if x.startswith("arguments=("))
+    assert tuple(shlex.split(line.removeprefix("arguments=(").removesuffix(")"))) == resolved.arguments

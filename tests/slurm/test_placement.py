@@ -1,0 +1,139 @@
+"""The 128-GPU scripts on sixteen real nodes of eight GPUs: accepted, placed, and started as they say.
+
+Where a node's ranks would be started, a stand-in for Python writes down what it was started with: 128 real ranks do not
+fit into a machine for tests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.launch import queue
+from tests.slurm.cluster import GPUS, NODES, Cluster
+from tests.slurm.conftest import Slurm
+from tests.slurm.golden import FOLDER, JOBS, LINKS
+
+# Records its words; a training "ends" as MF_ENDS says.
+STAND_IN = r"""#!/usr/bin/env bash
+work=$SLURM_SUBMIT_DIR/seen
+mkdir -p "$work"
+what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight_ranks|launch\.preflight$|^tune$|^train$|^compare$|^collect$')
+{
+    printf '%s ' "$SLURM_NODEID" "$SLURMD_NODENAME" "${CUDA_VISIBLE_DEVICES-}" "$CUDA_DEVICE_MAX_CONNECTIONS"
+    printf '%s ' "$@"
+    echo
+} > "$work/${SLURM_ARRAY_TASK_ID-0}-$what-$SLURM_NODEID-$SLURM_JOB_ID"
+for word in "$@"; do [[ $word == --out=* ]] && out=${word#--out=}; done
+if [[ -n ${out-} && $SLURM_NODEID == 0 ]]; then
+    mkdir -p "$out"
+    printf '{"state": "finished", "iterations": {}}\n' > "$out/ended.json"
+fi
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in in place of Python; the folder of its notes."""
+    file = tmp_path / "python-stand-in"
+    file.write_text(STAND_IN)
+    file.chmod(0o755)
+    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(file))
+    return tmp_path / "seen"
+
+
+def notes(seen: Path, what: str, repetition: int = 0) -> list[list[str]]:
+    found = [file.read_text().split() for file in seen.glob(f"{repetition}-{what}-*")]
+    return sorted(found, key=lambda words: int(words[0]))
+
+
+def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
+    for file in sorted(FOLDER.glob("*/*.sbatch")):
+        said = queue.when(file, options=[])
+        assert re.search(r"to start at .* using \d+ processors on nodes? ", said), said
+        assert ("on nodes n[00-15]" in said) is (file.name != "collect.sbatch")
+
+
+@pytest.mark.parametrize(("link", "name"), [("nvlink", JOBS[0]), ("pcie", JOBS[1])])
+def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path, link: str, name: str) -> None:
+    job = queue.submit(FOLDER / link / f"{name}-flux.sbatch", options=[])
+    at_the_cluster.wait_for_job(job)
+    assert len(LINKS) == 2
+    launchers = notes(stand_in, "train")
+    assert [words[0] for words in launchers] == [str(i) for i in range(NODES)]
+    assert [words[1] for words in launchers] == at_the_cluster.nodes
+    assert {words[2] for words in launchers} == {"0,1,2,3,4,5,6,7"}
+    assert {words[3] for words in launchers} == {"1"}
+    shared = {" ".join(words[4:]) for words in launchers}
+    assert len(shared) == 1, "every node is started with the same words"
+    said = shared.pop().split()
+    port = 10000 + int(job) % 10000 * 2 + 1
+    assert said[:2] == ["-m", "megatron_flux.run.node"]
+    for word in (
+        f"--nnodes={NODES}",
+        f"--nproc-per-node={GPUS}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        "--tp=8",
+        "--pp=8",
+        "--flux",
+        f"--preset={name}",
+        "--overwrite",
+    ):
+        assert word in said, word
+    assert len(notes(stand_in, "launch.preflight")) == len(notes(stand_in, "preflight_ranks")) == NODES
+    (tuning,) = notes(stand_in, "tune")
+    assert tuning[2] == "0,1,2,3,4,5,6,7"
+
+
+def test_repetitions_and_what_comes_after_them(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
+    said = slurm("submit", "--profile", "nvlink-h100", "--repetitions", "2", "--set", "seed=7")
+    first, second = re.findall(r"job (\d+)", said)[:2]
+    root = Path(re.search(r"folder: (.*)", said)[1])
+    assert at_the_cluster.job(second)["Dependency"].startswith("afterok:")
+    at_the_cluster.wait_for_job(second)
+    assert root == Path("runs").absolute() / f"gpt3-175b-compare-{first}"
+    assert {file.name for file in root.glob("*.sbatch")} == {"job.sbatch", "collect.sbatch"}
+    for repetition in range(2):
+        launchers = notes(stand_in, "compare", repetition)
+        assert len(launchers) == NODES
+        assert f"--seed={7 + repetition}" in launchers[0]
+        assert f"--out={root}/rep-{repetition}/run" in launchers[0]
+    (collector,) = notes(stand_in, "collect")
+    assert collector[-6:] == ["-m", "megatron_flux.cli", "slurm", "collect", "--", str(root)]
+    shown = slurm("status", root)
+    assert f"gpt3-175b-compare job {first}: COMPLETED" in shown
+    assert "rep-1: finished, nothing recorded, 1 start(s), COMPLETED" in shown
+
+
+def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
+    before = at_the_cluster.client("scontrol", "show", "jobs", "--oneliner").stdout
+    said = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--dry-run", "--partition", "gpus")
+    assert said.count("#!/usr/bin/env bash") == 2
+    assert "#SBATCH --partition=gpus" in said
+    assert "--dependency=afterok:JOB" in said
+    assert "on nodes n[00-15]" in slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--test-only")
+    refused = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--test-only", "--partition", "no", code=1)
+    assert "sbatch: " in refused
+    assert len(refused.strip().splitlines()) == 1
+    assert at_the_cluster.client("scontrol", "show", "jobs", "--oneliner").stdout == before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_hostile_site_on_the_real_thing(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
+    evil = '$(touch CANARY)`touch CANARY`\'; touch CANARY; "touch CANARY"'
+    profile = Path("own.yaml")
+    fields = {"name": "own", "description": evil, "device": "cpu", "link": "none", "gpu_request": "none", "time": "5"}
+    fields |= {"processes_per_node": 1, "memory": None, "exclusive": False, "numa_binding": None}
+    fields |= {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": evil}, "training": {"wandb_project": evil}}
+    profile.write_text(json.dumps(fields))
+    said = slurm("submit", "--profile", profile, "--job", "tiny", "--mode", "flux", "--set", f"data_cache={evil}")
+    at_the_cluster.wait_for_job(re.search(r"job (\d+)", said)[1])
+    (note, _) = sorted(stand_in.glob("0-train-*"))
+    assert f"0 n00  {evil} -m " in note.read_text()
+    assert f" --data-cache={evil} " in note.read_text()
+    assert f" --wandb-project={evil} " in note.read_text()
+    assert not list(Path().rglob("CANARY"))

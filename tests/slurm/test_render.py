@@ -1,0 +1,190 @@
+"""Scripts as they are written: equal to the committed ones, clean, and only of input that was checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_flux import cli
+from megatron_flux.errors import UserError
+from megatron_flux.launch import job, profile, render
+from megatron_flux.train.presets import PRESETS
+from tests.slurm import golden
+
+SCRIPTS = sorted(golden.FOLDER.glob("**/*.sbatch"))
+
+
+def rendered(cluster: str | profile.Profile, mode: job.Mode = "compare", name: str = "gpt3-175b", **settings) -> str:
+    site = profile.load_profile(cluster) if isinstance(cluster, str) else cluster
+    return render.job_script(job.resolve(job.load_job(name), site, mode, settings), "a test")
+
+
+def test_committed_scripts_are_what_render_writes() -> None:
+    """If this fails after a wanted change: python -m tests.slurm.golden, and look at the difference."""
+    expected = golden.expected()
+    assert len(expected) == 14
+    assert {path for path in SCRIPTS if path.parent != golden.FOLDER} == set(expected)
+    for file, text in expected.items():
+        assert file.read_text() == text, file
+
+
+def variants(tmp_path: Path) -> list[Path]:
+    """Scripts with every branch of the templates."""
+    more = {
+        "container": {"container": {"image": "nvcr.io#nvidia/pytorch:25.09-py3", "mounts": ["/data:/data"]}},
+        "apptainer": {"container": {"runtime": "apptainer", "image": "/images/flux.sif", "mounts": ["/data", "/s"]}},
+        "venv": {"venv": ".venv", "modules": ["cuda/12.8", "gcc"], "gpu_request": "gres", "cpus_per_task": 64},
+        "site": {"partition": "gpu", "account": "a1", "qos": "high", "constraint": "h100&ib", "exclude": "n[01-02]"},
+        "plain": {"numa_binding": None, "preflight": {"enabled": False}, "exclusive": False, "memory": None},
+    }
+    files = []
+    for name, overrides in more.items():
+        site = profile.load_profile("nvlink-h100", overrides)
+        for kind, text in (("job", rendered(site)), ("collect", render.collect_script(site, "a test"))):
+            files.append(tmp_path / f"{kind}-{name}.sbatch")
+            files[-1].write_text(text)
+    files.append(tmp_path / "local.sbatch")
+    files[-1].write_text(rendered("local", name="tiny"))
+    return files
+
+
+def test_scripts_are_clean_shell(tmp_path: Path) -> None:
+    files = [*SCRIPTS, *variants(tmp_path)]
+    for file in files:
+        subprocess.run(["bash", "-n", file], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of the dev extra
+    done = subprocess.run([shellcheck, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_the_layout_needs_is_in_the_scripts() -> None:
+    for link in golden.LINKS:
+        for name in golden.JOBS:
+            for mode in job.MODES:
+                text = (golden.FOLDER / link / f"{name}-{mode}.sbatch").read_text()
+                for line in (
+                    "#SBATCH --nodes=16",
+                    "#SBATCH --gpus-per-node=8",
+                    "#SBATCH --ntasks-per-node=1",
+                    "#SBATCH --signal=B:USR1@300",
+                    "#SBATCH --requeue",
+                    "default CUDA_DEVICE_MAX_CONNECTIONS 1",
+                ):
+                    assert line in text.splitlines(), (line, name)
+                assert "TP 8 x PP 8 x DP 2" in text
+                assert f"--preset={name} --tp=8 --pp=8" in text
+                assert ("--array=0-2%1" in text) is (mode == "compare")
+                assert ("--no-flux" in text) is (mode == "baseline")
+                assert (" tune --models=" in text) is (mode != "baseline")
+
+
+def test_the_link_is_said() -> None:
+    assert "fused kernels (backend tuned).\n" in rendered("nvlink-h100")
+    assert "where the GPUs have peer access, else stock's collectives" in rendered("pcie-a100")
+    assert "# Flux runs with: stock Megatron." in rendered("pcie-a100", "baseline")
+    assert "there is no GPU" in rendered("local", name="tiny")
+    spanning = job.load_job("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})
+    shape = {"num_attention_heads": 64, "num_query_groups": 16}
+    resolved = job.resolve(spanning, profile.load_profile("nvlink-h100"), "flux", shape)
+    assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in render.job_script(resolved, "a test")
+
+
+def test_parameters_are_the_models() -> None:
+    """Within two per cent of the names, which count norms and biases and round."""
+    for name, billions in (("gpt3-175b", 175), ("llama2-70b", 69)):
+        shape = PRESETS[name].shape
+        heads = 2 if name.startswith("llama") else 1  # Llama's output layer has weights of its own
+        found = job.parameters(shape, shape.vocab_size) + (heads - 1) * shape.vocab_size * shape.hidden_size
+        assert found / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_memory_is_checked_for_both_arms() -> None:
+    small = profile.load_profile("pcie-l20")
+    both = job.resolve(job.load_job("llama2-70b"), small, "compare").run
+    one = job.resolve(job.load_job("llama2-70b"), small, "flux").run
+    assert job.least_memory(both) == 2 * job.least_memory(one)
+    # 12 bytes a parameter at dp 2: weights 2, gradients 4, half of the optimizer's 12.
+    assert job.least_memory(one) * 2**30 == pytest.approx(12 * job.parameters(one.shape, one.padded_vocab_size) / 64)
+    with pytest.raises(UserError, match=r"both arms .* profile pcie-l20 has 48; use more nodes"):
+        job.resolve(job.load_job("gpt3-175b"), small, "compare")
+    job.resolve(job.load_job("gpt3-175b"), small, "flux")
+    job.resolve(job.load_job("gpt3-175b", {"nodes": 32}), small, "flux")
+
+
+def test_your_own_files_by_path(tmp_path: Path) -> None:
+    own = yaml.safe_load((profile.PACKAGED / "nvlink-h100.yaml").read_text())
+    file = tmp_path / "ours.yaml"
+    file.write_text(yaml.safe_dump({**own, "name": "ours", "partition": "gpu", "training": {"seq_length": 1024}}))
+    text = rendered(profile.load_profile(str(file)))
+    assert "#SBATCH --partition=gpu\n" in text
+    assert "--seq-length=1024" in text
+    assert "--seq-length=512 " in rendered(profile.load_profile(str(file)), seq_length="512")
+
+
+def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
+    environment = render._environment()
+    with pytest.raises(TypeError, match="without a filter"):
+        environment.from_string("{{ name }}").render(name="$(id)")
+    with pytest.raises(Exception, match="undefined"):
+        environment.from_string("{{ nobody|q }}").render()
+    assert environment.from_string("{{ name|q }} {{ 3 }}").render(name="$(id)") == "'$(id)' 3"
+    with pytest.raises(ValueError, match="not one line"):
+        environment.from_string("# {{ name|line }}").render(name="a\nid")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--profile", "nvlink"], ["unknown profile 'nvlink'", "nvlink-h100", ".yaml"]),
+        (["--profile", "none.yaml"], ["none.yaml", "cannot be read"]),
+        (["--profile", "nvlink-h100", "--job", "gpt5"], ["unknown job 'gpt5'", "gpt3-175b, llama2-70b"]),
+        (["--profile", "nvlink-h100", "--tp", "7"], ["tp 7"]),
+        (["--profile", "nvlink-h100", "--nodes", "0"], ["nodes 0", "greater than or equal to 1"]),
+        (["--profile", "nvlink-h100", "--nodes", "5"], ["40 process(es)", "tp 8 x pp 8"]),
+        (["--profile", "nvlink-h100", "--set", "steps"], ["--set 'steps'", "NAME=VALUE"]),
+        (["--profile", "nvlink-h100", "--set", "steps=x"], ["steps 'x'", "valid integer"]),
+        (["--profile", "nvlink-h100", "--set", "speed=3"], ["'speed'", "no option of a compare run", "steps"]),
+        (["--profile", "nvlink-h100", "--set", "out=x"], ["out", "set by the job itself"]),
+        (["--profile", "nvlink-h100", "--set", "steps=1", "--set", "steps=2"], ["steps is given twice"]),
+        (["--profile", "nvlink-h100", "--set", "backend=magic"], ["unknown backend 'magic'"]),
+        (["--profile", "nvlink-h100", "--partition", "a b"], ["partition 'a b'", "letters, digits"]),
+        (["--profile", "nvlink-h100", "--time", "soon"], ["time 'soon'", "minutes"]),
+        (["--profile", "pcie-l20"], ["61 GiB", "--set num_layers"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron-flux", "slurm", "render", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("megatron-flux: error: ")
+    for part in said:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, 2]", "must hold fields and values"),
+        ("a: [", "is not YAML"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        ("name: x\ndescription: y\nlink: nvlink\ntime: '1'\nspeed: 3", "speed 3: extra inputs"),
+        ("name: x\ndescription: y\nlink: nvlink\ntime: '1'", "device cuda needs a gpu"),
+        ("name: x\ndescription: y\nlink: none\ntime: '1'\ndevice: cpu", "gpu_request: none"),
+    ],
+)
+def test_a_bad_profile_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        profile.load_profile(str(file))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

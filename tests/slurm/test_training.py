@@ -1,0 +1,185 @@
+"""Real training through the real script on two nodes: stopped and resumed, a node lost, a rank killed, collected.
+
+Steps are few and starts are dear, so each job shows several things. What all of them compute is the same training: on
+the CPU stock and flux add in the same order, so every loss curve must be equal to the last digit to the one of the job
+that was never interrupted, whatever happened to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_flux.metrics import read_records
+from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.conftest import ROOT, Slurm
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS = 60
+# Dropout: a resume that did not restore the random state would show.
+SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10"]
+LOCAL = ["--profile", "local", "--job", "tiny", *(f"--set={pair}" for pair in SETTINGS)]
+LOCAL.append(f"--set=data={ROOT / 'megatron_flux'}")
+
+
+@pytest.fixture(autouse=True)
+def text_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenized text for all jobs here."""
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path_factory.getbasetemp() / "slurm-cache"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[float]:
+    """Losses of the job that ran through, filled by the first test."""
+    return []
+
+
+def submit(slurm: Slurm, mode: str, *words: str) -> tuple[str, str, Path]:
+    """The ids of a job and of the one that collects it, and its folder."""
+    said = slurm("submit", *LOCAL, "--mode", mode, *words)
+    first, second = re.findall(r"job (\d+)", said)[:2]
+    return first, second, Path(re.search(r"folder: (.*)", said)[1])
+
+
+def recorded(root: Path, arm: str) -> int:
+    file = root / "rep-0" / "run" / arm / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def losses(root: Path, arm: str) -> list[float]:
+    records = read_records(root / "rep-0" / "run" / arm / "metrics.jsonl")
+    assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
+    return [record["lm loss"] for record in records]
+
+
+def log_of(cluster: Cluster, job: str) -> list[str]:
+    file = Path(cluster.job(job)["StdOut"])
+    return file.read_text().strip().splitlines() if file.exists() else []
+
+
+def rank_process(root: Path, rank: int) -> psutil.Process:
+    """The process of a rank: its words name the job's folder, its environment the rank."""
+    for process in psutil.process_iter():
+        try:
+            mine = any(word.startswith(f"--out={root}") for word in process.cmdline())
+            if mine and process.environ().get("RANK") == str(rank):
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"rank {rank} is not there")
+
+
+def test_a_killed_rank_fails_the_job_and_is_named(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
+    job, collecting, root = submit(slurm, "baseline", "--set", "steps=1000000")
+    at_the_cluster.wait(lambda: recorded(root, "baseline") >= STEPS, "the steps to compare with", 300)
+    os.kill(rank_process(root, 1).pid, signal.SIGKILL)
+    at_the_cluster.wait_for_job(job, ("FAILED",))
+    last = log_of(at_the_cluster, job)[-1]
+    assert "megatron-flux: error: rank 1 on n01 was killed by SIGKILL (exit code -9); logs in " in last
+    uninterrupted += losses(root, "baseline")[:STEPS]
+    assert uninterrupted[-1] < uninterrupted[0] - 1, "the loss does not fall"
+    shown = slurm("status", root)
+    assert f"tiny-baseline job {job}: FAILED" in shown
+    assert "rep-0: not ended, step baseline " in shown
+    # afterok: nothing is collected of a job that failed.
+    at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
+
+
+def test_a_lost_node_is_replaced_and_training_resumes(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
+    words = ["--set", f"steps={STEPS}", "--set", "save_interval=5", "--set", "save_keep=2"]
+    job, _, root = submit(slurm, "flux", *words)
+    tracker = root / "rep-0" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    at_the_cluster.wait(tracker.exists, "a checkpoint", 300)
+    at_the_cluster.client("scontrol", "update", "nodename=n01", "state=down", "reason=test")
+    try:
+        at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the job to be requeued")
+        at_the_cluster.release(job)
+        at_the_cluster.wait_for_job(job)
+    finally:
+        at_the_cluster.client("scontrol", "update", "nodename=n01", "state=resume")
+        at_the_cluster.wait(lambda: at_the_cluster.states().count("idle") == NODES, "the node to be back")
+    assert at_the_cluster.job(job)["NodeList"] == "n[00,02]"
+    said = "\n".join(log_of(at_the_cluster, job))
+    assert "start 1, on n[00,02]" in said
+    assert f"training: --load={root}/rep-0/checkpoints" in said
+    assert losses(root, "flux") == uninterrupted
+    assert json.loads((root / "rep-0" / "run" / "ended.json").read_text())["state"] == "finished"
+    assert len(list((root / "rep-0" / "checkpoints").glob("iter_*"))) == 2
+    assert {path.name for path in (root / "rep-0" / "logs").iterdir()} == {"0", "1"}
+
+
+def test_a_comparison_is_stopped_requeued_resumed_and_collected(
+    at_the_cluster: Cluster, slurm: Slurm, uninterrupted: list[float]
+) -> None:
+    job, collecting, root = submit(slurm, "compare", "--set", f"steps={STEPS}", "--set", "block_steps=2")
+    at_the_cluster.wait(lambda: recorded(root, "flux") >= 3, "both arms to be under way", 300)
+    at_the_cluster.client("scancel", "--batch", "--signal=USR1", job)
+    at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the job to be requeued", 120)
+    ended = json.loads((root / "rep-0" / "run" / "ended.json").read_text())
+    assert ended["state"] == "stopped"
+    reached = {arm: recorded(root, arm) for arm in ("baseline", "flux")}
+    assert ended["iterations"] == reached
+    assert max(reached.values()) < STEPS
+    at_the_cluster.wait(lambda: at_the_cluster.job(job)["JobState"] == "PENDING", "the job to be waiting")
+    assert "stopped, step baseline " in slurm("status", root)
+    at_the_cluster.release(job)
+    at_the_cluster.wait_for_job(job)
+    said = "\n".join(log_of(at_the_cluster, job))
+    assert "requeue 1 of at most 3" in said
+    for arm in ("baseline", "flux"):
+        assert losses(root, arm) == uninterrupted, arm
+    preflight = root / "rep-0" / "logs" / "1" / "preflight"
+    assert {file.name for file in preflight.iterdir()} == {"n00.json", "n01.json", "together.json"}
+
+    at_the_cluster.wait_for_job(collecting)
+    collected: dict[str, Any] = json.loads((root / "collected.json").read_text())
+    (one,) = collected["repetitions"]
+    assert one["state"] == "finished"
+    assert one["starts"] == 2
+    assert one["max_relative_loss_difference"] == 0
+    assert one["flux_active_layers"] == 9
+    assert collected["speedup_median"] == one["speedup"] > 0
+    assert "plotly" in (root / "rep-0" / "run" / "report.html").read_text()
+    assert "| 0 | finished | 2 |" in (root / "collected.md").read_text()
+
+
+def test_requeues_are_bounded(at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With none allowed: the job that is asked to stop before it trains fails and says so."""
+    Path("slow").write_text("#!/usr/bin/env bash\nsleep 60\n")
+    Path("slow").chmod(0o755)
+    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(Path("slow").absolute()))
+    own = (ROOT / "megatron_flux" / "launch" / "profiles" / "local.yaml").read_text()
+    Path("own.yaml").write_text(f"{own}\nmax_requeues: 0\n")
+    said = slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux")
+    job = re.search(r"job (\d+)", said)[1]
+    at_the_cluster.wait(lambda: at_the_cluster.job(job)["JobState"] == "RUNNING", "the job to run")
+    at_the_cluster.wait(lambda: "pre-flight" in "\n".join(log_of(at_the_cluster, job)), "the pre-flight")
+    at_the_cluster.client("scancel", "--batch", "--signal=USR1", job)
+    at_the_cluster.wait_for_job(job, ("FAILED",))
+    assert "not requeued: this job has been 0 time(s), and 0 is the limit" in log_of(at_the_cluster, job)[-1]
+
+
+def test_a_bad_node_is_named_before_training(at_the_cluster: Cluster, slurm: Slurm) -> None:
+    """This machine has no GPUs, so every node is bad for a profile with eight."""
+    words = ["--profile", "nvlink-h100", "--job", "tiny", "--nodes", "2", "--tp", "8", "--mode", "flux"]
+    job = re.search(r"job (\d+)", slurm("submit", *words))[1]
+    at_the_cluster.wait_for_job(job, ("FAILED",))
+    said = log_of(at_the_cluster, job)
+    assert {line.split(":")[0] for line in said if line.endswith(": 0 GPU(s), the profile says 8")} == {"n00", "n01"}
+    assert "error: pre-flight stopped the job: n00: " in said[-1]
+    assert "sbatch --exclude=NODE" in said[-1]
+    assert not any("training" in line for line in said)

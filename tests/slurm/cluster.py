@@ -33,6 +33,8 @@ def why_not() -> str | None:
     missing += [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian's packages slurm-wlm and munge)"
+    if os.geteuid() != 0 and not _TERMINAL.is_char_device():
+        return f"no character devices to be had for GPUs: not root, and no {_TERMINAL}"
     return None
 
 
@@ -69,8 +71,6 @@ class Cluster:
             for i in range(GPUS):
                 os.mknod(self.folder / "dev" / f"nvidia{i}", 0o600 | 0o020000, os.makedev(1, 3))
         except PermissionError:
-            if not _TERMINAL.is_char_device():
-                raise RuntimeError("no character devices to be had for GPUs") from None
             return f"/dev/tty[0-{GPUS - 1}]"
         return f"{self.folder}/dev/nvidia[0-{GPUS - 1}]"
 

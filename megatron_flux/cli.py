@@ -9,10 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source, cli_slurm
+from megatron_flux import cli_patch_source, cli_report, cli_slurm, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
+from megatron_flux.cli_bench_metrics import metrics_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
+from megatron_flux.cli_slurm_plan import plan
+from megatron_flux.cli_watch import watch
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
@@ -25,6 +28,7 @@ app = typer.Typer(
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
 app.add_typer(cli_patch_source.app, name="patch-source")
+app.add_typer(cli_trace.app, name="trace")
 app.add_typer(cli_slurm.app, name="slurm")
 
 
@@ -51,8 +55,12 @@ def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
 
 
 bench.add_typer(bench_app)  # its commands become bench's own
+bench.add_typer(metrics_app)
 app.add_typer(bench, name="bench")
 app.command()(tune)
+app.add_typer(cli_report.app, name="report")
+app.command()(watch)
+cli_slurm.app.command()(plan)
 
 
 @app.command()
@@ -124,6 +132,7 @@ def main() -> None:
             from megatron_flux.run import rank as this_rank
 
             this_rank.recorded(app)
+            sys.exit(0)  # which torch's recorder has swallowed
         else:
             app()
     except FluxError as error:

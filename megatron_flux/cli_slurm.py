@@ -11,7 +11,7 @@ import typer
 
 from megatron_flux.errors import FluxError, UserError
 
-app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: render, submit, status, collect.")
+app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, collect.")
 
 Mode = Literal["baseline", "flux", "compare"]
 ProfileName = Annotated[str, typer.Option("--profile", help="Cluster: a packaged profile's name, or your own .yaml.")]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_flux import nvml
 from megatron_flux.comm import topology
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
@@ -58,9 +59,9 @@ def device_kind() -> str:
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's."""
+    """The first GPU's name, or the processor's. Makes no CUDA context where NVML can be asked."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        return (nvml.names() or [torch.cuda.get_device_name()])[0]
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -69,7 +70,7 @@ def device_name() -> str:
 
 
 def link() -> dict[str, Any]:
-    """How the GPUs of this machine reach each other.
+    """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
 
     Returns:
         ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or
@@ -77,16 +78,48 @@ def link() -> dict[str, Any]:
         ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
+    seen = nvml.pairs()
+    if seen is None or len(seen) != count * (count - 1):
+        return _link_by_cuda(count)
+    peers = sum(peer for peer, _ in seen)
+    without = sum(not linked for _, linked in seen)
+    if peers < len(seen):
+        kind, reason = "host", "not every pair of GPUs has peer access"
+    elif without:
+        kind, reason = "p2p", f"{without} of {len(seen)} pairs of GPUs without NVLink"
+    else:
+        kind, reason = "nvlink", ""
+    return {"kind": kind, "reason": reason, "pairs": len(seen), "peer_access": peers}
+
+
+def _link_by_cuda(count: int) -> dict[str, Any]:
+    """:func:`link` without NVML."""
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    if not pairs:
-        kind, reason = "none", f"{count} GPU(s)"
-    elif peers < len(pairs):
+    if peers < len(pairs):
         kind, reason = "host", "not every pair of GPUs has peer access"
     else:
         found = topology.between(list(range(count)))
         kind, reason = found.kind, found.reason
     return {"kind": kind, "reason": reason, "pairs": len(pairs), "peer_access": peers}
+
+
+_JOB = {
+    "id": "SLURM_JOB_ID",
+    "name": "SLURM_JOB_NAME",
+    "cluster": "SLURM_CLUSTER_NAME",
+    "partition": "SLURM_JOB_PARTITION",
+    "array_task": "SLURM_ARRAY_TASK_ID",
+    "restart": "SLURM_RESTART_COUNT",
+}
+
+
+def job() -> dict[str, str] | None:
+    """The scheduler's job that this process is part of; None outside of one."""
+    found = {name: os.environ[variable] for name, variable in _JOB.items() if variable in os.environ}
+    return found if "id" in found else None
 
 
 def switches() -> dict[str, str | None]:

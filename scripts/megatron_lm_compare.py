@@ -5,21 +5,26 @@
 
 Prints whether the losses are the same bits, the step times and the names that each run logged, and writes all rows. The
 runs need ``--tensorboard-dir`` and ``--log-timers-to-tensorboard`` (without, Megatron-LM logs neither loss nor time to
-wandb) and a log interval of 1.
+wandb) and a log interval of 1. A ``.log`` with what a run printed does too, with the digits and names that are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 VALUES = ("lm loss", "grad-norm")
 TIME = "iteration-time"
+_PRINTED = re.compile(
+    r"iteration +(?P<i>\d+)/.* elapsed time per iteration \(ms\): (?P<ms>[\d.]+) .*"
+    r"lm loss: (?P<loss>[-+.\dE]+|nan) .*grad norm: (?P<norm>[\d.]+|nan|inf)"
+)
 
 
 def main() -> int:
@@ -50,6 +55,16 @@ def main() -> int:
 
 def rows(path: Path) -> dict[int, dict[str, Any]]:
     """What a run logged by iteration, without wandb's own fields."""
+    if path.suffix == ".log":
+        found = _PRINTED.finditer(path.read_text(errors="replace"))
+        return {
+            int(line["i"]): {
+                VALUES[0]: float(line["loss"]),
+                VALUES[1]: float(line["norm"]),
+                TIME: float(line["ms"]) / 1e3,
+            }
+            for line in found
+        }
     words = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
@@ -64,9 +79,14 @@ def rows(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def difference(stock: dict[int, dict[str, Any]], flux: dict[int, dict[str, Any]], name: str) -> dict[str, Any]:
-    """The largest difference of a value, and whether every iteration has the same bits."""
+    """Largest and mean difference of a value over the iterations, and whether each has the same bits."""
     pairs = [(stock[i][name], flux[i][name]) for i in stock]
-    return {"same bits": all(a == b for a, b in pairs), "largest difference": max(abs(a - b) for a, b in pairs)}
+    apart = [abs(a - b) for a, b in pairs]
+    return {
+        "same bits": all(a == b for a, b in pairs),
+        "largest difference": max(apart),
+        "mean difference": fmean(apart),
+    }
 
 
 def times(run: dict[int, dict[str, Any]], skip: int) -> dict[str, float] | None:

@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 import types
+import typing
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,14 @@ os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from megatron_flux.train.cpu_shims import cpu_shims
 from megatron_flux.train.norm import SequenceParallelNorm
 
 _CPU = torch.device("cpu")
+if not hasattr(typing, "override"):  # Megatron-LM 0.19 takes it from here, where Python 3.11 does not have it
+    typing.override = override  # type: ignore[attr-defined]
 
 
 class _Properties:

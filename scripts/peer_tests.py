@@ -4,9 +4,9 @@
     python scripts/peer_tests.py CHECKOUT --nproc 8 --out OUT              # on GPUs
     python scripts/peer_tests.py CHECKOUT --nproc 2 --out OUT --cpu        # as far as they run on CPUs
 
-Each test file is run by torchrun with pytest on every rank, stock then flux, with a time limit for each run. A test
-passes when it passes on every rank. OUT/comparison.json has every test, OUT/comparison.md the table; exit code 1 means
-that flux failed something that stock passes.
+Each test file is run by torchrun with pytest on every rank, stock then flux, with a time limit for each run; with
+--together all files are one run, which starts once. A test passes when it passes on every rank. OUT/comparison.json has
+every test, OUT/comparison.md the table; exit code 1: flux failed something that stock passes, or nothing ran.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import limited
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("stock", "flux")
@@ -32,6 +32,7 @@ FILES = (
     "tests/unit_tests/transformer/test_attention.py",
     "tests/unit_tests/transformer/test_mlp.py",
     "tests/unit_tests/transformer/test_multi_latent_attention.py",
+    "tests/unit_tests/transformer/test_multi_token_prediction.py",
     "tests/unit_tests/transformer/moe/test_sequential_mlp.py",
     "tests/unit_tests/transformer/moe/test_shared_experts.py",
     "tests/unit_tests/dist_checkpointing/test_serialization.py",
@@ -52,10 +53,11 @@ def main() -> int:
         sys.exit(f"peer_tests.py: {out} exists; give a folder that does not")
     files = [name for path in options.tests or FILES for name in _test_files(checkout, path)]
     results: dict[str, dict[str, Any]] = {arm: {"tests": {}, "ended": {}, "flux": Counter()} for arm in ARMS}
-    for name in files:
+    for group in [files] if options.together else [[name] for name in files]:
+        name = _slug(group[0]) if len(group) == 1 else "together"
         for arm in ARMS:
-            print(f"{arm:5}  {name}", flush=True)
-            code = _run(options, checkout, out, arm, name)
+            print(f"{arm:5}  {' '.join(group)}", flush=True)
+            code = _run(options, checkout, out, arm, name, group)
             _collect(results[arm], out, arm, name, code, options.nproc)
     return _compare(results, out, options)
 
@@ -69,7 +71,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=8, help="processes (GPUs); Megatron-LM's tests expect 8")
     parser.add_argument("--out", type=Path, required=True, help="folder for the comparison; must not exist")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU over gloo, with megatron_lm_on_cpu.py")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one file in one arm")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one file (--together: all) in one arm")
+    parser.add_argument("--together", action="store_true", help="run all files in one process per rank")
+    parser.add_argument("-k", dest="only", default="", help="pytest's -k: which tests of them")
     return parser.parse_args()
 
 
@@ -86,41 +90,34 @@ def _slug(name: str) -> str:
     return name.removeprefix("tests/unit_tests/").removesuffix(".py").replace("/", ".")
 
 
-def _run(options: argparse.Namespace, checkout: Path, out: Path, arm: str, name: str) -> int | None:
-    """The exit code of one file in one arm, None where it ran past the limit."""
+def _run(options: argparse.Namespace, checkout: Path, out: Path, arm: str, name: str, files: list[str]) -> int | None:
+    """The exit code of the files in one arm, None where it ran past the limit; outcomes and log begin with ``name``."""
     folder = out / arm
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
-    words = ["-m", "pytest", "-p", "peer_tests_plugin", "-o", "addopts=", "-q", "-p", "no:cacheprovider", name]
+    words = ["-m", "pytest", "-p", "peer_tests_plugin", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    words += [*(["-k", options.only] if options.only else []), *files]
     if options.cpu:
         words = [str(HERE / "megatron_lm_on_cpu.py"), *words]
     path = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PEER_TESTS_ARM": arm,
-        "PEER_TESTS_OUT": str(folder / _slug(name)),
+        "PEER_TESTS_OUT": str(folder / name),
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    with (folder / f"{_slug(name)}.log").open("w") as log:
-        process = subprocess.Popen(  # noqa: S603
-            [*launcher, *words], cwd=checkout, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            return process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return None
+    log = folder / f"{name}.log"
+    return limited.run([*launcher, *words], cwd=checkout, environment=environment, log=log, seconds=options.timeout)
 
 
 def _collect(result: dict[str, Any], out: Path, arm: str, name: str, code: int | None, nproc: int) -> None:
     """Add one file's outcomes: the worst over the ranks, or failed where a rank did not get to it."""
     ranks: list[dict[str, dict[str, Any]]] = []
     for rank in range(nproc):
-        path = out / arm / f"{_slug(name)}.rank{rank}.jsonl"
+        path = out / arm / f"{name}.rank{rank}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         ranks.append({row["test"]: row for row in rows if "test" in row})
         for row in rows:
@@ -156,7 +153,7 @@ def _compare(results: dict[str, dict[str, Any]], out: Path, options: argparse.Na
     (out / "comparison.md").write_text(text)
     print(text)
     shutil.rmtree(out / "__pycache__", ignore_errors=True)
-    return 1 if worse else 0
+    return 0 if stock and not worse else 1
 
 
 def _table(comparison: dict[str, Any]) -> str:

@@ -5,6 +5,19 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 
+# Debian's and Ubuntu's packages, as root or by a sudo that asks nothing. Where they cannot be installed, the tests that
+# need them are skipped with the reason.
+install_packages() {
+    local sudo=() log
+    ((EUID == 0)) || sudo=(sudo -n)
+    log=$(mktemp)
+    command -v apt-get >"$log" &&
+        ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive sh -c \
+            'apt-get update && apt-get install --yes --no-install-recommends "$@"' sh "$@" >"$log" 2>&1 ||
+        printf 'note: %s could not be installed: %s\n' "$*" "$(tail -n 1 "$log")" >&2
+    rm "$log"
+}
+
 # TransformerEngine's Python, for tests of its layers on CPUs. Without its compiled part it would break the environment,
 # so it gets a folder of its own; where it cannot be fetched, those tests say so and are skipped.
 if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
@@ -15,22 +28,15 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
     export MEGATRON_FLUX_TE_SOURCE
 fi
 
-# Slurm's daemons, for tests that submit jobs: installed where that needs no password. Otherwise those tests are skipped
-# with the reason, or fail where MEGATRON_FLUX_SLURM_TESTS=required, as in CI. They start and end daemons of their own.
-install_slurm() {
-    local sudo=()
-    [[ $(id -u) == 0 ]] || sudo=(sudo -n)
-    "${sudo[@]+"${sudo[@]}"}" apt-get install --yes --no-install-recommends slurm-wlm munge ||
-        { "${sudo[@]+"${sudo[@]}"}" apt-get update &&
-            "${sudo[@]+"${sudo[@]}"}" apt-get install --yes --no-install-recommends slurm-wlm munge; }
-}
+# A browser, for tests that look at reports.
+if ! { command -v chromium || command -v google-chrome; } >/dev/null || ! command -v chromedriver >/dev/null; then
+    install_packages chromium chromium-driver
+fi
+
+# Slurm's daemons, for tests that submit jobs; they start and end daemons of their own. As in CI,
+# MEGATRON_FLUX_SLURM_TESTS=required lets the tests fail instead of being skipped.
 if ! { command -v sbatch && [[ -x /usr/sbin/slurmctld && -x /usr/sbin/munged ]]; } >/dev/null; then
-    log=$(mktemp)
-    if command -v apt-get >/dev/null && DEBIAN_FRONTEND=noninteractive install_slurm >"$log" 2>&1; then
-        rm "$log"
-    else
-        printf "note: Slurm's daemons could not be installed: %s\n" "$(tail -n 1 "$log")" >&2
-    fi
+    install_packages slurm-wlm munge
 fi
 
 "$PYTHON" -m ruff check .

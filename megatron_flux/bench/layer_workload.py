@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench import floor, layer_arms, layer_blocks
-from megatron_flux.bench.breakdown import breakdown
 from megatron_flux.bench.graphs import capture
 from megatron_flux.bench.layer_agreement import Agreement, Result
 from megatron_flux.bench.layer_arms import Arm
@@ -26,6 +25,7 @@ from megatron_flux.bench.rounds import Samples, interleave
 from megatron_flux.bench.together import Together
 from megatron_flux.bench.trace import trace_step
 from megatron_flux.comm import slab
+from megatron_flux.trace.breakdown import breakdown
 
 WARMUP_STEPS = 3
 

@@ -6,6 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megatron_flux.metrics.statistics import overlap_efficiency
+
 METHODS = {"async_tp_ms": ("async-TP", "#9aa0a6"), "fused_ms": ("fused", "#4c8bf5"), "tuned_ms": ("tuned", "#188038")}
 ROW, BAR, LEFT, WIDTH, TOP = 40, 10, 300, 560, 50
 LOW, HIGH = -1.0, 1.2
@@ -13,10 +15,7 @@ LOW, HIGH = -1.0, 1.2
 
 def efficiency(row: dict[str, Any], method: str) -> float | None:
     """FLUX's overlap efficiency of ``method``: 1 is GEMM alone, 0 is serial; None where serial hides nothing."""
-    gain = row["serial_ms"] - row["gemm_ms"]
-    if row.get(method) is None or gain <= 0:
-        return None
-    return 1 - (row[method] - row["gemm_ms"]) / gain
+    return overlap_efficiency(row.get(method), row["gemm_ms"], row["serial_ms"])
 
 
 def svg(summary: dict[str, Any]) -> str:

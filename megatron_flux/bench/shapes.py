@@ -68,11 +68,16 @@ def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) 
             if m % tp:
                 raise UserError(f"{m} tokens are not divisible by the group size {tp}")
             for direction in directions:
-                found += _layer(name, model, m, direction, tp)
+                found += layer_cases(name, model, m, direction, tp)
     return found
 
 
-def _layer(name: str, model: Model, m: int, direction: str, tp: int) -> list[Case]:
+def layer_cases(name: str, model: Model, m: int, direction: str, tp: int) -> list[Case]:
+    """The four calls of one layer in one direction; sizes are not checked.
+
+    Raises:
+        UserError: a direction other than forward and dgrad.
+    """
     h = model.hidden
     qkv = (model.heads + 2 * model.groups) * model.head_dim // tp
     fc1 = model.ffn * (2 if model.gated else 1) // tp

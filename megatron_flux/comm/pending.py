@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -35,3 +36,14 @@ class Pending:
     def map(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
         """The same operation with a view of its result (``view`` must not read the data)."""
         return Pending(view(self._tensor), self.wait)
+
+    def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
+        """The same operation whose unfinished part, if there is one, is waited for inside ``context()``."""
+        if self._wait is None:
+            return self
+
+        def wait() -> None:
+            with context():
+                self.wait()
+
+        return Pending(self._tensor, wait)

@@ -89,6 +89,10 @@ class Slab:
     _raw: int = -1
     """The stream of the latest call, and its handle: asking for the handle costs a twentieth."""
 
+    def __post_init__(self) -> None:
+        """Look the device up once."""
+        self._index = self.data_table.get_device()
+
     @property
     def rank(self) -> int:
         """The rank of the calling process in the group."""
@@ -109,6 +113,22 @@ class Slab:
         half = self.calls & 1
         self.calls += 1
         return Turn(half, 1 - half, False)
+
+    def step(self) -> tuple[int, int]:
+        """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream.
+
+        Raises:
+            OperatorError: an earlier call on this slab timed out.
+        """
+        reason = self.alarm.message()
+        if reason is not None:
+            raise OperatorError(reason)
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw != self._raw:
+            self._follow()
+        half = self.calls & 1
+        self.calls += 1
+        return half, raw
 
     def end(self) -> None:
         """Everything of the call is enqueued on the current stream."""
@@ -148,6 +168,8 @@ class SlabPool:
         """Start empty."""
         self._slabs: dict[tuple[str, str, bool], Slab] = {}
         self._kept: list[Slab] = []
+        self.generation = 0
+        """Grows whenever a slab is made or forgotten: whoever remembers one must ask again."""
 
     def get(self, group: dist.ProcessGroup, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
         """The slab of ``group`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
@@ -173,6 +195,7 @@ class SlabPool:
             else:
                 slab.alarm.close()
         self._slabs[key] = made
+        self.generation += 1
         return made
 
     def bytes(self, group: dist.ProcessGroup | None = None) -> int:
@@ -190,6 +213,7 @@ class SlabPool:
             slab.alarm.close()
         self._slabs.clear()
         self._kept.clear()
+        self.generation += 1
 
 
 def size_class(nbytes: int) -> int:

@@ -24,6 +24,7 @@ POLLS_PER_SECOND = 2000  # of the CPU twin
 
 _log = logging.getLogger("megatron_flux")
 _alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
+_timeouts = 0
 _thread: threading.Thread | None = None
 
 
@@ -33,6 +34,11 @@ def timeout_s() -> float:
     Keep it below the process group's own time-out, which does not see these waits.
     """
     return float(os.environ.get("MEGATRON_FLUX_TIMEOUT_S", DEFAULT_TIMEOUT_S))
+
+
+def timeouts() -> int:
+    """Waits of this process that have run into their limit and been noticed."""
+    return _timeouts
 
 
 class Alarm:
@@ -47,6 +53,7 @@ class Alarm:
         self._tp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._told = False
+        self._counted = False
         self.limit = int(timeout_s() * (1e9 if cuda else POLLS_PER_SECOND))
         if cuda:
             _alarms.add(self)
@@ -56,6 +63,10 @@ class Alarm:
         """What was waited for in vain, or None."""
         if not self._view[0]:
             return None
+        if not self._counted:
+            global _timeouts
+            self._counted = True
+            _timeouts += 1
         _, op, peer, unit, epoch, seen = (int(v) for v in self._view[:6])
         return (
             f"rank {self._rank} (tp rank {self._tp_rank} of {len(self._ranks)}): {OPERATORS.get(op, op)} timed out "

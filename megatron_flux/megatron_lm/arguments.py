@@ -51,7 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help=_HELP.get(field.name, f"FluxConfig.{field.name}"),
             **kind,
         )
+    group.add_argument(
+        "--flux-sample-interval",
+        type=_interval,
+        default=10,
+        help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
+    )
     return parser
+
+
+def _interval(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 0 or more")
+    return int(text)
 
 
 def config_from(args: Any) -> FluxConfig:

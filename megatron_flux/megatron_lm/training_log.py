@@ -1,8 +1,9 @@
 """``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
 
-Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of the last rank alone: no communication is
-added. Megatron-LM logs after every training step, so a row counts what happened since the previous step was logged; an
-evaluation in between counts towards the next row.
+Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of the last rank alone. Megatron-LM logs
+after every training step, so a row counts what happened since the previous step was logged; an evaluation in between
+counts towards the next row. The first row written after a sampled step (``--flux-sample-interval``) also has what
+:mod:`megatron_flux.megatron_lm.samples` found in it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from megatron_flux.megatron_lm.samples import Samples
 from megatron_flux.patch import report
 
 logger = logging.getLogger("megatron_flux")
@@ -25,7 +27,7 @@ class StepCounts:
         self._iteration: int | None = None
         self._totals: dict[str, int] = {}
 
-    def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, int] | None:
+    def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, float] | None:
         """The ``flux/*`` values of ``iteration``, or None if it was logged already.
 
         Args:
@@ -46,6 +48,8 @@ class StepCounts:
 
 
 _counts = StepCounts()
+_samples: Samples | None = None
+_unwritten: dict[str, float] = {}
 _said = False
 
 
@@ -63,8 +67,11 @@ def log(iteration: int) -> None:
     if row is None:
         return
     _say_once(args.rank, row)
+    _sample(args.flux_sample_interval, iteration)
     if iteration % args.tensorboard_log_interval:
         return
+    row |= _unwritten
+    _unwritten.clear()
     writer = get_tensorboard_writer()
     if writer:
         for name, value in row.items():
@@ -74,7 +81,14 @@ def log(iteration: int) -> None:
         wandb.log(row, iteration)
 
 
-def _say_once(rank: int, row: dict[str, int]) -> None:
+def _sample(interval: int, iteration: int) -> None:
+    global _samples
+    if _samples is None:
+        _samples = Samples(interval)
+    _unwritten.update(_samples.after(iteration))
+
+
+def _say_once(rank: int, row: dict[str, float]) -> None:
     global _said
     if _said:
         return

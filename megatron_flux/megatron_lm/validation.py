@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flux.errors import UserError
+from megatron_flux.patch import te_seam
 
 
 class MegatronArgumentsError(UserError, AssertionError):
@@ -19,7 +20,7 @@ def validate(args: Any) -> None:
     """
     if not args.flux:
         return
-    problems = _layout_problems(args) + _stock_only(args)
+    problems = _layout_problems(args) + _stock_only(args) + _transformer_engine_problems(args)
     if problems:
         raise MegatronArgumentsError("flux is on, but " + "; ".join(problems) + " (or switch flux off: --no-flux)")
 
@@ -47,3 +48,14 @@ def _stock_only(args: Any) -> list[str]:
     if graphs != "none":
         problems.append(f"CUDA graphs (--cuda-graph-impl {graphs}) have not been tried with flux: leave them out")
     return problems
+
+
+def _transformer_engine_problems(args: Any) -> list[str]:
+    """A TransformerEngine whose layers cannot run flux, where the model is built of its layers (the default).
+
+    With ``--spec`` the model may be built of anything.
+    """
+    if getattr(args, "transformer_impl", None) != "transformer_engine" or getattr(args, "spec", None):
+        return []
+    why = te_seam.why_unusable()
+    return [f"no layer of --transformer-impl transformer_engine can run it: {why}"] if why else []

@@ -24,6 +24,7 @@ from megatron_flux.metrics import schema, strict_json
 logger = logging.getLogger("megatron_flux")
 
 _FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "float")
+_MAPS_OF_FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "floats")
 
 
 class JsonlRecorder:
@@ -127,6 +128,9 @@ def _parse(line: bytes) -> dict[str, Any]:
         for name in _FLOATS:
             if isinstance(record.get(name), str):
                 record[name] = strict_json.number(record[name])
+        for name in _MAPS_OF_FLOATS:
+            if isinstance(record.get(name), dict):
+                record[name] = {key: strict_json.number(value) for key, value in record[name].items()}
     wrong = schema.problem(record)
     if wrong is not None:
         raise ValueError(wrong)

@@ -11,6 +11,7 @@ from megatron_flux.metrics import strict_json
 
 UNKNOWN = "—"
 MINUS = "\u2212"
+CROSS = "\u00d7"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def relative(value: Any) -> str:
     return _shown(value, lambda number: "0" if number == 0 else f"{number:.1e}")
 
 
-def _change(baseline: Any, flux: Any) -> str:
+def percent_change(baseline: Any, flux: Any) -> str:
     """Flux against the baseline in per cent with a sign; empty when either is unknown or not finite."""
     b, f = strict_json.number(baseline), strict_json.number(flux)
     if b is None or f is None or b == 0 or not math.isfinite(b) or not math.isfinite(f):
@@ -66,7 +67,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     b, f = summary["arms"]["baseline"], summary["arms"]["flux"]
 
     def row(label: str, key: str, form: Callable[[float], str], *, change: bool = True) -> Row:
-        difference = _change(b[key], f[key]) if change else ""
+        difference = percent_change(b[key], f[key]) if change else ""
         return Row(label, _shown(b[key], form), _shown(f[key], form), difference)
 
     def spread(arm: Mapping[str, Any]) -> str:
@@ -84,7 +85,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
             "step time, median (ms)",
             median(b),
             median(f),
-            _change(b["step_time_ms"]["median"], f["step_time_ms"]["median"]),
+            percent_change(b["step_time_ms"]["median"], f["step_time_ms"]["median"]),
         ),
         Row("step time, p10…p90 (ms)", spread(b), spread(f), ""),
         Row("timed steps", str(b["step_time_ms"]["n"]), str(f["step_time_ms"]["n"]), ""),

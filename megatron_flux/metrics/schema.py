@@ -1,11 +1,16 @@
-"""The record: one training iteration of one arm, one JSON object on one line. Schema version 1.
+"""The record: one training iteration of one arm, one JSON object on one line. Schema version 2.
 
 Names are Megatron's own where Megatron has one (``lm loss``, ``grad-norm``, ``learning-rate``, ``iteration-time``,
 ``throughput``), so that a dashboard made for Megatron reads them; what only this project records is under ``flux/``.
 
 :data:`FIELDS` is the whole definition: name, kind, unit and meaning. A record may hold further fields (a later minor
 addition, or somebody's own): readers keep them and do not look at them. Removing a field, or changing its unit or
-meaning, is a new :data:`SCHEMA_VERSION`.
+meaning, is a new :data:`SCHEMA_VERSION`. Records of every version from 1 are read: version 1 had neither ``schema`` nor
+any of the fields from ``timestamp`` on, which are absent there.
+
+Not every step knows everything: fields marked "sampled" are there every ``sample_interval`` steps (``flux/sampled`` is
+true then) and absent from the others, because finding them out costs time. What is in :data:`CALL` and :data:`RUN` is
+described there.
 """
 
 from __future__ import annotations
@@ -13,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-Kind = Literal["int", "float", "bool", "counts"]
+Kind = Literal["int", "float", "bool", "text", "counts", "floats", "object", "objects"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class Field:
 
     name: str
     kind: Kind
-    """``counts`` is an object of non-negative integers by name; every number kind but ``float`` is non-negative."""
+    """``counts`` is an object of non-negative integers by name, ``floats`` one of numbers or nulls, ``objects`` a list
+    of objects; ``int`` is non-negative."""
     unit: str
     meaning: str
     nullable: bool = False
@@ -56,13 +62,188 @@ FIELDS: tuple[Field, ...] = (
     Field("flux/bytes_received", "int", "byte/iteration", "bytes this rank's operators received from their peers"),
     Field("flux/fallback_calls", "int", "1/iteration", "calls that patched layers left to stock Megatron"),
     Field("flux/fallbacks", "counts", "1", "calls left to stock Megatron so far, by reason"),
+    Field(
+        "schema", "int", "1", "version of this definition that the record follows; absent in version 1", nullable=True
+    ),
+    Field("timestamp", "float", "s", "Unix time at the end of the iteration, by rank 0's clock", nullable=True),
+    Field(
+        "profiled",
+        "bool",
+        "",
+        "torch.profiler was on, which slows the step: left out of timing statistics; absent means false",
+        nullable=True,
+    ),
+    Field("flux/sampled", "bool", "", "the fields marked (sampled) were measured in this iteration", nullable=True),
+    Field(
+        "flux/operator_time_ms",
+        "floats",
+        "ms/iteration",
+        "by operator: time that the compute stream (CPU: the thread) of rank 0 spent in its calls and in waiting for "
+        "their results (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/gemm_time_ms",
+        "floats",
+        "ms/iteration",
+        "by operator: time of the same calls' GEMMs alone, unsplit and without communication (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/serial_time_ms",
+        "floats",
+        "ms/iteration",
+        "by operator: time of the same calls as collective and GEMM in turn, the reference backend (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/exposed_communication_ms",
+        "floats",
+        "ms/iteration",
+        "by operator: operator time - GEMM time, the paper's effective communication time; below zero where an "
+        "operator beat the GEMM alone (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/e_overlap",
+        "floats",
+        "fraction",
+        "by operator: (serial - operator time) / (serial - GEMM time), overlap efficiency as in arXiv 2406.06858; 1 is "
+        "as fast as the GEMM alone, 0 as slow as both in turn (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/calls", "objects", "", "one object per different call of the iteration, see CALL (sampled)", nullable=True
+    ),
+    Field(
+        "flux/choices",
+        "object",
+        "",
+        "by call: what the tuner chose: an object of backend, plan (or null) and ms by candidate. In the first record "
+        "after a start, and whenever a choice was added",
+        nullable=True,
+    ),
+    Field(
+        "flux/wait_timeouts",
+        "int",
+        "1",
+        "device-side waits of rank 0's operators that ran into their limit so far (such a run ends soon after)",
+        nullable=True,
+    ),
+    Field("flux/slowest_rank", "int", "rank", "rank with the longest own time of this step (sampled)", nullable=True),
+    Field(
+        "flux/rank_spread_ms",
+        "float",
+        "ms",
+        "longest - shortest own time over ranks; a rank's own time is its step's wall time without the time in flux's "
+        "operators, where the others wait for the slowest (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/ranks",
+        "object",
+        "",
+        "lists with one number or null per rank: step_ms, operators_ms, peak_memory_bytes, sm_clock_mhz, "
+        "memory_clock_mhz, power_w, temperature_c; those that no rank knows are absent (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/gpu",
+        "floats",
+        "as named",
+        "over the GPUs of all ranks, from NVML: sm_clock_mhz_min, sm_clock_mhz_mean, memory_clock_mhz_min, "
+        "power_w_mean, power_w_max, temperature_c_max (sampled; null without NVML, flux/run says why)",
+        nullable=True,
+    ),
+    Field(
+        "flux/throttle_reasons",
+        "counts",
+        "GPU",
+        "GPUs whose clocks were held down in the middle of the step, by NVML's reason (sampled)",
+        nullable=True,
+    ),
+    Field(
+        "flux/metrics_ms",
+        "float",
+        "ms",
+        "host time of rank 0 between steps that recording the previous iteration took, all writers included",
+        nullable=True,
+    ),
+    Field(
+        "flux/run", "object", "", "the process that wrote, see RUN; in the first record after a start", nullable=True
+    ),
+)
+
+CALL: dict[str, str] = {
+    "operator": "all_gather_gemm, gemm_reduce_scatter or all_gather",
+    "m": "rows of the gathered operand, over all ranks of the group",
+    "n": "columns of the result on this rank; 0 for all_gather",
+    "k": "reduced dimension on this rank (all_gather: columns)",
+    "dtype": "such as bfloat16",
+    "transposed": "the weight is [k, n], as in dgrad",
+    "tp": "size of the group",
+    "backend": "what ran it; for the tuner, what it chose, with the plan",
+    "calls": "calls in this iteration",
+    "time_ms": "of one call, mean over the calls of this iteration; as flux/operator_time_ms",
+    "gemm_ms": "of the GEMM alone, null where it was not measured (then so are the two below)",
+    "serial_ms": "of collective and GEMM in turn, or null",
+    "exposed_ms": "time_ms - gemm_ms, or null",
+    "e_overlap": "as flux/e_overlap, or null",
+    "source": "where gemm_ms and serial_ms come from: 'tuner', 'measured', or why there are none",
+}
+"""What an object of ``flux/calls`` holds; times in ms."""
+
+RUN: dict[str, str] = {
+    "arm": "baseline or flux",
+    "resumed_from": "iteration of the checkpoint, or null",
+    "wandb_id": "id of the mirrored wandb run, or null",
+    "job": "id and name of the scheduler's job, array task and restart count, or null: an object of strings",
+    "nodes": "host names of all nodes, in order of their first rank",
+    "ranks": "number of ranks",
+    "link": "kind of link between the GPUs of rank 0's machine: none, nvlink, p2p, host",
+    "device": "name of rank 0's GPU or processor",
+    "peak_tflops": "dense peak of the device that mfu is relative to, or null",
+    "peak_source": "where the peak is from, or why mfu is null",
+    "gpu_source": "'NVML' with its driver version, or why there is nothing in flux/gpu",
+    "sample_interval": "iterations between samples; 0 is never",
+    "versions": "by package",
+}
+"""What ``flux/run`` holds: of the process that wrote the records from there on; after a requeue it is another one."""
+
+BREAKDOWN_VERSION = 1
+
+BREAKDOWN: dict[str, str] = {
+    "schema": "BREAKDOWN_VERSION",
+    "steps": "[first, last] iteration that was profiled",
+    "rank": "whose trace it is",
+    "source": "'gpu': the GPU's own timeline; 'cpu': the timeline of torch's operators on the host",
+    "span_ms": "length of a step: what the parts add up to",
+    "parts": "ms per step by part (BREAKDOWN_PARTS), disjoint: each moment counts once, see megatron_flux.trace.parts",
+    "communication_hidden_ms": "ms per step of communication beside something else; not part of the sum",
+    "launches": "kernels, copies and fills (CPU: operators) per step",
+}
+"""``<arm>/breakdown.json``: where a profiled step's time went. One object, written where steps are profiled."""
+
+BREAKDOWN_PARTS = (
+    "gemm",
+    "fused",
+    "attention",
+    "norm",
+    "optimizer",
+    "other",
+    "communication_exposed",
+    "idle",
 )
 
 _EXPECTED: dict[str, str] = {
     "int": "a non-negative integer",
     "float": "a number",
     "bool": "true or false",
+    "text": "a string",
     "counts": "an object of non-negative integers",
+    "floats": "an object of numbers or nulls",
+    "object": "an object",
+    "objects": "a list of objects",
 }
 
 
@@ -72,6 +253,12 @@ def _is_kind(value: Any, kind: Kind) -> bool:
         return isinstance(value, bool)
     if kind == "counts":
         return isinstance(value, dict) and all(_is_kind(count, "int") for count in value.values())
+    if kind == "floats":
+        return isinstance(value, dict) and all(item is None or _is_kind(item, "float") for item in value.values())
+    if kind == "objects":
+        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    if kind in ("object", "text"):
+        return isinstance(value, dict if kind == "object" else str)
     if isinstance(value, bool):
         return False
     if kind == "int":
@@ -83,6 +270,9 @@ def problem(record: Any) -> str | None:
     """What is wrong with a decoded record, in a few words, or None if it follows the schema."""
     if not isinstance(record, dict):
         return f"a record is a JSON object, this is a {type(record).__name__}"
+    version = record.get("schema", 1)
+    if not _is_kind(version, "int") or not 1 <= version <= SCHEMA_VERSION:
+        return f"schema version {version!r}, this program reads 1 to {SCHEMA_VERSION}"
     for field in FIELDS:
         value = record.get(field.name)
         if value is None:

@@ -23,8 +23,13 @@ SEED = 0
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
-    """The records that count for timing: those that are no warm-up."""
-    return [record for record in records if not record["warmup"]]
+    """The records that count for timing: no warm-up, and no profiler, which slows a step."""
+    return [record for record in records if counts(record)]
+
+
+def counts(record: Record) -> bool:
+    """Whether the time of this iteration counts."""
+    return not record["warmup"] and not record.get("profiled")
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
@@ -52,7 +57,7 @@ def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tu
         by_block: dict[int, list[float]] = {}
         for record in records:
             times = by_block.setdefault(record["block"], [])
-            if not record["warmup"]:
+            if counts(record):
                 times.append(record["iteration-time"])
         return [by_block[block] for block in sorted(by_block)]
 
@@ -106,3 +111,13 @@ def largest(differences: Sequence[tuple[int, float]]) -> float | None:
     if not differences:
         return None
     return float(np.max([difference for _, difference in differences]))
+
+
+def overlap_efficiency(time: float | None, gemm: float, serial: float) -> float | None:
+    """FLUX's overlap efficiency (arXiv 2406.06858), all times in one unit: 1 is GEMM alone, 0 is both in turn.
+
+    None where the time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
+    """
+    if time is None or serial <= gemm:
+        return None
+    return (serial - time) / (serial - gemm)

@@ -147,9 +147,10 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:
     summary = read_json_object(path)
     if "arms" not in summary or "schema_version" not in summary:
         raise UserError(f"{path} is not a summary of this program; name a folder written by megatron-flux compare")
-    if summary["schema_version"] != SCHEMA_VERSION:
+    version = summary["schema_version"]
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
         raise UserError(
-            f"{path} has schema version {summary['schema_version']}, this program reads {SCHEMA_VERSION}; "
+            f"{path} has schema version {version}, this program reads 1 to {SCHEMA_VERSION}; "
             "use the megatron-flux version that wrote it"
         )
     return summary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rich import box
@@ -13,8 +13,8 @@ from rich.text import Text
 from megatron_flux.metrics.rows import MINUS, UNKNOWN, findings, rows
 from megatron_flux.metrics.verdict import verdict
 
-PIPED_WIDTH = 100
-"""Wider than the table ever is: rich would lay out for 80 columns, or for COLUMNS, and fold cells."""
+PIPED_WIDTH = 140
+"""Wider than a table ever is: rich would lay out for 80 columns, or for COLUMNS, and fold cells."""
 
 _ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
 
@@ -26,24 +26,53 @@ def print_summary(summary: Mapping[str, Any], file: IO[str] | None = None) -> No
         summary: a dict of :func:`megatron_flux.metrics.summary.summarize`.
         file: where to; standard output by default.
     """
-    console = Console(file=file, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
-    unicode = console.encoding.lower().startswith("utf")
-
-    def cell(text: str, style: str = "") -> Text:
-        # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
-        return Text(text if unicode else text.translate(_ASCII).encode("ascii", "replace").decode(), style=style)
-
-    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("baseline", "flux", "difference"):
-        table.add_column(name, justify="right", overflow="fold")
-    for row in rows(summary):
-        table.add_row(cell(row.label), cell(row.baseline), cell(row.flux), cell(row.difference))
-    console.print(table)
+    printer = _Printer(file)
+    cells = [(row.label, row.baseline, row.flux, row.difference) for row in rows(summary)]
+    printer.table(("", "baseline", "flux", "difference"), cells)
     for label, text in findings(summary):
-        style = "yellow" if label == "note" else ""
+        printer.line(f"{label}: {text}", "yellow" if label == "note" else "")
+    printer.line(verdict(summary), "bold")
+
+
+def print_table(
+    head: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    *,
+    notes: Sequence[str] = (),
+    last: str = "",
+    file: IO[str] | None = None,
+) -> None:
+    """Print a table, notes below it, and a last line in bold."""
+    printer = _Printer(file)
+    printer.table(head, cells)
+    for note in notes:
+        printer.line(f"note: {note}", "yellow")
+    if last:
+        printer.line(last, "bold")
+
+
+class _Printer:
+    """A console that writes the same text to a terminal and to a pipe, in ASCII where nothing else can be shown."""
+
+    def __init__(self, file: IO[str] | None) -> None:
+        self._console = Console(file=file, highlight=False, emoji=False)
+        if not self._console.is_terminal:
+            self._console = Console(file=file, highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
+        self._unicode = self._console.encoding.lower().startswith("utf")
+
+    def _text(self, text: str, style: str = "") -> Text:
+        # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
+        shown = text if self._unicode else text.translate(_ASCII).encode("ascii", "replace").decode()
+        return Text(shown, style=style)
+
+    def table(self, head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+        table = Table(box=box.SIMPLE_HEAD if self._unicode else box.ASCII2, pad_edge=False)
+        for index, name in enumerate(head):
+            table.add_column(name, justify="right" if index else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(self._text(cell) for cell in row))
+        self._console.print(table)
+
+    def line(self, text: str, style: str = "") -> None:
         # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself.
-        console.print(cell(f"{label}: {text}", style), soft_wrap=True)
-    console.print(cell(verdict(summary), "bold"), soft_wrap=True)
+        self._console.print(self._text(text, style), soft_wrap=True)

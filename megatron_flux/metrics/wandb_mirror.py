@@ -1,7 +1,12 @@
 """A mirror of one arm's records in Weights & Biases.
 
-The JSONL is the record, this is for looking: whatever wandb does (not installed, not logged in, no network, a full
-disk, its service killed), the first failure is said once and training goes on without it.
+The JSONL is the record, this is for looking: whatever wandb does (not installed, no network, a full disk, its service
+killed), the first failure is said once and training goes on without it. Asked to be online but not logged in, it
+writes offline files instead, and says how to upload them.
+
+A run keeps its id in ``wandb.json`` beside its records. A training that resumes there goes on under the same id, and
+``iteration`` is wandb's own step, so that curves continue where they were; iterations that are done again after a
+requeue are dropped by wandb where it has them already.
 
 What leaves the machine is chosen here: the records, and the configuration without secrets. wandb's own collection of
 the command line, the git state, the console, the code and the package list is switched off; it still records the host's
@@ -12,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +29,18 @@ from megatron_flux.metrics.redact import without_secrets
 
 logger = logging.getLogger("megatron_flux")
 
-MODES = ("disabled", "offline", "online")
+MODES = ("disabled", "offline", "online", "auto")
+"""``auto`` is online where wandb is logged in, else offline."""
+
+ID_FILE = "wandb.json"
+
+_SUMMARIES = {
+    # What a table of runs shows of these; everything else shows its last value.
+    "iteration-time": "mean,min",
+    "throughput": "mean,max",
+    "tokens-per-second": "mean,max",
+    "mfu": "mean,max",
+}
 
 TIMEOUT_S = 60.0
 """Longest wait for wandb at the start and at the end of a run."""
@@ -41,43 +58,46 @@ class WandbMirror:
         name: str | None,
         config: Mapping[str, Any],
         dir: str | os.PathLike[str],
+        *,
+        tags: Sequence[str] = (),
+        resuming: bool = False,
+        per_rank: bool = False,
     ) -> None:
         """Start the run.
 
         Args:
-            mode: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``) or ``online``.
+            mode: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online`` or ``auto``.
             project: wandb project.
             group: what belongs together, such as one comparison.
             job_type: ``baseline`` or ``flux``.
             name: shown name of the run.
             config: recorded without entries that look like secrets.
-            dir: folder that gets wandb's ``wandb/`` folder; made when missing.
+            dir: folder that gets wandb's ``wandb/`` folder and the run's id; made when missing.
+            tags: to find runs by.
+            resuming: go on with the run whose id is in ``dir``, if there is one.
+            per_rank: also log what is known of every rank (``flux/ranks``), a curve for each.
 
         Raises:
-            UserError: ``mode`` is none of the three. Nothing else raises.
+            UserError: ``mode`` is none of the four. Nothing else raises.
         """
         if mode not in MODES:
             raise UserError(f"wandb mode {mode!r} is not known; choose one of {', '.join(MODES)}")
+        self.id: str | None = None
+        """The run's id; None while there is no run."""
         self._run: Any = None
+        self._per_rank = per_rank
+        options = {"project": project, "group": group, "job_type": job_type, "name": name, "tags": list(tags) or None}
         if mode != "disabled":
-            self._guard(lambda: self._start(mode, project, group, job_type, name, config, Path(dir)))
+            self._guard(lambda: self._start(mode, options, config, Path(dir), resuming))
 
     def _start(
-        self,
-        mode: str,
-        project: str,
-        group: str | None,
-        job_type: str | None,
-        name: str | None,
-        config: Mapping[str, Any],
-        folder: Path,
+        self, mode: str, options: Mapping[str, Any], config: Mapping[str, Any], folder: Path, resuming: bool
     ) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        # Without a key wandb.init asks on a terminal, and a job that waits for an answer never trains.
-        if mode == "online" and not wandb.login(prompt=False, timeout=int(TIMEOUT_S)):
-            raise RuntimeError("not logged in; run `wandb login`, or use wandb mode offline")
+        mode = _mode(wandb, mode)
+        kept = _kept_id(folder) if resuming else None
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -92,25 +112,38 @@ class WandbMirror:
         )
         run = wandb.init(
             mode=mode,
-            project=project,
-            group=group,
-            job_type=job_type,
-            name=name,
+            **options,
+            id=kept or uuid.uuid4().hex[:8],
+            resume="allow" if kept else None,
             config=strict_json.encodable(without_secrets(config)),
             dir=str(folder),
             settings=settings,
             # Two arms of a comparison are two runs of one process at the same time.
             reinit="create_new",
         )
+        strict_json.write_atomically(
+            folder / ID_FILE, strict_json.dumps({"id": run.id, "project": options["project"], "mode": mode}) + "\n"
+        )
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
-        self._run = run
+        for name, summary in _SUMMARIES.items():
+            run.define_metric(name, step_metric="iteration", summary=summary)
+        self._run, self.id = run, run.id
         logger.info("wandb (%s): %s", mode, run.url if mode == "online" else run.dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Mirror one record; unknown values are left out, fallbacks become one metric per reason. Never raises."""
+        """Mirror one record; unknown values are left out, fallbacks become one metric per reason. Never raises.
+
+        What is no curve (the run, the tuner's choices) goes to the run's configuration.
+        """
         if self._run is not None:
-            self._guard(lambda: self._run.log(_flat(record)))
+            self._guard(lambda: self._log(record))
+
+    def _log(self, record: Mapping[str, Any]) -> None:
+        about = {name: record[key] for name, key in _CONFIGURATION.items() if record.get(key)}
+        if about:
+            self._run.config.update(strict_json.encodable(without_secrets(about)), allow_val_change=True)
+        self._run.log(_flat(record, per_rank=self._per_rank), step=record["iteration"])
 
     def close(self, *, failed: bool = False) -> None:
         """End the run; harmless when it has ended or never began. Never raises."""
@@ -141,11 +174,48 @@ class WandbMirror:
         self.close(failed=kind is not None)
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+_CONFIGURATION = {"run": "flux/run", "choices": "flux/choices"}
+
+_RANKS = "flux/ranks"
+
+_NO_CURVES = {*_CONFIGURATION.values(), _RANKS, "flux/calls", "schema"}
+
+
+def _flat(record: Mapping[str, Any], *, per_rank: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in record.items():
+        if name in _NO_CURVES or value is None:
+            continue
         if isinstance(value, Mapping):
-            values |= {f"{name}/{key}": item for key, item in value.items()}
-        elif value is not None:
+            values |= {f"{name}/{key}": item for key, item in value.items() if item is not None}
+        else:
             values[name] = value
+    if per_rank:
+        for name, of_ranks in (record.get(_RANKS) or {}).items():
+            values |= {f"flux/rank/{rank}/{name}": item for rank, item in enumerate(of_ranks) if item is not None}
     return values
+
+
+def _mode(wandb: Any, asked: str) -> str:
+    """``offline`` or ``online``. Never asks: a job that waits for an answer never trains."""
+    if asked == "offline":
+        return asked
+    if wandb.login(prompt=False, verify=False, timeout=int(TIMEOUT_S)):
+        return "online"
+    if asked == "online":
+        logger.warning(
+            "wandb is not logged in: this run is written offline; `wandb login`, then `wandb sync` its folder"
+        )
+    return "offline"
+
+
+def _kept_id(folder: Path) -> str | None:
+    """The id of the run that was mirrored from this folder before."""
+    try:
+        kept = strict_json.loads((folder / ID_FILE).read_text(encoding="utf-8"))
+        return str(kept["id"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read (%s): wandb gets a new run", folder / ID_FILE, error)
+        return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
+from megatron_flux.ops.ready import ReadyCall
 
 
 class Backend(Protocol):
@@ -34,3 +35,22 @@ class Backend(Protocol):
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """``[m, k]``, finished on return unless ``async_op``."""
+
+
+@runtime_checkable
+class ReadyingBackend(Protocol):
+    """A backend that can make calls ready for being made again."""
+
+    def ready(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        shape: tuple[int, ...],
+    ) -> ReadyCall | None:
+        """A call like the one just made, whose result has ``shape``; None where it must be decided anew every time.
+
+        ``x`` is contiguous and has its leading dimensions; ``weight`` is None for a plain all_gather.
+        """

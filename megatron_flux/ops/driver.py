@@ -35,6 +35,8 @@ def _driver() -> ctypes.CDLL:
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint
     lib.cuLaunchKernel.argtypes = [pointer, *[u32] * 7, pointer, pointer, pointer]
     lib.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    lib.cuEventRecord.argtypes = [pointer, pointer]
+    lib.cuStreamWaitEvent.argtypes = [pointer, pointer, u32]
     lib.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, u32, u32]
     lib.cuTensorMapEncodeTiled.argtypes = [
         pointer, ctypes.c_int, u32, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4,
@@ -79,6 +81,28 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     status = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
     if status:
         raise OperatorError(f"CUDA refused a copy of {nbytes} bytes between GPUs: {_words(status)}")
+
+
+def record(event: int, stream: int) -> None:
+    """Record ``event`` in the order of ``stream``.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuEventRecord(event, stream)
+    if status:
+        raise OperatorError(f"CUDA refused to record an event: {_words(status)}")
+
+
+def wait(stream: int, event: int) -> None:
+    """Make ``stream`` wait for what ``event`` was last recorded behind.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    status = _driver().cuStreamWaitEvent(stream, event, 0)
+    if status:
+        raise OperatorError(f"CUDA refused to put a stream behind an event: {_words(status)}")
 
 
 def hold(stream: int, address: int, value: int) -> None:

@@ -33,6 +33,7 @@ from megatron_flux.comm import collectives, slab, topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops.agree import agree
 from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
+from megatron_flux.ops.ready import ReadyCall
 
 _captured_mode = False
 
@@ -71,19 +72,11 @@ class FusedBackend:
             return None if x.device.type == "cpu" else "the twin runs on CPU tensors"
         if x.device.type != "cuda":
             return f"it needs CUDA tensors, x is on {x.device.type}"
-        if x.dtype not in (torch.bfloat16, torch.float16):
-            return f"it needs bf16 or fp16, x is {x.dtype}"
-        if group.size() not in (2, 4, 8):
-            return f"it needs a group of 2, 4 or 8 ranks, not {group.size()}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        if not _others_cannot_block() and group.size() < dist.get_world_size():
-            return (
-                "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
-                "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
-            )
-        if _capability(x.device) < (8, 0):
-            return f"it needs compute capability 8.0, {torch.cuda.get_device_name(x.device)} has less"
+        reason = limit(x.dtype, group.size(), _capability(x.device))
+        if reason is not None:
+            return reason
         link = topology.probe(group, x.device)
         if link.kind == "none":
             return f"no peer access within the group: {link.reason}"
@@ -103,13 +96,21 @@ class FusedBackend:
             x.device,
         )
         captured = _capturing(x)
-        work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
-        sms = launch.sm_count(x.device)
-        ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
-        plan = self.plan or ag_plan(mp, n, k, group.size(), sms, ws)
+        work, plan = self._gather_work(x, weight, group, n, captured)
         if captured and plan.comm == 0:
-            plan = launch.without_copy_engine(plan, mp, sms)
+            plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
         return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed)
+
+    def _gather_work(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
+    ) -> tuple[slab.Slab, Plan]:
+        """Slab and plan of an all_gather_gemm."""
+        from megatron_flux.ops import launch
+
+        mp, k = x.shape
+        work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
+        ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
+        return work, self.plan or ag_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -118,16 +119,63 @@ class FusedBackend:
         from megatron_flux.ops import launch
 
         m, k = x.shape
-        tp = group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
         agree(
             group, ("gemm_reduce_scatter", "m", m, "n", n, "k", k, "dtype", x.dtype, "transposed", transposed), x.device
         )
+        work, plan = self._scatter_work(x, weight, group, n, _capturing(x))
+        return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
+
+    def _scatter_work(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
+    ) -> tuple[slab.Slab, Plan]:
+        """Slab and plan of a gemm_reduce_scatter."""
+        from megatron_flux.ops import launch
+
+        (m, k), tp = x.shape, group.size()
         ws = launch.hopper_kernels(x, weight, n, k)
         plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
         nbytes = tp * launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
-        work = slab.pool.get(group, "gemm", nbytes, x.device, _capturing(x))
-        return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
+        return slab.pool.get(group, "gemm", nbytes, x.device, captured), plan
+
+    def ready(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        shape: tuple[int, ...],
+    ) -> ReadyCall | None:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        # A plan that somebody set is his for as long as he likes: it must be looked at in every call.
+        if self.twin or self.plan is not None or _capturing(x):
+            return None
+        return self.ready_with_plan(operator, x, weight, group, transposed, shape)
+
+    def ready_with_plan(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        shape: tuple[int, ...],
+    ) -> ReadyCall | None:
+        """As :meth:`ready`, with the plan that is set: the caller answers for it."""
+        from megatron_flux.ops import make_ready
+
+        x2d = x.view(-1, x.shape[-1])
+        if operator == "all_gather":
+            work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
+            return make_ready.all_gather(x, work)
+        assert weight is not None  # noqa: S101 - both other operators have one
+        n = weight.shape[1] if transposed else weight.shape[0]
+        if operator == "all_gather_gemm":
+            work, plan = self._gather_work(x2d, weight, group, n, False)
+            return make_ready.all_gather_gemm(x, weight, work, plan, transposed, shape)
+        work, plan = self._scatter_work(x2d, weight, group, n, False)
+        return make_ready.gemm_reduce_scatter(x, weight, work, plan, transposed, shape)
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`. By copy engine: it takes no SM from the GEMM it hides
@@ -136,13 +184,44 @@ class FusedBackend:
         The result is valid until the next ``all_gather`` of the group. Under capture it is torch's collective,
         finished.
         """
-        from megatron_flux.ops import launch
+        from megatron_flux.ops import launch_copies
 
         if _capturing(x):
             return collectives.all_gather(x, group)
         agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
         work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
-        return launch.all_gather(x, work)
+        return launch_copies.all_gather(x, work)
+
+
+def limit(
+    dtype: torch.dtype,
+    size: int,
+    capability: tuple[int, int],
+    world: int | None = None,
+    *,
+    shielded: bool | None = None,
+) -> str | None:
+    """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
+
+    Args:
+        dtype: of the operands.
+        size: ranks of the group.
+        capability: the GPU's compute capability.
+        world: ranks of the job; None asks torch.distributed.
+        shielded: whether other process groups' kernels cannot block these; None asks this process's environment.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bf16 or fp16, x is {dtype}"
+    if size not in (2, 4, 8):
+        return f"it needs a group of 2, 4 or 8 ranks, not {size}"
+    if not (_others_cannot_block() if shielded is None else shielded) and size < (world or dist.get_world_size()):
+        return (
+            "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
+            "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
+        )
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    return None
 
 
 def _others_cannot_block() -> bool:

@@ -6,27 +6,22 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_flux.comm.pending import Pending
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
-from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
-from megatron_flux.ops import driver, relaunch
+from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
 from megatron_flux.ops.plan import Plan, cdiv
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
-TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
 
 
 @functools.cache
@@ -75,12 +70,12 @@ def all_gather_gemm(
     if block < mp and block % plan.bm:
         raise UserError(f"all_gather_gemm: blocks of {block} rows must be multiples of the tile's {plan.bm}")
     turn = work.begin()
-    buffers = _buffers(work, turn.half, m, k, x.dtype)
+    buffers = buffers_of(work, turn.half, m, k, x.dtype)
     gathered = buffers[rank]
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
     finish = None
     if plan.comm == 0:
-        finish = _copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
+        finish = copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
     _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
@@ -96,14 +91,14 @@ def all_gather_gemm(
         chunks = cdiv(k, chunk_k)
     peers = [x] * 8
     if tma_push:
-        ordered = _view(
+        ordered = view(
             work,
             ("push", turn.half, m, k, x.dtype),
             lambda: [_desc(buffers[(rank - step) % tp], push_rows, push_cols) for step in range(1, tp)],
         )
         peers = [_desc(x, push_rows, push_cols), *ordered, *[ordered[0]] * (8 - tp)]
     if tma:
-        a = _view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
+        a = view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
         b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
         cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
     else:
@@ -172,10 +167,10 @@ def _hopper_all_gather_gemm(
 
     mp, k = x.shape
     turn = work.begin()
-    buffers = _buffers(work, turn.half, mp * work.group.size(), k, x.dtype)
+    buffers = buffers_of(work, turn.half, mp * work.group.size(), k, x.dtype)
     finish = None
     if plan.comm == 0:
-        finish = _copy_engine_push(x, work, turn, buffers, turn.half * FLAG_WORDS + ENTER_WORDS, mp, plan.pace)
+        finish = copy_engine_push(x, work, turn, buffers, turn.half * FLAG_WORDS + ENTER_WORDS, mp, plan.pace)
     c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed)
     if finish is not None:
         finish()
@@ -207,12 +202,12 @@ def gemm_reduce_scatter(
     tma = _tma(x, weight, n, k)
     width = plan.bn // 2 if plan.split else plan.bn
     rows = 2 * work.half_bytes // (plan.bn * x.element_size())
-    spaces = _view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
+    spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
     a, b, sinks = x, weight, [out] * 8
     if tma:
         a = _desc(x, plan.bm, plan.bk)
         b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
-        by_rank = _view(
+        by_rank = view(
             work,
             ("rs-desc", plan.bm, plan.bn, width, x.dtype),
             lambda: [_desc(s, plan.bm, width) for s in spaces],
@@ -265,153 +260,10 @@ def gemm_reduce_scatter(
     return out
 
 
-def all_gather(x: torch.Tensor, work: Slab) -> Pending:
-    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards.
-
-    One gather is open at a time: starting another waits for it first.
-    """
-    unfinished = work.views.pop("open", None)
-    if unfinished is not None:
-        unfinished.wait()
-    mp, k = x.shape
-    tp, rank = work.group.size(), work.rank
-    turn = work.begin()
-    buffers = _buffers(work, turn.half, mp * tp, k, x.dtype)
-    flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-    finish = _copy_engine_push(x, work, turn, buffers, flag_off, mp)
-    buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
-
-    arguments = (
-        work.flags[rank],
-        work.ctrl,
-        work.epochs,
-        work.alarm.words,
-        work.alarm.limit,
-        turn.half,
-        turn.next_half,
-        flag_off,
-        rank,
-    )
-    constants = {"TP": tp, "CPU": not x.is_cuda, "THREADS": 32}
-
-    def launch() -> relaunch.Launch:
-        return gather_wait_kernel[(1,)](*arguments, **constants, num_warps=1), arguments
-
-    def wait() -> None:
-        if x.is_cuda:
-            relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
-        else:
-            launch()
-        finish()
-        work.end()
-        if work.views.get("open") is pending:
-            del work.views["open"]
-
-    pending = Pending(buffers[rank], wait, keep=(x,))
-    work.views["open"] = pending
-    return pending
-
-
-def _copy_engine_push(
-    x: torch.Tensor,
-    work: Slab,
-    turn: Turn,
-    buffers: list[torch.Tensor],
-    flag_off: int,
-    block: int,
-    pace: bool = False,
-) -> Callable[[], None]:
-    """Enqueue the shard's blocks to all peers, in reverse ring order so that a receiver has one writer at a time.
-
-    Behind each block travels the epoch. With ``pace`` (whole shards only) the order is enforced: rank r begins step d
-    when rank r-1, which wrote to the same receiver in step d-1, says that it has finished. Without it ranks drift,
-    several write to one receiver and the copy engines slow down. Returns what makes the current stream wait for the
-    copies.
-    """
-    mp = x.shape[0]
-    tp, rank = work.group.size(), work.rank
-    blocks = cdiv(mp, block)
-    pace = pace and x.is_cuda and blocks == 1 and tp > 2
-    base = turn.half * FLAG_WORDS + TOKENS
-
-    def views() -> list[tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        found = []
-        for j in range(blocks):
-            for step in range(1, tp):
-                peer, follower = (rank - step) % tp, (rank + 1) % tp
-                rows = slice(j * block, min((j + 1) * block, mp))
-                target = buffers[peer][rank * mp + rows.start : rank * mp + rows.stop]
-                word = flag_off + rank * blocks + j
-                mine = work.flags[rank][base + step : base + step + 1]
-                theirs = work.flags[follower][base + step + 1 : base + step + 2]
-                found.append((target, rows, work.flags[peer][word : word + 1], mine, theirs))
-        return found
-
-    epoch = _view(work, ("epoch", turn.half), lambda: work.epochs[turn.half : turn.half + 1])
-    moves = _view(work, ("ce", turn.half, mp, x.shape[1], x.dtype, block), views)
-
-    def push(side: torch.cuda.Stream | None) -> None:
-        for i, (target, rows, flag, mine, theirs) in enumerate(moves):
-            if pace and side is not None and i > 0:
-                driver.hold(side.cuda_stream, mine.data_ptr(), work.calls)
-            target.copy_(x[rows])
-            flag.copy_(epoch)
-            if pace and i < len(moves) - 1:
-                theirs.copy_(epoch)
-
-    if not x.is_cuda:
-        push(None)
-        return lambda: None
-    side, before, after = _view(work, ("side",), lambda: _side(x.device))
-    before.record()
-    side.wait_event(before)
-    if not pace:
-        key = ("addresses", turn.half, mp, x.shape[1], x.dtype, block)
-        stream, source, value = side.cuda_stream, x.data_ptr(), epoch.data_ptr()
-        for target, offset, nbytes, flag in _view(work, key, lambda: _addresses(moves, x)):
-            driver.copy(target, source + offset, nbytes, stream)
-            driver.copy(flag, value, 4, stream)
-    else:
-        with torch.cuda.stream(side):
-            push(side)
-    after.record(side)
-    return after.wait
-
-
-def _addresses(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[tuple[int, int, int, int]]:
-    """The moves as (target, offset in x, bytes, flag), in bytes."""
-    row = x.shape[1] * x.element_size()
-    return [
-        (target.data_ptr(), rows.start * row, (rows.stop - rows.start) * row, flag.data_ptr())
-        for target, rows, flag, _, _ in moves
-    ]
-
-
-def _side(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
-    """The stream of the copies, and events to put it behind and before the caller's stream."""
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
-
-
 def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
     """A kernel and not a memcpy: the copy engines are busy with the peers' shards."""
     bits = {2: torch.int16, 4: torch.int32}[source.element_size()]
     torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
-
-
-def _buffers(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The gather buffer ``[m, k]`` of every rank."""
-
-    def make() -> list[torch.Tensor]:
-        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())]
-
-    return _view(work, ("gather", half, m, k, dtype), make)
-
-
-def _view(work: Slab, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    found = work.views.get(key)
-    if found is None:
-        found = work.views[key] = make()
-    return found
 
 
 def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:

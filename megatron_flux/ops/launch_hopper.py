@@ -36,7 +36,7 @@ def all_gather_gemm(
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    key = ("ag", turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
+    key = ag_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
@@ -88,6 +88,16 @@ def all_gather_gemm(
     return c
 
 
+def ag_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
+    """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs."""
+    return ("ag", half, enter, mp, n, k, *others)
+
+
+def rs_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
+    """As :func:`ag_key`."""
+    return ("rs", half, enter, mp, n, k, *others)
+
+
 def gemm_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, work: Slab, turn: Turn, plan: Plan, sms: int, transposed: bool
 ) -> torch.Tensor:
@@ -96,7 +106,7 @@ def gemm_reduce_scatter(
     tp, rank = work.group.size(), work.rank
     mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
-    key = ("rs", turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
+    key = rs_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
 
     def launch() -> relaunch.Launch:
         space, sinks = _sinks(work, plan, x.dtype)

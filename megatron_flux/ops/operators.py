@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
+from megatron_flux.ops import again, observe
 from megatron_flux.ops.reference import gemm
 from megatron_flux.ops.registry import select
 from megatron_flux.ops.stats import stats
@@ -98,19 +99,28 @@ def all_gather_gemm(
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
+    key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend)
+    ready = again.find(key, x, weight)
+    if ready is not None:
+        y, gathered = ready.ready(x, weight)
+        stats.count("all_gather_gemm", ready.backend, ready.nbytes)
+        y = y if bias is None else y.add_(bias)
+        return (y, gathered) if return_gathered else y
     k, n = _check("all_gather_gemm", x, weight, bias, transposed)
     tp = group.size()
     x2d = _matrix(x)
+    lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x2d.numel() * x2d.element_size()
     if tp == 1:
         y, gathered, used = gemm(x2d, weight, transposed=transposed), x2d, "none"
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed)
-    stats.count("all_gather_gemm", used, (tp - 1) * x2d.numel() * x2d.element_size())
+        with observe.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
+            y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed)
+        again.remember(key, "all_gather_gemm", chosen, x, weight, group, transposed, (*lead, n), received)
+    stats.count("all_gather_gemm", used, received)
     if bias is not None:
         y = y.add_(bias)
-    lead = (x.shape[0] * tp, *x.shape[1:-1])
     y = _shaped(y, *lead, n)
     return (y, _shaped(gathered, *lead, k)) if return_gathered else y
 
@@ -168,24 +178,35 @@ def gemm_reduce_scatter(
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
-    _, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
+    if async_op and bias is not None:
+        raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
+    key = again.key_of("gemm_reduce_scatter", x, weight, bias, group, transposed, backend)
+    ready = again.find(key, x, weight)
+    if ready is not None:
+        y = ready.ready(x, weight)
+        stats.count("gemm_reduce_scatter", ready.backend, ready.nbytes)
+        if async_op:
+            return Pending(y)
+        return y if bias is None else y.add_(bias)
+    k, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
     tp = group.size()
     if x.shape[0] % tp:
         raise UserError(
             f"gemm_reduce_scatter: the first dimension of x {tuple(x.shape)} must be divisible by the group size {tp}; "
             "pad the sequence"
         )
-    if async_op and bias is not None:
-        raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
     x2d = _matrix(x)
+    lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (len(x2d) // tp) * n * x2d.element_size()
     if tp == 1:
         pending, used = Pending(gemm(x2d, weight, transposed=transposed)), "none"
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
-    stats.count("gemm_reduce_scatter", used, (tp - 1) * (x2d.shape[0] // tp) * n * x2d.element_size())
-    lead = (x.shape[0] // tp, *x.shape[1:-1])
+        with observe.call("gemm_reduce_scatter", chosen, x2d.shape[0], n, k, x2d, transposed, group) as seen:
+            pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
+        pending = seen.pending(pending)
+        again.remember(key, "gemm_reduce_scatter", chosen, x, weight, group, transposed, (*lead, n), received)
+    stats.count("gemm_reduce_scatter", used, received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *lead, n))
     y = pending.wait()
@@ -205,6 +226,11 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         OperatorError: the communication failed.
     """
     group = _group(group)
+    key = again.key_of("all_gather", x, None, None, group, False, backend)
+    ready = again.find(key, x, None)
+    if ready is not None:
+        stats.count("all_gather", ready.backend, ready.nbytes)
+        return ready.ready(x)
     if x.dim() < 2 or x.dtype not in DTYPES:
         raise UserError(
             f"all_gather: x must have at least 2 dimensions and be one of {[str(d) for d in DTYPES]}, got "
@@ -215,9 +241,12 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         return Pending(x)
     x2d = _matrix(x)
     chosen = select(backend, x2d, None, group)
-    stats.count("all_gather", chosen.name, (tp - 1) * x2d.numel() * x2d.element_size())
-    pending = chosen.all_gather(x2d, group, async_op=True)
-    return pending.map(lambda t: _shaped(t, x.shape[0] * tp, *x.shape[1:]))
+    shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x2d.numel() * x2d.element_size()
+    stats.count("all_gather", chosen.name, received)
+    with observe.call("all_gather", chosen, x2d.shape[0] * tp, 0, x2d.shape[1], x2d, False, group) as seen:
+        pending = chosen.all_gather(x2d, group, async_op=True)
+    again.remember(key, "all_gather", chosen, x, None, group, False, shape, received)
+    return seen.pending(pending).map(lambda t: _shaped(t, *shape))
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

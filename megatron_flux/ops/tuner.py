@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -35,14 +34,16 @@ from megatron_flux.cache import cache_folder
 from megatron_flux.comm import topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
+from megatron_flux.ops import timing
+from megatron_flux.ops.alone import GemmAlone
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.plan import Plan, candidates
+from megatron_flux.ops.ready import ReadyCall
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.version import __version__
 
 MARGIN = 0.99
-ROUNDS, BURST = 7, 4
 
 
 def cache_path() -> Path:
@@ -139,6 +140,28 @@ class TunedBackend:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
         return self.fused.all_gather(x, group, async_op=async_op)
 
+    def ready(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        shape: tuple[int, ...],
+    ) -> ReadyCall | None:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        if weight is None:
+            return self.fused.ready(operator, x, weight, group, transposed, shape)
+        k = x.shape[-1]
+        m = x.numel() // k * (group.size() if operator == "all_gather_gemm" else 1)
+        n = weight.shape[1] if transposed else weight.shape[0]
+        choice = self._quick.get((group.group_name, operator, m, n, k, x.dtype, x.device, transposed))
+        if choice is None or choice[1] is None or torch.cuda.is_current_stream_capturing():
+            return None
+        return self._with_plan(
+            lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape), choice[1]
+        )
+
     def _run(
         self,
         op: str,
@@ -196,7 +219,9 @@ class TunedBackend:
         group: dist.ProcessGroup,
         transposed: bool,
     ) -> dict[str, Any]:
-        """``{"backend", "plan", "ms"}`` for this call."""
+        """``{"backend", "plan", "ms", "gemm_ms"}`` for this call: ``ms`` by candidate, ``gemm_ms`` of the GEMM alone
+        (absent from answers of earlier versions).
+        """
         tp = group.size()
         key = describe(op, m, n, k, x, transposed, tp, topology.probe(group, x.device).kind)
         found = self.answers.get((group.group_name, key))
@@ -215,6 +240,13 @@ class TunedBackend:
                 self.pipelined.release(group)
         self.answers[group.group_name, key] = found
         return found
+
+    def answer(
+        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup
+    ) -> dict[str, Any] | None:
+        """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
+        link = topology.probe(group, x.device).kind
+        return self.answers.get((group.group_name, describe(op, m, n, k, x, transposed, group.size(), link)))
 
     def _pipelines(self, group: dist.ProcessGroup) -> bool:
         """Whether any call of ``group`` so far runs on ``pipelined``."""
@@ -249,47 +281,15 @@ class TunedBackend:
                 break
             way()  # compiles
             ways[f"fused {plan.label()}"] = (plan, way)
-        ms = {name: statistics.median(t) for name, t in _time(ways, group).items()}
+        alone = GemmAlone()
+        timed = {name: way for name, (_, way) in ways.items()} | {"gemm": lambda: run(alone)}
+        ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
+        gemm_ms = ms.pop("gemm")
         best = min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
         chosen = ways[best][0]
         return {
             "backend": best if chosen is None else "fused",
             "plan": None if chosen is None else asdict(chosen),
             "ms": {name: round(value, 4) for name, value in ms.items()},
+            "gemm_ms": round(gemm_ms, 4),
         }
-
-
-def _time(ways: dict[str, tuple[Plan | None, Callable[[], Any]]], group: dist.ProcessGroup) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank per round, interleaved."""
-    names = list(ways)
-    times = torch.zeros(len(names), ROUNDS)
-    # Short calls are bound by host time, which a burst must be long enough to show.
-    burst = max(BURST, min(50, int(4.0 / max(_burst(ways["reference"][1], BURST, group), 0.01))))
-    for turn in range(ROUNDS):
-        order = list(enumerate(names))
-        # Another order every round, the same on all ranks: clocks fall while a round lasts.
-        random.Random(turn).shuffle(order)  # noqa: S311
-        for i, name in order:
-            times[i, turn] = _burst(ways[name][1], burst, group)
-    return dict(zip(names, times.tolist(), strict=True))
-
-
-def _burst(call: Callable[[], Any], count: int, group: dist.ProcessGroup) -> float:
-    """Milliseconds of one of ``count`` back-to-back calls, on the slowest rank."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    dist.barrier(group=group)
-    _finish(call())
-    start.record()
-    for _ in range(count):
-        _finish(call())
-    end.record()
-    end.synchronize()
-    slowest = torch.tensor(start.elapsed_time(end) / count, device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return slowest.item()
-
-
-def _finish(result: Any) -> None:
-    if isinstance(result, Pending):
-        result.wait()

@@ -171,7 +171,7 @@ class LinearPatch:
             return "activation offloading to the CPU"
         if getattr(config, "fine_grained_activation_offloading", False):
             return "activation offloading to the CPU (fine_grained_activation_offloading)"
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"

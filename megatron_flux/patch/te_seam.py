@@ -11,8 +11,8 @@ Used of it
 Both are the same in the source of releases 2.9 to 2.18; 2.19 brings weights that are distributed once more. Another
 release, or one whose symbols are not as expected, leaves its layers stock with that reason.
 
-Nothing here imports TransformerEngine by itself: :func:`in_use` looks at what megatron-core has imported, which tries
-to import it wherever it is installed.
+``patch()`` does not import TransformerEngine: :func:`in_use` looks at what megatron-core has imported, which tries to
+import it wherever it is installed. Only :func:`why_unusable` does, where its layers were asked for.
 """
 
 from __future__ import annotations
@@ -73,6 +73,22 @@ def load() -> TransformerEngine:
             f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
             f"{shown(SUPPORTED_TE)}"
         ) from error
+
+
+def why_unusable() -> str | None:
+    """Why no layer over TransformerEngine could run flux, or be built at all; None where they can.
+
+    Imports TransformerEngine: for where its layers were asked for. megatron-core does not say why it could not.
+    """
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        load()
+    except UnsupportedVersionError as error:
+        return str(error)
+    except Exception as error:  # its loader raises what it likes: ImportError, OSError, RuntimeError, AssertionError
+        why = " ".join(str(error).split())
+        return f"TransformerEngine cannot be imported ({why}), supported is {shown(SUPPORTED_TE)}"
+    return None
 
 
 class TransformerEngine:

@@ -6,6 +6,7 @@ Without ``--flux`` it trains stock.
 
 from __future__ import annotations
 
+import platform
 import runpy
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ USAGE = "usage: python -m megatron_flux.run SCRIPT [the script's own arguments] 
 
 
 def main(words: list[str]) -> None:
-    """Run ``SCRIPT arguments``; exit code 2 where there is no such script."""
+    """Run ``SCRIPT arguments``; exit code 2 where there is no such script, or it needs a newer Python."""
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
@@ -28,7 +29,15 @@ def main(words: list[str]) -> None:
     if not sys.flags.safe_path:  # with -P, `python SCRIPT` does not add the script's folder either
         sys.path[0] = str(Path(words[0]).resolve().parent)
     hooks.register()
-    runpy.run_path(words[0], run_name="__main__")
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except ImportError as error:
+        if error.name != "typing":
+            raise
+        _refuse(
+            f"{words[0]} cannot run on Python {platform.python_version()} ({error}): "
+            "Megatron-LM's scripts from 0.18 on need Python 3.12 or newer"
+        )
 
 
 def _refuse(problem: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -13,10 +16,17 @@ import torch.distributed as dist
 
 import megatron_flux
 from megatron_flux import environment
-from megatron_flux.metrics import JsonlRecorder, WandbMirror
+from megatron_flux.metrics import SCHEMA_VERSION, JsonlRecorder, WandbMirror, strict_json
+from megatron_flux.ops import observe
+from megatron_flux.trace.profiler import StepProfiler
+from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.flops import peak_flops, step_flops
-from megatron_flux.train.trainer import StepResult, Trainer, require_finite
+from megatron_flux.train.flops import device_peak, step_flops
+from megatron_flux.train.gather import StepResult, gathered, known
+from megatron_flux.train.telemetry import Telemetry
+from megatron_flux.train.trainer import Trainer, require_finite
+
+logger = logging.getLogger("megatron_flux")
 
 ArmName = Literal["baseline", "flux"]
 
@@ -28,6 +38,7 @@ class Arm:
         """Build the arm's trainer; the recorder opens with the context."""
         self.name, self.config = name, config
         self.trainer = Trainer(config, dataset, device)
+        self.folder = config.out / name
         self._warm_after = config.warmup_steps
         self._device = device
         self._flux = megatron_flux.FluxConfig(
@@ -41,7 +52,16 @@ class Arm:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
-        self._peak_flops = peak_flops(environment.device_name(), config.precision) if device.type == "cuda" else None
+        peak, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
+        self._peak_tflops = peak
+        self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12
+        """Of one step, per device."""
+        self._telemetry = Telemetry(config.sample_interval, device, flux=name == "flux")
+        self._profiler: StepProfiler | None = None
+        self._run: dict[str, Any] | None = None
+        """What the first record says of this process; None once it is written."""
+        self._metrics_ms: float | None = None
+        self._stages: list[int] = []
         self._writers = ExitStack()
         self._recorder: JsonlRecorder | None = None
         self._mirror: WandbMirror | None = None
@@ -50,16 +70,33 @@ class Arm:
         """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
         # A resumed run is as cold as a new one.
         self._warm_after = self.trainer.iteration + self.config.warmup_steps
+        from megatron.core import parallel_state
+
+        self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        self._open_profiler()
+        if self.config.nvtx:
+            self._writers.enter_context(observe.ranges(nvtx=True))
         if dist.get_rank() == 0:
-            folder = self.config.out / self.name
             resume_from = self.trainer.iteration or None
-            self._recorder = self._writers.enter_context(JsonlRecorder(folder / "metrics.jsonl", resume_from))
-            self._mirror = self._writers.enter_context(self._open_mirror(folder))
+            self._recorder = self._writers.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", resume_from))
+            self._mirror = self._writers.enter_context(self._open_mirror())
+            self._run = self._about(resume_from, list(dict.fromkeys(hosts)))
+            if self._peak_tflops is None:
+                logger.info(self._peak_source)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """Close the record."""
+        """Close the record; an error that passes is noted beside it."""
+        error = exc[1]
+        if isinstance(error, Exception):
+            self._note_failure(error)
         self._writers.__exit__(*exc)
+
+    def patched(self) -> AbstractContextManager[None]:
+        """Flux, if this is its arm."""
+        return megatron_flux.patched(self._flux) if self.name == "flux" else nullcontext()
 
     def steps(self, count: int, *, block: int = 0, others_static_bytes: int = 0) -> Iterator[tuple[int, StepResult]]:
         """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.
@@ -72,68 +109,147 @@ class Arm:
         Raises:
             FluxError: the loss is not finite (its record is written first).
         """
-        patched = megatron_flux.patched(self._flux) if self.name == "flux" else nullcontext()
-        with patched, self.trainer.turn():
+        with self.patched(), self.trainer.turn():
             for _ in range(count):
+                iteration = self.trainer.iteration + 1
                 self.trainer.reset_peak_memory()
                 before = megatron_flux.report()
-                result = self.trainer.step()
-                record = self._record(result, before, megatron_flux.report(), block, others_static_bytes)
+                profiled = self._profiler.step(iteration) if self._profiler is not None else nullcontext()
+                with profiled, self._telemetry.step(iteration):
+                    local = self.trainer.step()
+                began = time.perf_counter()
+                after = megatron_flux.report()
+                values = {
+                    "peak_memory_bytes": self.trainer.peak_memory_bytes(others_static_bytes),
+                    "active_layers": after["active_layers"],
+                    **self._telemetry.values(local),
+                }
+                result = gathered(local, values, self._device)
                 if self._recorder is not None and self._mirror is not None:
+                    record = self._record(result, before, after, block)
                     self._recorder.write(record)
                     self._mirror.write(record)
-                require_finite(result, self.trainer.iteration, self.name)
-                yield self.trainer.iteration, result
+                self._metrics_ms = 1e3 * (time.perf_counter() - began)
+                require_finite(result.loss, result.grad_norm, iteration, self.name)
+                yield iteration, result
 
-    def _record(
-        self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int, others: int
-    ) -> dict[str, Any]:
+    def _record(self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int) -> dict[str, Any]:
         """A record of :mod:`megatron_flux.metrics.schema`."""
         config = self.config
-        flops = step_flops(config.shape, config.global_batch_size) / result.seconds / config.world_size
+        iteration = self.trainer.iteration
+        tflops = self._tflop / result.seconds
         fallbacks = Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         self._fallbacks += fallbacks
-        return {
-            "iteration": self.trainer.iteration,
+        memory = known(result.ranks["peak_memory_bytes"])
+        record = {
+            "iteration": iteration,
             "lm loss": result.loss,
             "grad-norm": result.grad_norm,
             "learning-rate": result.lr,
             "iteration-time": result.seconds,
-            "throughput": flops / 1e12,
+            "throughput": tflops,
             "tokens-per-second": config.tokens_per_step / result.seconds,
-            "mfu": flops / self._peak_flops if self._peak_flops else None,
+            "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
             "consumed-samples": self.trainer.batches.consumed,
-            "peak-memory-bytes": self.trainer.peak_memory_bytes(others),
+            "peak-memory-bytes": int(max(memory)) if memory else None,
             "block": block,
-            "warmup": self.trainer.iteration <= self._warm_after,
-            "flux/active_layers": self._active_layers(after["active_layers"]),
+            "warmup": iteration <= self._warm_after,
+            # Of one copy of the model: the sum over pipeline stages.
+            "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
             "flux/all_gather_gemm_calls": _calls(after, "all_gather_gemm") - _calls(before, "all_gather_gemm"),
             "flux/gemm_reduce_scatter_calls": _calls(after, "gemm_reduce_scatter")
             - _calls(before, "gemm_reduce_scatter"),
             "flux/bytes_received": after["bytes_received"] - before["bytes_received"],
             "flux/fallback_calls": fallbacks.total(),
             "flux/fallbacks": dict(self._fallbacks),
+            "schema": SCHEMA_VERSION,
+            "timestamp": time.time(),
+            **self._telemetry.fields(result),
+        }
+        if self._profiler is not None:
+            record["profiled"] = self._profiler.active(iteration)
+        if self._metrics_ms is not None:
+            record["flux/metrics_ms"] = self._metrics_ms
+        if self._run is not None:
+            record["flux/run"], self._run = self._run, None
+        return record
+
+    def _about(self, resumed_from: int | None, nodes: list[str]) -> dict[str, Any]:
+        """``flux/run``."""
+        return {
+            "arm": self.name,
+            "resumed_from": resumed_from,
+            "wandb_id": self._mirror.id if self._mirror is not None else None,
+            "job": environment.job(),
+            "nodes": nodes,
+            "ranks": dist.get_world_size(),
+            "link": environment.link()["kind"],
+            "device": environment.device_name(),
+            "peak_tflops": self._peak_tflops,
+            "peak_source": self._peak_source,
+            "gpu_source": self._telemetry.gpu_source,
+            "sample_interval": self.config.sample_interval,
+            "versions": environment.versions(),
         }
 
-    def _active_layers(self, here: int) -> int:
-        """Layers that run flux in one copy of the model: the sum over pipeline stages."""
-        from megatron.core import parallel_state
+    def _open_profiler(self) -> None:
+        if self.config.profile_steps is None:
+            return
+        first, last = self.config.profile_steps
+        if self.trainer.iteration + 1 >= first:
+            logger.warning(
+                "nothing is profiled: training resumes at iteration %d, --profile-steps begin at %d, and one step more "
+                "is needed to start the profiler",
+                self.trainer.iteration + 1,
+                first,
+            )
+            return
+        self._profiler = StepProfiler(
+            first,
+            last,
+            self.folder,
+            rank=dist.get_rank(),
+            device=self._device,
+            barrier=dist.barrier,
+            nvtx=self.config.nvtx,
+        )
 
-        count = torch.tensor([here], dtype=torch.int64, device=self._device)
-        dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
-        return int(count.item())
-
-    def _open_mirror(self, folder: Path) -> WandbMirror:
+    def _open_mirror(self) -> WandbMirror:
         config = self.config
+        group = config.wandb_group or config.out.name
         return WandbMirror(
             mode=config.wandb,
             project=config.wandb_project,
-            group=config.out.name,
+            group=group,
             job_type=self.name,
-            name=f"{config.out.name}-{self.name}",
-            config=config.model_dump(mode="json"),
-            dir=folder,
+            name=f"{group}-{self.name}",
+            config={**config.model_dump(mode="json"), **run_folder.run_info(config)},
+            dir=self.folder,
+            tags=[config.preset, *config.wandb_tags],
+            resuming=self.trainer.iteration > 0,
+            per_rank=config.wandb_ranks,
         )
+
+    def _note_failure(self, error: Exception) -> None:
+        """Write what ended this rank beside the record: no record follows that could say it."""
+        from megatron_flux.comm import watch
+
+        rank = dist.get_rank()
+        note = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "iteration": self.trainer.iteration + 1,
+            "timestamp": time.time(),
+            "wait_timeouts": watch.timeouts(),
+            "error": f"{type(error).__name__}: {error}",
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            strict_json.write_atomically(
+                self.folder / f"failure-rank{rank:05d}.json", strict_json.dumps(note) + os.linesep
+            )
+        except OSError as failed:
+            logger.error("what ended rank %d could not be noted in %s: %s", rank, self.folder, failed)
 
 
 def _calls(report: dict[str, Any], operator: str) -> int:

@@ -20,6 +20,7 @@ from megatron_flux.patch.registry import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
+from megatron_flux.train.profile_steps import profiled_steps
 
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
@@ -73,8 +74,14 @@ class RunConfig(BaseModel):
     out: Path
     overwrite: bool
     log_interval: int
-    wandb: Literal["disabled", "offline", "online"]
+    sample_interval: int = 0
+    profile_steps: tuple[int, int] | None = None
+    nvtx: bool = False
+    wandb: Literal["disabled", "offline", "online", "auto"]
     wandb_project: str
+    wandb_group: str | None = None
+    wandb_tags: list[str] = []
+    wandb_ranks: bool = False
 
     flux: bool = True
     save: Path | None = None
@@ -168,6 +175,9 @@ def resolve(
         if warmup >= steps:
             raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
         values |= {"block_steps": min(block, steps), "warmup_steps": warmup}
+    if options.nvtx and device != "cuda":
+        raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
+    values["profile_steps"] = profiled_steps(options.profile_steps, options.steps, values.get("block_steps"))
     return RunConfig(**values)
 
 

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from megatron_flux.train.presets import ModelShape
 
-PEAK_BF16_FLOPS = {
-    # Dense bf16 FLOP/s from NVIDIA's data sheets; the first name that occurs in the device's name counts.
-    "B200": 2250e12,
-    "H200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L20": 119.5e12,
+PEAK_BF16_TFLOPS = {
+    # Dense bf16 with fp32 accumulation, from NVIDIA's data sheets of these products (their figures "with sparsity" are
+    # twice as high). The first name that occurs in the device's name counts.
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.05,
+    "L20": 119.5,
 }
 
 
@@ -34,8 +39,19 @@ def step_flops(shape: ModelShape, sequences: int) -> float:
     return 3.0 * sequences * (shape.num_layers * (attention_linears + attention_scores + mlp) + logits)
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of a device in FLOP/s, None where it is not known."""
+def device_peak(device_name: str, device: str, precision: str) -> tuple[float | None, str]:
+    """Dense peak of a device in TFLOP/s and where the figure is from; None and why, where it is not known.
+
+    Args:
+        device_name: as CUDA or NVML give it.
+        device: ``cuda`` or ``cpu``.
+        precision: of the GEMMs.
+    """
+    if device != "cuda":
+        return None, "no MFU: the peak of processors is not in the table"
     if precision != "bf16":
-        return None
-    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)
+        return None, f"no MFU: the table of peaks is for bf16, this run is {precision}"
+    for name, peak in PEAK_BF16_TFLOPS.items():
+        if name in device_name:
+            return peak, f"NVIDIA's data sheet of the {name}, bf16 without sparsity"
+    return None, f"no MFU: the peak of {device_name!r} is not in the table (megatron_flux/train/flops.py)"

@@ -83,8 +83,22 @@ class TrainOptions(BaseModel):
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
     log_interval: int = Field(1, ge=1, description="Steps between log lines where there is no progress bar.")
-    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Mirror the metrics to wandb.")
+    sample_interval: int = Field(
+        10, ge=0, description="Steps between samples of operator times, ranks and GPUs; 0 is never."
+    )
+    profile_steps: str | None = Field(
+        None, description="Steps to trace with torch.profiler, as 5-7 (counted from the start of training)."
+    )
+    nvtx: bool = Field(
+        False, description="Name operators for nsys; with --profile-steps its capture runs instead of torch.profiler."
+    )
+    wandb: Literal["disabled", "offline", "online", "auto"] = Field(
+        "disabled", description="Mirror the metrics to wandb; auto is online where it is logged in, else offline."
+    )
     wandb_project: str = Field("megatron-flux", description="wandb project.")
+    wandb_group: str | None = Field(None, description="wandb group. Default: the run folder's name.")
+    wandb_tags: list[str] = Field(default_factory=list, description="wandb tag, beside the preset. May be repeated.")
+    wandb_ranks: bool = Field(False, description="Also send to wandb what is known of every rank.")
 
 
 class CheckpointOptions(BaseModel):

@@ -37,11 +37,12 @@ def description(config: RunConfig) -> dict[str, Any]:
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
-    """Versions, device, layout and command, as in ``summary.json``."""
+    """Versions, device, link, job, layout and command."""
     return {
         "versions": environment.versions(),
         "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},
         "link": environment.link()["kind"],
+        "job": environment.job(),
         "layout": {
             "tp": config.tp,
             "pp": config.pp,

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_flux.errors import FluxError
+from megatron_flux.ops import observe
+from megatron_flux.trace.parts import OPTIMIZER
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.model import build_model, transformer_config
@@ -25,16 +26,24 @@ from megatron_flux.train.randomness import random_state, seed_everything, set_ra
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step did; the same on every rank."""
+class LocalStep:
+    """What one step did, as far as this rank knows by itself."""
 
-    loss: float
-    """Mean loss over the tokens of the global batch."""
+    loss_sum: float
+    """Over the tokens that this rank has the loss of: none except on the last stage's first tensor-parallel rank."""
+    loss_tokens: float
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; the same on every rank."""
     lr: float
     seconds: float
-    """Wall time of the slowest rank, from reading the first batch to the end of the optimizer's step."""
+    """Wall time, from reading the first batch to the end of the optimizer's step on an idle device."""
+
+
+@dataclass(frozen=True)
+class _Advanced:
+    losses: list[dict[str, torch.Tensor]]
+    grad_norm: float
+    lr: float
 
 
 class Trainer:
@@ -65,17 +74,11 @@ class Trainer:
         finally:
             self._random_state = random_state()
 
-    def step(self) -> StepResult:
-        """Forward, backward and optimizer over one global batch.
-
-        Raises:
-            FluxError: the loss or the gradient norm is not finite.
-        """
+    def advance(self) -> _Advanced:
+        """Forward, backward and optimizer over one global batch, enqueued and not measured."""
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         config = self.config
-        self._synchronize()
-        start = time.perf_counter()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -88,15 +91,33 @@ class Trainer:
             forward_only=False,
         )
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        _, grad_norm, _ = self.optimizer.step()
+        with observe.named(OPTIMIZER):
+            _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=config.global_batch_size)
+        self.iteration += 1
+        return _Advanced(losses, float(grad_norm or 0.0), lr)
+
+    def step(self) -> LocalStep:
+        """:meth:`advance`, timed between two moments at which the device is idle."""
+        self._synchronize()
+        start = time.perf_counter()
+        done = self.advance()
         self._synchronize()
         seconds = time.perf_counter() - start
-        self.iteration += 1
-        return self._result(losses, float(grad_norm or 0.0), lr, seconds)
+        total, tokens = self._loss(done.losses)
+        return LocalStep(loss_sum=total, loss_tokens=tokens, grad_norm=done.grad_norm, lr=done.lr, seconds=seconds)
+
+    def _loss(self, losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+        """Sum and count of the losses that this rank answers for."""
+        from megatron.core import parallel_state
+
+        if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
+            return 0.0, 0.0
+        total, tokens = sum(loss["lm loss"].double() for loss in losses).tolist()
+        return total, tokens
 
     def peak_memory_bytes(self, others: int) -> int | None:
-        """Most device memory of any rank since :meth:`reset_peak_memory`; None on a CPU.
+        """Most device memory of this rank since :meth:`reset_peak_memory`; None on a CPU.
 
         Args:
             others: static bytes of other trainers on this device, left out. (A CPU process's memory cannot be split
@@ -104,9 +125,7 @@ class Trainer:
         """
         if self.device.type != "cuda":
             return None
-        peak = torch.tensor([torch.cuda.max_memory_allocated(self.device) - others], device=self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(peak.item())
+        return torch.cuda.max_memory_allocated(self.device) - others
 
     def reset_peak_memory(self) -> None:
         """Start measuring peak memory anew."""
@@ -176,31 +195,17 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _result(self, losses: list[dict[str, torch.Tensor]], grad_norm: float, lr: float, seconds: float) -> StepResult:
-        """Bring the loss of the last stage and the slowest rank's time to every rank."""
-        from megatron.core import parallel_state
 
-        summed = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            for loss in losses:
-                summed += loss["lm loss"].double()
-        dist.all_reduce(summed)
-        slowest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        loss = (summed[0] / summed[1]).item()
-        return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, seconds=slowest.item())
-
-
-def require_finite(result: StepResult, iteration: int, arm: str) -> None:
+def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> None:
     """Stop a run that has diverged, after its record has been written.
 
     Raises:
         FluxError: loss or gradient norm is NaN or infinite.
     """
-    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise FluxError(
-            f"{arm}: step {iteration} has loss {result.loss} and gradient norm {result.grad_norm}: training has "
-            "diverged; lower --lr, or add --lr-warmup-steps"
+            f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}: training has diverged; lower "
+            "--lr, or add --lr-warmup-steps"
         )
 
 

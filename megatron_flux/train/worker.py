@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron_flux.run.rank import serve
 from megatron_flux.train.config import RunConfig
 
 
-def run(config: RunConfig) -> None:
-    """Train or compare on this rank, from process groups to the last record."""
+@contextmanager
+def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
+    """Everything that a run needs on this rank, as ``(dataset, device)``: data, process groups, shims."""
     # Heavy imports here: refusing bad input must not wait for them.
     from megatron_flux.train.corpus import prepare
     from megatron_flux.train.cpu_shims import cpu_shims
@@ -24,11 +29,17 @@ def run(config: RunConfig) -> None:
         if config.gradient_accumulation_fusion:
             stack.enter_context(gradient_accumulation_fusion())
         device = stack.enter_context(process_groups(config))
-        from megatron_flux.train.compare import compare
         from megatron_flux.train.data import build_dataset
+
+        yield build_dataset(config, corpus), device
+
+
+def run(config: RunConfig) -> None:
+    """Train or compare on this rank, from process groups to the last record."""
+    with world(config) as (dataset, device):
+        from megatron_flux.train.compare import compare
         from megatron_flux.train.train import train
 
-        dataset = build_dataset(config, corpus)
         {"train": train, "compare": compare}[config.command](config, dataset, device)
 
 

@@ -51,7 +51,16 @@ def require_flux(result: Result, stock: Result) -> None:
 
 
 def test_run(run: Run, stock: Result) -> None:
-    require_flux(run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", processes=2), stock)
+    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-sample-interval", "3", processes=2)
+    require_flux(result, stock)
+    # The last of three steps was sampled.
+    for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
+        (taken,), (exposed,) = (
+            result.flux(f"{name}/{operator}") for name in ("operator_time_ms", "exposed_communication_ms")
+        )
+        assert taken > 0
+        assert exposed < taken
+    assert result.flux("wait_timeouts") == [0]
 
 
 def test_run_without_the_argument_is_stock(run: Run, stock: Result) -> None:

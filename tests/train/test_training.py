@@ -5,6 +5,7 @@ The loss curves must be equal to the last digit: on the CPU, stock and patched d
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -187,13 +188,26 @@ def test_under_torchrun(environment: dict[str, str], corpus: Path, tmp_path: Pat
     assert summary(tmp_path / "run")["flux_active_layers"] == 9
 
 
-def test_wandb_mirror_beside_the_record(command: Run, tmp_path: Path) -> None:
+def test_both_arms_are_mirrored_and_profiled(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command("compare", "--steps", "2", "--wandb", "offline", "--out", out, WANDB_API_KEY="0123456789" * 4)
+    profiled = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4"]
+    command("compare", "--steps", "6", *profiled, "--wandb", "offline", "--out", out)
     for arm in ("baseline", "flux"):
-        files = [p for p in (out / arm / "wandb").rglob("*") if p.is_file()]
-        assert any(p.suffix == ".wandb" for p in files)
-        assert not any(b"0123456789" * 4 in p.read_bytes() for p in files)
+        assert list((out / arm / "wandb").rglob("*.wandb"))
+        assert [r["iteration"] for r in records(out / arm) if r["profiled"]] == [4, 5, 6]
+        parts = json.loads((out / arm / "breakdown.json").read_text())["parts"]
+        assert parts["gemm"] > 0
+        # Stock times no operator of flux, and knows its ranks all the same.
+        sampled = records(out / arm)[3]
+        assert bool(sampled["flux/e_overlap"]) == (arm == "flux")
+        assert len(sampled["flux/ranks"]["step_ms"]) == 2
+    done = command("trace", "merge", out, data=False)
+    merged = [out / arm / "trace" / "merged.json.gz" for arm in ("baseline", "flux")]
+    assert done.stdout.split() == list(map(str, merged))
+    trace = json.loads(gzip.decompress(merged[1].read_bytes()))
+    begun = {event["pid"]: event["ts"] for event in trace["traceEvents"] if event["name"] == "flux::step 6"}
+    first, second = begun.values()
+    assert abs(first - second) < 1e6, "the same step of two ranks of one machine, a second apart"
 
 
 def test_a_terminal_gets_a_progress_bar(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:

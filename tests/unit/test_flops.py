@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_flux.train.flops import peak_flops, step_flops
+from megatron_flux.train.flops import device_peak, step_flops
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 
@@ -38,10 +38,20 @@ def test_six_flops_per_parameter_and_token_plus_attention(preset: str) -> None:
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L20", 119.5),
-        ("Some CPU", None),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA Something New", None),
     ],
 )
 def test_peaks(name: str, teraflops: float | None) -> None:
-    peak = peak_flops(name, "bf16")
-    assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))
-    assert peak_flops(name, "fp32") is None
+    peak, source = device_peak(name, "cuda", "bf16")
+    assert peak == teraflops
+    assert ("data sheet" in source) == (peak is not None)
+    if peak is None:
+        assert name in source
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cuda", "fp32"), ("cpu", "bf16")])
+def test_an_unknown_peak_says_why(device: str, precision: str) -> None:
+    peak, source = device_peak("NVIDIA H200", device, precision)
+    assert peak is None
+    assert source.startswith("no MFU: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import sys
 import types
 from dataclasses import fields
 from typing import Any
@@ -127,6 +128,19 @@ def test_what_does_not_is_refused_in_one_line(changes: dict[str, Any], said: str
     validate(arguments(**changes, flux=False))
 
 
+def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    said = r"transformer_engine can run it: TransformerEngine cannot be imported \(.*\), supported is >=2\.9,<2\.19"
+    with pytest.raises(MegatronArgumentsError, match=said) as error:
+        validate(arguments(transformer_impl="transformer_engine"))
+    assert "\n" not in str(error.value)
+    validate(arguments(transformer_impl="local"))
+    validate(arguments(transformer_impl="transformer_engine", spec=["my_layers", "SPEC"]))
+    validate(arguments(transformer_impl="transformer_engine", flux=False))
+
+
 def test_all_reasons_are_said_at_once() -> None:
     with pytest.raises(MegatronArgumentsError) as error:
         validate(arguments(sequence_parallel=False, tp_comm_overlap=True, fp8="e4m3"))
@@ -181,7 +195,7 @@ class Writer:
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """The three functions of Megatron-LM's ``global_vars`` that log() calls: no release for this Python has them."""
-    args = types.SimpleNamespace(flux=True, rank=0, tensorboard_log_interval=2)
+    args = types.SimpleNamespace(flux=True, rank=0, tensorboard_log_interval=2, flux_sample_interval=0)
     world = types.SimpleNamespace(args=args, tensorboard=Writer(), wandb=Writer(), layers=4)
     module = types.ModuleType("megatron.training.global_vars")
     module.get_args = lambda: world.args
@@ -191,6 +205,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         monkeypatch.setitem(__import__("sys").modules, name, module)
     monkeypatch.setattr(training_log, "_counts", StepCounts())
     monkeypatch.setattr(training_log, "_said", False)
+    monkeypatch.setattr(training_log, "_samples", None)
     monkeypatch.setattr(training_log, "report", lambda: {**seen({}), "active_layers": world.layers})
     return world
 
@@ -201,6 +216,23 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
     assert len(megatron.tensorboard.rows) == 10
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
+
+
+def test_a_sample_waits_for_the_next_written_row(
+    megatron: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Samples:
+        def __init__(self, interval: int) -> None:
+            assert interval == 0
+
+        def after(self, iteration: int) -> dict[str, float]:
+            return {"flux/e_overlap/all_gather_gemm": 0.9} if iteration == 1 else {}
+
+    monkeypatch.setattr(training_log, "Samples", Samples)
+    for iteration in (1, 2, 3, 4):
+        training_log.log(iteration)
+    found = [row for row in megatron.tensorboard.rows if "e_overlap" in row[1]]
+    assert found == [(2, "flux/e_overlap/all_gather_gemm", 0.9)]
 
 
 def test_wandb_alone_is_enough(megatron: types.SimpleNamespace) -> None:

@@ -14,7 +14,11 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import summarize, write_report
-from megatron_flux.metrics.plots import MAX_BANDS, all_figures, step_times
+from megatron_flux.metrics.report.figures_time import MAX_BANDS, step_times
+from megatron_flux.metrics.report.html import script_json
+from megatron_flux.metrics.report.palette import DARK, LIGHT, painted
+from megatron_flux.metrics.report.run import load
+from megatron_flux.metrics.report.training import chapter
 from tests.unit.metrics_records import Record, interleaved, write_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
@@ -66,7 +70,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, Any]:
-        return json.loads(self.scripts[0])
+        return {name.removeprefix("run1-"): figure for name, figure in json.loads(self.scripts[0]).items()}
 
 
 def page(folder: Path) -> Page:
@@ -107,20 +111,18 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert len(shown.scripts) == 3
     assert "img" not in [tag for tag, _ in shown.tags]
     assert not any("onerror" in attrs for _, attrs in shown.tags)
-    # config name, its value, nested value, version, device, layout, command, fallback reason
-    assert shown.text.count(HOSTILE) == 8
+    # config name, its value, nested value, version, device, layout (twice), command, fallback reason
+    assert shown.text.count(HOSTILE) == 9
     assert "a <b>&run" in shown.text
     assert not any("alert" in script for script in (shown.scripts[0], shown.scripts[2]))
 
 
 def test_hostile_strings_in_plot_json_cannot_end_the_script() -> None:
-    from megatron_flux.metrics.report import _script_json
-
-    text = _script_json({"name": HOSTILE})
+    text = script_json({"name": HOSTILE})
     assert not set(text) & set("<>&\u2028")
     assert json.loads(text) == {"name": HOSTILE}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        _script_json([math.nan])
+        script_json([math.nan])
 
 
 def test_content(run: Path) -> None:
@@ -133,7 +135,7 @@ def test_content(run: Path) -> None:
         "a.txt, b.txt",
         "megatron-flux compare --preset tiny",
         "2.13.0",
-        "fallback to stock",
+        "Calls left to stock Megatron",
         "Largest relative".lower(),
     ):
         assert expected in shown.text, expected
@@ -152,19 +154,23 @@ def test_secrets_in_the_configuration_are_not_shown(tmp_path: Path) -> None:
 
 def test_each_figure_has_its_place_data_and_units(run: Path) -> None:
     shown = page(run)
+    figures = shown.figures
     places = [attrs["id"] for tag, attrs in shown.tags if tag == "div" and attrs.get("class") == "plot"]
-    assert places == [f"plot-{name}" for name in shown.figures]
-    assert list(shown.figures) == ["step-times", "distribution", "loss", "loss-difference", "grad-norm", "memory"]
-    for name, figure in shown.figures.items():
+    assert places == [f"plot-run1-{name}" for name in figures]
+    expected = ["step-times", "distribution", "speed-ups", "loss", "loss-difference", "grad-norm", "memory"]
+    assert list(figures) == expected
+    for name, figure in figures.items():
         go.Figure(figure)  # raises on a name or value that plotly does not know
         assert figure["data"], name
         assert figure["layout"]["xaxis"]["title"]["text"], name
         for trace in figure["data"]:
             assert any(value is not None for value in trace["x"]), name
-    titles = {name: figure["layout"]["yaxis"]["title"]["text"] for name, figure in shown.figures.items()}
+        for palette in (LIGHT, DARK):
+            go.Figure(painted(figure, palette))
+    titles = {name: figure["layout"]["yaxis"]["title"]["text"] for name, figure in figures.items()}
     assert titles["step-times"] == "step time (ms)"
     assert titles["loss"] == "lm loss (nat/token)"
-    assert shown.figures["distribution"]["layout"]["xaxis"]["title"]["text"] == "step time (ms)"
+    assert figures["distribution"]["layout"]["xaxis"]["title"]["text"] == "step time (ms)"
 
 
 def test_step_times_are_in_order_of_execution() -> None:
@@ -189,15 +195,28 @@ def test_very_many_blocks_have_no_bands() -> None:
     assert "bands" not in caption
 
 
-def captions(arms: dict[str, list[Record]]) -> dict[str, str]:
-    """Captions of the figures that are left out."""
-    return {part["id"]: part["caption"] for part in all_figures(arms) if part["figure"] is None}
+def captions(folder: Path) -> dict[str, str]:
+    """What stands in place of the figures that are left out."""
+    parts = chapter(load(folder), "run1").parts
+    gathered = {part.id: list(part.table.rows) for part in parts if part.id == "missing"}
+    alone = {part.id: part.caption for part in parts if part.figure is None and part.caption}
+    return alone | dict(gathered.get("missing", []))
 
 
-def test_no_empty_plots_but_a_sentence() -> None:
-    missing = captions({"baseline": [], "flux": []})
-    assert set(missing) == {"step-times", "distribution", "loss", "loss-difference", "grad-norm", "memory"}
-    assert all(caption.endswith(".") for caption in missing.values())
+NOT_RECORDED = {
+    "Where the time goes": "no step of this run was traced; --profile-steps traces some",
+    "Overlap efficiency per operator": "no step of this run sampled its operators",
+    "Slowest ranks": "no step of this run sampled its ranks",
+    "Clocks and power": "no step of this run sampled its GPUs",
+    "Throttling": "no step of this run sampled its GPUs",
+}
+
+
+def test_no_empty_plots_but_a_sentence(tmp_path: Path) -> None:
+    missing = captions(write_run(tmp_path, {"baseline": [], "flux": []}, INFO))
+    curves = {"loss", "loss-difference", "grad-norm", "grad-norm-difference"}
+    assert curves | {"step-times", "distribution", "speed-ups", "memory", "fallbacks", "operators"} <= set(missing)
+    assert all(caption for caption in missing.values())
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
@@ -205,11 +224,15 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     for item in arms["baseline"] + arms["flux"]:
         item |= {"peak-memory-bytes": None, "lm loss": 3.0}
     arms["flux"][3]["lm loss"] = math.nan
-    assert captions(arms) == {
+    folder = write_run(tmp_path, arms, INFO)
+    assert captions(folder) == {
         "loss-difference": "The lm loss is identical in 17 iterations of 18. No finite difference in 1 iteration.",
+        "grad-norm-difference": "The grad-norm is identical in 18 iterations of 18.",
         "memory": "Peak memory is not known: this device does not report it.",
+        "fallbacks": "None: every patched layer ran flux in every step.",
+        **NOT_RECORDED,
     }
-    shown = page(write_run(tmp_path, arms, INFO))
+    shown = page(folder)
     assert "memory" not in shown.figures
     assert "Peak memory is not known" in shown.text
     loss = next(trace for trace in shown.figures["loss"]["data"] if trace["name"] == "flux")
@@ -262,7 +285,24 @@ def test_not_a_run_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_config(run: Path) -> None:
+def test_damaged_files_are_said_in_the_report(run: Path) -> None:
     (run / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is not JSON"):
-        write_report(run)
+    (run / "summary.json").write_text('{"schema_version": 2, "arms": {}}')
+    (run / "flux" / "breakdown.json").write_text('{"parts": 3}')
+    lines = (run / "flux" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines[4] = lines[4][:50] + "\n"
+    (run / "flux" / "metrics.jsonl").write_text("".join(lines)[:-20])
+    text = page(run).text
+    assert "config.json is not JSON" in text
+    assert "summary.json is of another version or damaged: computed from the records." in text
+    assert "flux/breakdown.json has no parts in ms: left out." in text
+    assert "flux/metrics.jsonl: line 5 is damaged and left out" in text
+    assert "flux/metrics.jsonl: line 18 is cut off and left out (its writer was killed)." in text
+    assert "The baseline has 18 iterations and flux 16; the curves are compared over the 16 that both have." in text
+
+
+def test_empty_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"preset": "tiny"}}))
+    shown = page(tmp_path)
+    assert "no step has been recorded" in shown.text
+    assert shown.figures == {}

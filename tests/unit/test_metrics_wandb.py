@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import WandbMirror
+from megatron_flux.metrics import WandbMirror, wandb_mirror
 from megatron_flux.metrics.redact import without_secrets
-from tests.unit.metrics_records import record
+from tests.unit.metrics_records import record, sampled_record
 
 API_KEY = "0123456789abcdef" * 2 + "cafe4242"
 CONFIG = {"preset": "tiny", "tokenizer": "bytes", "api_key": "hunter-1", "nested": {"hf_token": "hunter-2", "tp": 2}}
 
 
-def mirror(mode: str, folder: Path, job_type: str = "flux") -> WandbMirror:
-    return WandbMirror(mode, "project-x", "group-x", job_type, f"name-{job_type}", CONFIG, folder)
+def mirror(mode: str, folder: Path, job_type: str = "flux", **more: Any) -> WandbMirror:
+    return WandbMirror(mode, "project-x", "group-x", job_type, f"name-{job_type}", CONFIG, folder, **more)
 
 
 def inspect(path: Path, *options: str) -> str:
@@ -37,7 +37,10 @@ def test_offline_files_read_back_and_hold_no_secret(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("SOME_VARIABLE", "value-of-a-variable")
     monkeypatch.setattr(sys, "argv", ["megatron-flux", "--argument", "value-of-an-argument"])
     # Both arms at once, as in a comparison.
-    with mirror("offline", tmp_path, "baseline") as baseline, mirror("offline", tmp_path) as flux:
+    with (
+        mirror("offline", tmp_path / "baseline", "baseline") as baseline,
+        mirror("offline", tmp_path / "flux", tags=["tiny", "night"]) as flux,
+    ):
         for n in range(1, 6):
             baseline.write(record(n))
             flux.write(record(n, flux=True, **{"mfu": None, "flux/fallbacks": {"fp8": n}}))
@@ -58,12 +61,53 @@ def test_offline_files_read_back_and_hold_no_secret(tmp_path: Path, monkeypatch:
     assert summary["summary"]["lm loss"] == pytest.approx(4.5)
     assert summary["summary"]["flux/active_layers"] == 8
     assert summary["summary"]["flux/fallbacks/fp8"] == 5
-    assert runs["name-baseline"][1]["summary"]["mfu"] == 0.4
-    records = inspect(path)
-    assert records.count('"type":"history"') == 5
-    assert '"group-x"' in records
-    assert '"flux"' in records
-    assert '"step_metric":"iteration"' in records
+    assert runs["name-baseline"][1]["summary"]["mfu"] == {"max": 0.4, "mean": 0.4}
+    assert summary["tags"] == ["tiny", "night"]
+    assert summary["summary"]["iteration-time"] == {"mean": pytest.approx(0.1), "min": pytest.approx(0.1)}
+    (run,) = (item["run"] for item in items(path, "run"))
+    assert (run["run_group"], run["job_type"], run["project"]) == ("group-x", "flux", "project-x")
+    assert [item["history"]["step"]["num"] for item in items(path, "history")] == [1, 2, 3, 4, 5]
+    metrics = [item["metric"] for item in items(path, "metric")]
+    assert {"glob_name": "*", "step_metric": "iteration"}.items() <= metrics[1].items()
+
+
+def items(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of one type in a .wandb file."""
+    found = map(json.loads, inspect(path).splitlines())
+    return [item for item in found if item["type"] == kind]
+
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
+    with mirror("offline", tmp_path) as first:
+        for n in range(1, 5):
+            first.write(record(n, flux=True))
+    # From a checkpoint of iteration 2: 3 and 4 are done again.
+    with mirror("offline", tmp_path, resuming=True, per_rank=True) as second:
+        for n in range(3, 6):
+            second.write(sampled_record(n, flux=True))
+    with mirror("offline", tmp_path / "another", resuming=True) as another:
+        pass
+    assert first.id == second.id != another.id
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{first.id}.wandb"}
+    steps = [[item["history"]["step"]["num"] for item in items(file, "history")] for file in files]
+    assert steps == [[1, 2, 3, 4], [3, 4, 5]]
+    assert [item["run"].get("resume", False) for file in files for item in items(file, "run")][-1] is True
+    last = json.loads(inspect(files[-1], "--summary"))
+    assert last["summary"]["flux/e_overlap/all_gather_gemm"] == pytest.approx(0.8)
+    assert last["summary"]["flux/rank/1/step_ms"] == 100
+    assert last["summary"]["flux/throttle_reasons/sw_power_cap"] == 1
+    assert not [name for name in last["summary"] if name.startswith(("flux/calls", "flux/run", "schema"))]
+    # What is no curve is configuration.
+    assert last["config"]["run"]["nodes"] == ["node1"]
+    assert last["config"]["choices"]
+
+
+def test_a_damaged_id_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "wandb.json").write_text("[")
+    with caplog.at_level(logging.WARNING, logger="megatron_flux"):
+        assert wandb_mirror._kept_id(tmp_path) is None
+    assert "wandb gets a new run" in warnings(caplog)[0]
 
 
 def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +118,7 @@ def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch
 
 
 def test_unknown_mode(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'loud' is not known; choose one of disabled, offline, online"):
+    with pytest.raises(UserError, match="'loud' is not known; choose one of disabled, offline, online, auto"):
         mirror("loud", tmp_path)
 
 
@@ -90,6 +134,7 @@ class Run:
     """A wandb run that fails from the second record on."""
 
     url = dir = ""
+    id = "fake"
 
     def __init__(self) -> None:
         self.logged: list[dict[str, Any]] = []
@@ -98,7 +143,8 @@ class Run:
     def define_metric(self, *_: Any, **__: Any) -> None:
         pass
 
-    def log(self, values: dict[str, Any]) -> None:
+    def log(self, values: dict[str, Any], step: int) -> None:
+        assert step == values["iteration"]
         self.logged.append(values)
         if len(self.logged) > 1:
             raise BrokenPipeError("service\ndied")
@@ -138,7 +184,7 @@ def test_failure_while_logging_is_said_once(
             broken.write(record(n, mfu=None))
     assert [values["iteration"] for values in run.logged] == [1, 2]
     # What is not known is left out: wandb would draw a null as a gap, or as zero.
-    assert set(record(1)) - set(run.logged[0]) == {"mfu", "flux/fallbacks"}
+    assert set(record(1)) - set(run.logged[0]) == {"mfu", "flux/fallbacks", "schema"}
     assert len(warnings(caplog)) == 1
     assert "service died" in warnings(caplog)[0]
 
@@ -161,20 +207,39 @@ def test_run_is_closed_once_with_its_outcome(
     assert len(warnings(caplog)) == 1
 
 
-def test_online_without_a_login_does_not_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("asked", "logged_in", "mode", "said"),
+    [
+        ("online", True, "online", 0),
+        ("online", False, "offline", 1),
+        ("auto", True, "online", 0),
+        ("auto", False, "offline", 0),
+        ("offline", True, "offline", 0),
+    ],
+)
+def test_where_nobody_is_logged_in_it_is_offline(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str,
+    logged_in: bool,
+    mode: str,
+    said: int,
 ) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def login(**options: Any) -> bool:
-        asked.append(options)
-        return False
-
-    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(login=login, init=lambda **_: pytest.fail("init was called")))
+    """A login cannot be had in a test, so this one asks a stand-in."""
+    logins: list[dict[str, Any]] = []
+    inits: list[dict[str, Any]] = []
+    module = fake_wandb(
+        login=lambda **options: (logins.append(options), logged_in)[1],
+        init=lambda **options: (inits.append(options), Run())[1],
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
     with caplog.at_level(logging.WARNING, logger="megatron_flux"):
-        mirror("online", tmp_path).close()
-    assert asked[0]["prompt"] is False
-    assert "not logged in" in warnings(caplog)[0]
+        mirror(asked, tmp_path)
+    assert [options["mode"] for options in inits] == [mode]
+    assert all(options["prompt"] is False for options in logins), "a job that is asked for a key never trains"
+    assert len(warnings(caplog)) == said
+    assert json.loads((tmp_path / "wandb.json").read_text())["mode"] == mode
 
 
 def test_secrets_are_found_by_name_at_any_depth() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,12 @@ def test_a_refusal_replaces_nothing(refusal: tuple[str, Any], monkeypatch: pytes
 def test_an_unsupported_version_is_a_user_error() -> None:
     assert issubclass(UnsupportedVersionError, UserError)
     assert torch.__version__ in registry.SUPPORTED_TORCH
+
+
+def test_the_readme_has_every_line_in_its_table_of_versions() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    table = text.partition("### Versions tried together")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (0\.\d+\.\d+) \|(.*)\|$", table, flags=re.MULTILINE)
+    assert all(any(registry.find_line(version) is line for version, _ in rows) for line in registry.LINES)
+    allowed = re.compile(r"CPU|GPU|GPU, stand-in|untried|refused ¹")
+    assert all(allowed.fullmatch(cell.strip()) for _, cells in rows for cell in cells.split("|"))

@@ -150,6 +150,14 @@ def test_other_releases_are_refused_with_the_range(
     assert f"TransformerEngine {version}" in str(error.value)
 
 
+def test_what_cannot_run_flux_says_why(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert te_seam.why_unusable() is None
+    monkeypatch.setattr(te_seam, "version", lambda name: "2.19.0")
+    assert te_seam.why_unusable() == "TransformerEngine 2.19.0, supported is >=2.9,<2.19"
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert str(te_seam.why_unusable()).startswith("TransformerEngine cannot be imported (")
+
+
 @pytest.mark.parametrize("kernel", ["layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd"])
 def test_a_kernel_with_another_signature_is_refused(
     installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kernel: str

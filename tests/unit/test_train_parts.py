@@ -11,13 +11,17 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron_flux import nvml
 from megatron_flux.errors import UserError
 from megatron_flux.run.launcher import failure_of
 from megatron_flux.train import config
 from megatron_flux.train.compare import schedule
 from megatron_flux.train.cpu_shims import cpu_shims
 from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.gather import StepResult
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.profile_steps import profiled_steps
+from megatron_flux.train.telemetry import across_ranks, over_gpus
 
 
 def test_turns_go_a_b_b_a() -> None:
@@ -146,3 +150,77 @@ def test_order_of_data_depends_neither_on_ranks_nor_on_where_a_run_began() -> No
 
 def test_an_epoch_is_followed_by_the_same_again() -> None:
     assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "expected"),
+    [
+        (None, None, None),
+        ("5-7", None, (5, 7)),
+        ("5", None, (5, 5)),
+        ("5-6", 3, (5, 6)),
+        ("2-3", 3, (2, 3)),
+        ("12", 4, (12, 12)),
+    ],
+)
+def test_profiled_steps(given: str | None, block: int | None, expected: tuple[int, int] | None) -> None:
+    assert profiled_steps(given, 12, block) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "said"),
+    [
+        ("one", None, "'one' is not of the form 5-7"),
+        ("5-", None, "not of the form"),
+        ("7-5", None, "the first one not behind the last"),
+        ("1-2", None, "within the steps 2 to 12"),
+        ("12-13", None, "within the steps 2 to 12"),
+        ("4-5", 3, "use 5-6 or fewer, or more --block-steps"),
+        ("5-7", 3, "within one turn of 3 steps; use 5-6"),
+        ("3", 1, "within one turn of 1 steps; use more --block-steps"),
+    ],
+)
+def test_steps_that_cannot_be_profiled_are_refused(given: str, block: int | None, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        profiled_steps(given, 12, block)
+
+
+def test_nvtx_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--nvtx names what runs on GPUs, this run is on cpu"):
+        config.resolve(TrainOptions(nvtx=True), CheckpointOptions(), world_size=2, device="cpu", out=tmp_path)
+
+
+def result(ranks: dict[str, list[float | None]]) -> StepResult:
+    return StepResult(loss=1.0, grad_norm=1.0, lr=1.0, seconds=0.2, ranks=ranks)
+
+
+def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
+    """All steps take equally long; rank 1 computes longest and so spends least time in operators."""
+    names = dict.fromkeys(("peak_memory_bytes", *nvml.FIELDS), [None] * 3)
+    found = across_ranks(result({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names}))
+    assert found["flux/slowest_rank"] == 1
+    assert found["flux/rank_spread_ms"] == pytest.approx(50)
+    assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
+
+
+def test_gpus_are_summed_up_over_ranks() -> None:
+    readings = {
+        "sm_clock_mhz": [1980.0, 1500.0, None],
+        "memory_clock_mhz": [2619.0, 2619.0, None],
+        "power_w": [500.0, 700.0, None],
+        "temperature_c": [50.0, 70.0, None],
+        "throttle": [float(0x4 | 0x1), float(0x4 | 0x20), None],
+    }
+    found = over_gpus(result(readings))
+    assert found["flux/gpu"] == {
+        "sm_clock_mhz_min": 1500.0,
+        "sm_clock_mhz_mean": 1740.0,
+        "memory_clock_mhz_min": 2619.0,
+        "power_w_mean": 600.0,
+        "power_w_max": 700.0,
+        "temperature_c_max": 70.0,
+    }
+    # The idle bit is no throttling.
+    assert found["flux/throttle_reasons"] == {"sw_power_cap": 2, "sw_thermal_slowdown": 1}
+    nothing = over_gpus(result({name: [None, None] for name in readings}))
+    assert nothing == {"flux/gpu": None, "flux/throttle_reasons": None}

@@ -19,9 +19,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_flux.bench.kernel_names import CATEGORIES, category
-
-Interval = tuple[float, float]
+from megatron_flux.trace.intervals import Interval, length, overlap, union
+from megatron_flux.trace.kernel_names import CATEGORIES, category
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -46,34 +45,6 @@ def gpu_events(trace: dict[str, Any]) -> list[Event]:
         if e.get("ph") == "X" and e.get("cat") in _GPU
     ]
     return sorted(found, key=lambda e: (e.start, e.end))
-
-
-def union(intervals: list[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(intervals: list[Interval]) -> float:
-    """The length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
-
-
-def overlap(a: list[Interval], b: list[Interval]) -> float:
-    """The length of what two unions have in common."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 def by_category(events: list[Event]) -> dict[str, list[Interval]]:

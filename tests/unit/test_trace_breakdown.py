@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.bench.breakdown import breakdown, gpu_events, length, overlap, union
-from megatron_flux.bench.kernel_names import CATEGORIES, category
+from megatron_flux.trace.breakdown import breakdown, gpu_events
+from megatron_flux.trace.intervals import length, overlap, union
+from megatron_flux.trace.kernel_names import CATEGORIES, category
 
 NAMES = {
     "gemm": [

@@ -1,0 +1,101 @@
+"""``megatron-flux report``: run folders as a page, as Markdown, against earlier results, and in wandb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megatron_flux.errors import UserError
+
+DEFAULT = "local"
+
+Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold run folders.", show_default=False)]
+
+
+class LocalByDefault(TyperGroup):
+    """``report RUN`` means ``report local RUN``; a folder called like a command is given as ``./wandb``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default command in front of what names none."""
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = [DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=LocalByDefault,
+    no_args_is_help=True,
+    help="Show run folders: `report RUN...` writes a page (see `report local --help`); wandb and sync need a login.",
+)
+
+
+@app.command()
+def local(
+    runs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the report; by default the run folder, or one under runs/ for several runs."),
+    ] = None,
+    png: Annotated[bool, typer.Option("--png", help="Also the figures as PNG; needs kaleido and a browser.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Earlier results (a run folder): exit code 1 when the run left a band around them."),
+    ] = None,
+    check: Annotated[str, typer.Option(help="What --against looks at.")] = "step-time,loss,memory",
+    step_time_band: Annotated[
+        float, typer.Option(min=0, help="Per cent by which a median step time may be longer.")
+    ] = 5.0,
+    loss_band: Annotated[
+        float, typer.Option(min=0, help="Per cent by which a loss may differ from its iteration's earlier one.")
+    ] = 1.0,
+    memory_band: Annotated[float, typer.Option(min=0, help="Per cent by which peak memory may be larger.")] = 5.0,
+) -> None:
+    """Write report.html, which needs no network, and report.md about one or several run folders."""
+    from megatron_flux.metrics import against as check_against
+    from megatron_flux.metrics.report import write_reports
+    from megatron_flux.run import folder
+
+    if against is not None and len(runs) != 1:
+        raise UserError(f"--against compares one run folder, {len(runs)} were given; give one at a time")
+    result = None
+    if against is not None:
+        bands = check_against.Bands(step_time_band / 100, loss_band / 100, memory_band / 100)
+        result = check_against.compare(runs[0], against, bands, check_against.parse_checks(check))
+    where = out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
+    table, verdict = (result.table(), result.verdict) if result else (None, "")
+    for path in write_reports(runs, where, png=png, check=table, verdict=verdict)[:2]:
+        typer.echo(f"wrote {path}", err=True)
+    if result is not None:
+        check_against.show(result)
+        if not result.ok:
+            raise typer.Exit(1)
+
+
+@app.command()
+def wandb(
+    runs: Runs,
+    entity: Annotated[str | None, typer.Option(help="wandb team or user; by default the login's own.")] = None,
+    project: Annotated[str | None, typer.Option(help="wandb project; by default the one the runs went to.")] = None,
+) -> None:
+    """Save a workspace and a report in wandb that compare baseline with flux; needs runs that are online."""
+    from megatron_flux.metrics import wandb_dashboards
+
+    for url in wandb_dashboards.save(runs, entity=entity, project=project):
+        typer.echo(url)
+
+
+@app.command()
+def sync(
+    runs: Runs,
+    entity: Annotated[str | None, typer.Option(help="wandb team or user; by default the login's own.")] = None,
+    project: Annotated[str | None, typer.Option(help="wandb project; by default the one recorded.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent; needs no login.")] = False,
+) -> None:
+    """Send to wandb what was recorded offline below the run folders."""
+    from megatron_flux.metrics import wandb_sync
+
+    for line in wandb_sync.sync(runs, entity=entity, project=project, dry_run=dry_run):
+        typer.echo(line)

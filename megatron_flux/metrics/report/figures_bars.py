@@ -1,0 +1,131 @@
+"""Bars: peak memory, where the time goes; and points on a line: overlap efficiency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_flux.metrics.report.figures import Arms, Drawn, counted, figure, finite, line
+from megatron_flux.metrics.rows import MINUS
+
+TIME_PARTS: dict[str, tuple[str, str]] = {
+    "gemm": ("GEMM", "part-gemm"),
+    "fused": ("fused operators", "part-fused"),
+    "attention": ("attention", "part-attention"),
+    "norm": ("norm", "part-norm"),
+    "optimizer": ("optimizer", "part-optimizer"),
+    "other": ("other kernels", "part-rest"),
+    "communication_exposed": ("exposed communication", "part-exposed"),
+    "idle": ("idle", "part-idle"),
+}
+"""The disjoint parts of a breakdown in the order of the stack: name and colour.
+
+Hidden communication is not among them: it takes no time of its own."""
+
+
+def peak_memory(arms: Arms) -> Drawn:
+    """Largest allocation (GiB) of each arm, as bars from zero."""
+    peaks = {
+        arm: [record["peak-memory-bytes"] for record in records if record.get("peak-memory-bytes") is not None]
+        for arm, records in arms.items()
+    }
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": arm,
+            "meta": {"colour": arm},
+            "x": [max(values) / 2**30],
+            "y": [arm],
+            "text": [f"{max(values) / 2**30:.2f} GiB"],
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
+        for arm, values in reversed(peaks.items())
+        if values
+    ]
+    if not traces:
+        return None, "Peak memory is not known: this device does not report it."
+    axis = {"rangemode": "tozero"}
+    return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=200), "Largest allocation on any rank."
+
+
+def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Drawn:
+    """Stacked bars of :data:`TIME_PARTS` (ms per ``unit``), one bar for each named breakdown; nothing to say."""
+    known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
+    if not known:
+        return None, ""
+    names = list(reversed(known))  # plotly stacks upwards: the first goes on top
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "meta": {"colour": colour},
+            "x": [known[name].get(key) or 0.0 for name in names],
+            "y": names,
+            "hovertemplate": f"%{{y}}: {label} %{{x:.4g}} ms<extra></extra>",
+        }
+        for key, (label, colour) in TIME_PARTS.items()
+        if any(known[name].get(key) for name in names)
+    ]
+    # Below the axis: above, a legend of eight entries would cover the bars on a phone.
+    legend = {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+    legend["maxheight"] = 1  # by default a legend that fills half of a figure gets a scroll bar
+    margin = {"l": 8, "r": 12, "t": 12, "b": 95}
+    bars = 44 * len(names)
+    narrow = {"height": bars + 70 + 20 * len(traces), "margin": {**margin, "b": 55 + 20 * len(traces)}}
+    layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "margin": margin, "height": bars + 110}
+    layout["meta"] = {"narrow": narrow}  # a phone has one entry of the legend in a line
+    return figure(traces, f"ms per {unit}", "", **layout), ""
+
+
+def efficiencies(
+    rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]], low: float = -1.0
+) -> Drawn:
+    """Overlap efficiency (%) of several methods, one row of points for each of ``rows``.
+
+    Args:
+        rows: what each row is called; ``<br>`` breaks its line.
+        methods: colour, marker and the value of each row (a fraction, or None) by the method's name.
+        low: values below are drawn at the edge, and said.
+    """
+    if not any(value is not None for _, _, values in methods.values() for value in values):
+        return None, "No overlap efficiency is known: there is nothing to hide, or it was not measured."
+    order = list(reversed(range(len(rows))))
+    cut = 0
+    traces = []
+    for name, (colour, symbol, values) in methods.items():
+        if not any(value is not None for value in values):
+            continue
+        shown = [finite(values[i]) for i in order]
+        cut += sum(value is not None and value < low for value in shown)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "meta": {"colour": colour},
+                "x": [None if value is None else 100 * max(value, low) for value in shown],
+                "y": [rows[i] for i in order],
+                "customdata": [None if value is None else 100 * value for value in shown],
+                "hovertemplate": f"{name} %{{customdata:.0f}} %<extra></extra>",
+                "marker": {"symbol": symbol, "size": 9},
+            }
+        )
+    caption = "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn."
+    if cut:
+        caption += f" {counted(cut, 'point')} below {MINUS}{-100 * low:.0f} % at the edge."
+    top = max(1.1, *(value for _, _, values in methods.values() for value in values if value is not None)) + 0.05
+    axis = {
+        "range": [100 * low - 5 if cut else min(-5.0, _least(methods) - 5), 100 * top],
+        "dtick": 50,
+        "tickfont": {"size": 11},
+    }
+    lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
+    height = 130 + 40 * len(rows)
+    names = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
+    return figure(traces, "overlap efficiency (%)", "", xaxis=axis, yaxis=names, shapes=lines, height=height), caption
+
+
+def _least(methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> float:
+    return min(100 * value for _, _, values in methods.values() for value in values if value is not None)

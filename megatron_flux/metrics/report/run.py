@@ -1,0 +1,218 @@
+"""A run folder as the report sees it: what is there, and in words what is not.
+
+Three kinds, told by their contents: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``)
+and ``layers`` (``bench layer``). Damage is no reason to show nothing: it is said in :attr:`Run.problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics.statistics import Record
+from megatron_flux.metrics.summary import ARMS, read_json_object, read_summary, summarize
+from megatron_flux.metrics.tail import Tail
+from megatron_flux.metrics.verdict import verdict
+
+Kind = Literal["training", "operators", "layers"]
+
+MODEL_SETTINGS = ("shape", "padded_vocab_size")
+"""Settings that make a model another one: losses and step times of two such runs say nothing about each other."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, or two of one arm each laid beside each other (:func:`pair`)."""
+
+    path: Path
+    name: str
+    kind: Kind
+    summary: dict[str, Any]
+    """``summary.json``, or computed from the records when it is missing."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """``config.json``: configuration, versions, device, command."""
+    arms: dict[str, list[Record]] = field(default_factory=dict)
+    breakdowns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """``breakdown.json`` by arm, of runs that traced some steps."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the run was asked for."""
+        inner = self.config.get("config")
+        return inner if isinstance(inner, Mapping) else self.config
+
+    @property
+    def verdict(self) -> str:
+        """One line: what was found."""
+        if self.kind == "training":
+            if not any(self.arms.values()):
+                return "no step has been recorded"
+            return _alone(self) or verdict(self.summary)
+        rows = self.summary["rows"]
+        noun = "operator calls" if self.kind == "operators" else "layer timings"
+        return f"{len(rows)} {noun}, {self.summary.get('device', 'unknown device')}, tp {self.summary.get('tp', '?')}"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What identifies the trained model; empty when the configuration is not known."""
+        return {name: self.settings[name] for name in MODEL_SETTINGS if name in self.settings}
+
+
+def _alone(run: Run) -> str | None:
+    """The verdict of a run that was never to have a second arm."""
+    known = [arm for arm, records in run.arms.items() if records]
+    if len(known) != 1 or run.settings.get("command") != "train":
+        return None
+    time = run.summary["arms"][known[0]]["step_time_ms"]
+    return f"{known[0]} alone: " + (
+        f"{time['median']:.4g} ms per step (median of {time['n']})" if time["n"] else "no step was timed"
+    )
+
+
+def load(path: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        UserError: it is missing, cannot be read, or no run wrote it.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
+    problems: list[str] = []
+    config = _json(path / "config.json", problems)
+    found = _json(path / "summary.json", problems)
+    name = path.resolve().name
+    kind = _bench_kind(found)
+    if kind is not None:
+        return Run(path, name, kind, found, config, problems=problems)
+    files = {arm: path / arm / "metrics.jsonl" for arm in ARMS}
+    if not any(file.exists() for file in files.values()) and "preset" not in config.get("config", {}):
+        raise UserError(
+            f"{path} is not a run folder: it has no {' or '.join(f'{arm}/metrics.jsonl' for arm in ARMS)}, and no "
+            "summary.json of a benchmark; name a folder that megatron-flux compare, train or bench has written"
+        )
+    arms: dict[str, list[Record]] = {}
+    for arm, file in files.items():
+        tail = Tail(file)
+        try:
+            tail.poll()
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}; name a folder that you may read") from error
+        arms[arm] = tail.records
+        problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
+    breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
+    return Run(path, name, "training", _summary(path, arms, config, problems), config, arms, breakdowns, problems)
+
+
+def load_all(paths: Sequence[Path]) -> list[Run]:
+    """Read run folders; one that only holds run folders stands for those.
+
+    Raises:
+        UserError: as :func:`load`.
+    """
+    runs: list[Run] = []
+    for path in paths:
+        try:
+            runs.append(load(path))
+        except UserError:
+            inner = sorted(child for child in path.iterdir() if _looks_like_run(child)) if path.is_dir() else []
+            if not inner:
+                raise
+            runs += [replace(load(child), name=f"{path.resolve().name}/{child.name}") for child in inner]
+    return runs
+
+
+def pair(baseline: Run, flux: Run) -> Run:
+    """A run of stock alone and one of flux alone as one comparison; they were not interleaved, which is said."""
+    # Blocks count the order of execution over both arms; these ran one after the other.
+    after = 1 + max((record["block"] for record in baseline.arms["baseline"]), default=0)
+    second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
+    arms = {"baseline": baseline.arms["baseline"], "flux": second}
+    summary = summarize(arms["baseline"], arms["flux"], flux.config)
+    summary["notes"].append(
+        "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
+    )
+    return Run(
+        path=flux.path,
+        name=f"{baseline.name} and {flux.name}",
+        kind="training",
+        summary=summary,
+        config=flux.config,
+        arms=arms,
+        breakdowns={
+            arm: run.breakdowns[arm] for arm, run in (("baseline", baseline), ("flux", flux)) if arm in run.breakdowns
+        },
+    )
+
+
+def _looks_like_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
+
+
+def _bench_kind(summary: Mapping[str, Any]) -> Kind | None:
+    rows = summary.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return None
+    if all({"op", "gemm_ms", "serial_ms", "m", "n", "k"} <= set(row) for row in rows):
+        return "operators"
+    return "layers" if all({"arm", "ms_per_layer", "breakdown"} <= set(row) for row in rows) else None
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object in a file; empty, with the reason among ``problems``, when it is damaged, and silently if missing."""
+    if not path.exists():
+        return {}
+    try:
+        return read_json_object(path)
+    except UserError as error:
+        problems.append(f"{str(error).replace(str(path), path.name)}.")
+        return {}
+
+
+def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
+    found = _json(path, problems)
+    parts = found.get("parts")
+    if found and not (isinstance(parts, dict) and all(isinstance(ms, int | float) for ms in parts.values())):
+        problems.append(f"{path.parent.name}/breakdown.json has no parts in ms: left out.")
+        return {}
+    return found
+
+
+def _summary(
+    path: Path, arms: Mapping[str, list[Record]], config: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """The summary on disk, or one made from the records.
+
+    A `train` run, of one arm, never has one.
+    """
+    fresh = summarize(arms["baseline"], arms["flux"], config)
+    file = path / "summary.json"
+    if not file.exists():
+        if all(arms.values()):
+            fresh["notes"].append("There is no summary.json (the run did not end): computed from the records.")
+        return fresh
+    try:
+        found = read_summary(file)
+    except UserError as error:
+        # What cannot be parsed has been said already, when its kind was looked for.
+        if not any(problem.startswith(file.name) for problem in problems):
+            problems.append(f"{str(error).replace(str(file), file.name)}; computed from the records.")
+        return fresh
+    if _keys(fresh) <= _keys(found):
+        return found
+    problems.append("summary.json is of another version or damaged: computed from the records.")
+    return fresh
+
+
+def _keys(summary: Mapping[str, Any]) -> set[str]:
+    """The summary's own fields, and those of its arms and their step times."""
+
+    def inside(value: Any, prefix: str) -> set[str]:
+        if not isinstance(value, Mapping):
+            return set()
+        return {prefix + key for key in value}.union(*(inside(item, f"{prefix}{key}.") for key, item in value.items()))
+
+    return set(summary) | inside(summary.get("arms"), "arms.")

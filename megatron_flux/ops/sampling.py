@@ -1,0 +1,149 @@
+"""Every so many steps, what the operators' calls of one step took, and what that says about overlap.
+
+    sampler = Sampler(interval)
+    with sampler.step(iteration):
+        ...                          # one training step
+    values = sampler.result()        # None unless that step was sampled
+
+The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`; what exactly is timed is said in
+:mod:`megatron_flux.ops.observe`, what it is compared with in :mod:`megatron_flux.ops.alone`. They are of this rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from megatron_flux.ops import observe
+from megatron_flux.ops.alone import Alone, AloneTimes
+from megatron_flux.ops.observe import Call, CallTimer, Times
+from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.registry import get_backend
+from megatron_flux.ops.tuner import TunedBackend
+
+_TUNED = "tuned"
+
+
+class Sampler:
+    """Times the calls of one step out of ``interval``."""
+
+    def __init__(self, interval: int) -> None:
+        """``interval`` 0 is never."""
+        self.interval = interval
+        self._timer = CallTimer()
+        self._alone = AloneTimes(_answer)
+        self._sampling = False
+
+    def due(self, iteration: int) -> bool:
+        """Whether ``iteration`` (from 1) is one that is sampled."""
+        return self.interval > 0 and iteration % self.interval == 0
+
+    def step(self, iteration: int) -> AbstractContextManager[None]:
+        """The context of one step."""
+        self._sampling = self.due(iteration)
+        return observe.timed_by(self._timer if self._sampling else None)
+
+    def result(self) -> dict[str, Any] | None:
+        """What was sampled in the latest step; call it between steps.
+
+        Collective over the operators' groups when a call of a new shape was seen.
+        """
+        if not self._sampling:
+            return None
+        self._sampling = False
+        times = self._timer.collect()
+        return overlap(times, self._alone.of(times))
+
+
+def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone]) -> dict[str, Any]:
+    """``flux/*`` of sampled calls.
+
+    Sums by operator leave out what is not known: an operator with a call whose GEMM was not measured has a time, and
+    null elsewhere.
+    """
+    rows = [_row(call, times[call], alone[call]) for call in sorted(times, key=str)]
+    by_operator: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_operator[row["operator"]].append(row)
+
+    def sums(key: str) -> dict[str, float | None]:
+        return {
+            operator: None if any(row[key] is None for row in group) else sum(row[key] * row["calls"] for row in group)
+            for operator, group in by_operator.items()
+        }
+
+    taken, gemm, serial = sums("time_ms"), sums("gemm_ms"), sums("serial_ms")
+    return {
+        "flux/operator_time_ms": taken,
+        "flux/gemm_time_ms": gemm,
+        "flux/serial_time_ms": serial,
+        "flux/exposed_communication_ms": sums("exposed_ms"),
+        "flux/e_overlap": {name: efficiency(taken[name], gemm[name], serial[name]) for name in by_operator},
+        "flux/calls": rows,
+    }
+
+
+def efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:
+    """E_overlap, None where a time is not known or the collective took no time to be hidden."""
+    if time is None or gemm is None or serial is None or serial <= gemm:
+        return None
+    return (serial - time) / (serial - gemm)
+
+
+def _row(call: Call, times: Times, alone: Alone) -> dict[str, Any]:
+    # Only waits of calls that began before the sample: nothing to divide by.
+    calls = max(times.calls, 1)
+    taken = times.milliseconds / calls
+    answer = _answer(call)
+    return {
+        "operator": call.operator,
+        "m": call.m,
+        "n": call.n,
+        "k": call.k,
+        "dtype": str(call.dtype).removeprefix("torch."),
+        "transposed": call.transposed,
+        "tp": call.group.size(),
+        "backend": call.backend if answer is None else f"{call.backend}: {_chosen(answer)}",
+        "calls": calls,
+        "time_ms": taken,
+        "gemm_ms": alone.gemm_ms,
+        "serial_ms": alone.serial_ms,
+        "exposed_ms": None if alone.gemm_ms is None else taken - alone.gemm_ms,
+        "e_overlap": efficiency(taken, alone.gemm_ms, alone.serial_ms),
+        "source": alone.source,
+    }
+
+
+def _answer(call: Call) -> dict[str, Any] | None:
+    """What the tuner decided about a call that it ran; it leaves plain gathers to the copy engine."""
+    if call.backend != _TUNED or call.operator == "all_gather":
+        return None
+    like = torch.empty(0, dtype=call.dtype, device=call.device)
+    return _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group)
+
+
+def _chosen(answer: Mapping[str, Any]) -> str:
+    return answer["backend"] if answer["plan"] is None else f"fused {Plan(**answer['plan']).label()}"
+
+
+def choices() -> dict[str, dict[str, Any]]:
+    """What the tuner has chosen in this process, by call (its key up to the bar, without device and versions)."""
+    return {
+        key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "ms")}
+        for (_, key), answer in _tuner().answers.items()
+    }
+
+
+def choices_made() -> int:
+    """How many there are."""
+    return len(_tuner().answers)
+
+
+def _tuner() -> TunedBackend:
+    backend = get_backend(_TUNED)
+    assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself
+    return backend

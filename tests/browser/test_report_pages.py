@@ -1,0 +1,132 @@
+"""The report in a real browser: phone, desktop, dark, paper. The pictures are for people to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium", reason="selenium is not installed")
+
+from megatron_flux.metrics.report import write_reports
+from tests.browser.page import DESKTOP, PHONE, capture, look, print_to_pdf
+from tests.unit.report_runs import RESULTS, full_arms, full_run
+
+LOOKS = {"phone": (PHONE, False), "desktop": (DESKTOP, False), "dark": (DESKTOP, True)}
+
+
+def page(folders: list[Path], out: Path) -> tuple[Path, int]:
+    """A report, and how many plots it has."""
+    html, *_ = write_reports(folders, out)
+    return html, len(re.findall(r'<div class="plot" id="plot-', html.read_text()))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    folder = tmp_path_factory.mktemp("full")
+    return page([full_run(folder / "run")], folder / "out")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    folder = tmp_path_factory.mktemp("several")
+    names = ("parity-h200x4-reference", "ops-h200x4-nvlink/smaller", "layer-h200x4-nvlink")
+    return page([RESULTS / name for name in names], folder / "out")
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_full_comparison(driver: Any, artefacts: Path, full: tuple[Path, int], name: str) -> None:
+    size, dark = LOOKS[name]
+    seen = look(driver, full[0], size, dark=dark, shot=artefacts / f"full-{name}.png")
+    assert seen.complaints() == {}
+    assert seen.plots == full[1] == 13
+    background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
+    drawn = driver.execute_script(
+        "return document.querySelector('.plot .bg').style.fill || getComputedStyle("
+        "document.querySelector('.plot .main-svg')).backgroundColor"
+    )
+    assert drawn == background
+
+
+@pytest.mark.parametrize("name", ["phone", "desktop"])
+def test_runs_and_benchmarks_on_one_page(driver: Any, artefacts: Path, several: tuple[Path, int], name: str) -> None:
+    seen = look(driver, several[0], LOOKS[name][0], shot=artefacts / f"several-{name}.png")
+    assert seen.complaints() == {}
+    assert seen.plots == several[1]
+
+
+def test_paper(driver: Any, artefacts: Path, full: tuple[Path, int]) -> None:
+    look(driver, full[0], DESKTOP, dark=True)
+    file = artefacts / "full-paper.pdf"
+    print_to_pdf(driver, file)
+    pages = len(re.findall(rb"/Type\s*/Page\b", file.read_bytes()))
+    assert 3 <= pages <= 14
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 718, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    )
+    driver.execute_script("window.dispatchEvent(new Event('resize'))")
+    capture(driver, artefacts / "full-paper.png")
+    # Light, whatever the screen was, and nothing folded.
+    assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert driver.execute_script("return [...document.querySelectorAll('details')].every((d) => d.open)")
+    widths = driver.execute_script(
+        "return [...document.querySelectorAll('.plot')].map((p) => p.querySelector('.main-svg').clientWidth)"
+    )
+    assert max(widths) <= 718
+
+
+def test_damage_is_readable_on_a_phone(driver: Any, artefacts: Path, tmp_path: Path) -> None:
+    arms = full_arms()
+    arms["flux"][4] |= {"lm loss": math.nan, "flux/fallbacks": {"a reason that goes on " * 20: 7}}
+    run = full_run(tmp_path / ("a-long-name-" * 6), arms)
+    (run / "summary.json").unlink()
+    with (run / "baseline" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 1, "x" * 300: "y" * 300}) + "\n" + "{" * 50)
+    html, _ = page([run], tmp_path / "out")
+    assert look(driver, html, PHONE, shot=artefacts / "damage-phone.png").complaints() == {}
+
+
+def test_an_empty_run(driver: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"preset": "tiny"}}))
+    html, plots = page([tmp_path], tmp_path / "out")
+    assert plots == 0
+    assert look(driver, html, PHONE).complaints() == {}
+
+
+def test_what_the_checks_find(driver: Any, full: tuple[Path, int], tmp_path: Path) -> None:
+    """A page with every fault, so that the checks above are known to see them."""
+    broken = full[0].read_text().replace("</main>", '<p style="width: 2000px">wide</p></main>')
+    broken = broken.replace('"use strict";', '"use strict"; console.error("said"); fetch("x.json");')
+    broken = re.sub(r'"y": \[[0-9.]+', '"range": [0], "y": [null', broken, count=1)
+    empty = json.loads(re.search(r'id="figures">(.*?)</script>', broken).group(1))
+    for trace in empty["run1-loss"]["data"]:
+        trace["y"] = [None for _ in trace["y"]]
+    empty["run1-memory"]["layout"]["xaxis"]["title"]["text"] = "far too long for a phone " * 5
+    broken = re.sub(
+        r'(id="figures">).*?(</script>)', lambda m: m.group(1) + json.dumps(empty) + m.group(2), broken, count=1
+    )
+    file = tmp_path / "broken.html"
+    file.write_text(broken)
+    seen = look(driver, file, PHONE)
+    assert any(text.startswith("page ") for text in seen.overflow)
+    assert seen.empty == ["plot-run1-loss"]
+    assert any("far too long" in text for text in seen.cut)
+    assert any("said" in text for text in seen.console)
+    assert any("Content Security Policy" in text for text in seen.console)
+
+
+def test_png_figures(driver: Any, artefacts: Path, full: tuple[Path, int], tmp_path: Path) -> None:
+    pytest.importorskip("kaleido", reason="kaleido is not installed")
+    run = full[0].parent.parent / "run"
+    _, markdown, *pictures = write_reports([run], tmp_path, png=True)
+    assert len(pictures) == full[1]
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert f"({picture.relative_to(tmp_path)})" in markdown.read_text()
+    (artefacts / "figure-loss.png").write_bytes((tmp_path / "figures" / "run1-loss.png").read_bytes())

@@ -1,0 +1,170 @@
+"""Operator calls as they are watched: counted and timed on real ranks, named for profilers, free when off."""
+
+from __future__ import annotations
+
+import time
+import timeit
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.comm.pending import Pending
+from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+from megatron_flux.metrics import schema
+from megatron_flux.ops import observe
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.sampling import Sampler
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+DELAY = 0.05
+
+
+def step(rows: int = 4) -> None:
+    """Forward and backward of a column and a row layer."""
+    group = dist.group.WORLD
+    x = torch.randn(rows, 1, 8, requires_grad=True)
+    hidden = column_parallel_linear(x, torch.nn.Parameter(torch.randn(6, 8)), None, group, backend="slow")
+    row_parallel_linear(hidden, torch.nn.Parameter(torch.randn(8, 6)), group, backend="slow").sum().backward()
+
+
+class Slow(ReferenceBackend):
+    """Takes known times: in the call, and in the wait of what was started asynchronously."""
+
+    name, automatic = "slow", False
+
+    def all_gather_gemm(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(DELAY)
+        return super().all_gather_gemm(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Pending:
+        pending = super().all_gather(*args, **kwargs)
+
+        def wait() -> None:
+            time.sleep(2 * DELAY)
+            pending.wait()
+
+        return Pending(pending._tensor, wait)
+
+
+def register() -> None:
+    if "slow" not in ops.backend_names():
+        ops.register_backend(Slow())
+
+
+def rank_sampled() -> dict[str, Any]:
+    register()
+    sampler = Sampler(2)
+    seen = []
+    before = torch.get_rng_state()
+    for iteration in (1, 2, 3):
+        with sampler.step(iteration):
+            step()
+        torch.set_rng_state(before)
+        seen.append(sampler.result())
+        assert torch.equal(torch.get_rng_state(), before), "measuring drew training's random numbers"
+    assert [values is not None for values in seen] == [False, True, False]
+    return seen[1]
+
+
+def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
+    for values in world2.run(rank_sampled):
+        calls = {(row["operator"], row["transposed"], row["n"], row["k"]): row for row in values["flux/calls"]}
+        # Forward of the column, dgrad of the row layer; forward of the row, dgrad of the column; x again for wgrad.
+        assert set(calls) == {
+            ("all_gather_gemm", False, 6, 8),
+            ("all_gather_gemm", True, 6, 8),
+            ("gemm_reduce_scatter", False, 8, 6),
+            ("gemm_reduce_scatter", True, 8, 6),
+            ("all_gather", False, 0, 8),
+        }
+        for row in calls.values():
+            assert set(row) == set(schema.CALL)
+            assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
+            assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
+            assert 0 <= row["gemm_ms"] <= row["serial_ms"]
+            assert row["exposed_ms"] == pytest.approx(row["time_ms"] - row["gemm_ms"])
+        taken = values["flux/operator_time_ms"]
+        assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
+        assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
+        # An operator that takes longer than both in turn has a negative efficiency.
+        assert values["flux/e_overlap"]["all_gather_gemm"] < 0
+        assert values["flux/exposed_communication_ms"]["all_gather"] == taken["all_gather"]
+
+
+def rank_measured_once() -> list[int]:
+    register()
+    sampler, counts = Sampler(1), []
+    from megatron_flux.ops import alone
+
+    measured = alone.measure
+    calls: list[Any] = []
+    alone.measure = lambda call: (calls.append(call), measured(call))[1]
+    try:
+        for iteration, rows in ((1, 4), (2, 4), (3, 8)):
+            with sampler.step(iteration):
+                step(rows)
+            sampler.result()
+            counts.append(len(calls))
+    finally:
+        alone.measure = measured
+    return counts
+
+
+def test_the_gemm_alone_is_measured_once_per_shape(world2: WorkerPool) -> None:
+    assert world2.run(rank_measured_once) == [[5, 5, 10]] * 2
+
+
+def rank_profiled() -> list[str]:
+    register()
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        observe.ranges(profiler=True),
+    ):
+        step()
+        with observe.named("flux::optimizer"):
+            pass
+    step()
+    return [event.name for event in profiler.events() if event.name.startswith("flux::")]
+
+
+def test_calls_are_named_in_a_profile(world2: WorkerPool) -> None:
+    for rank, names in enumerate(world2.run(rank_profiled)):
+        assert f"flux::all_gather_gemm m=8 n=6 k=8 float32 [n,k] tp=2 rank={rank} slow" in names
+        assert f"flux::gemm_reduce_scatter m=8 n=8 k=6 float32 [k,n] tp=2 rank={rank} slow" in names
+        assert f"flux::all_gather m=8 n=0 k=8 float32 [n,k] tp=2 rank={rank} slow wait" in names
+        assert names.count("flux::optimizer") == 1
+
+
+def test_off_it_is_the_same_object_and_cheap() -> None:
+    x, group = torch.zeros(2, 2), object()
+    backend = ReferenceBackend()
+
+    def watched() -> Any:
+        with observe.call("all_gather", backend, 2, 0, 2, x, False, group) as seen:  # type: ignore[arg-type]
+            return seen
+
+    pending = Pending(x)
+    assert watched() is watched()
+    assert watched().pending(pending) is pending
+    seconds = min(timeit.repeat(watched, number=1000, repeat=5)) / 1000
+    assert seconds < 20e-6  # a few tenths of a microsecond; a call itself takes tens
+
+
+def test_a_finished_result_is_not_waited_for_again() -> None:
+    entered: list[int] = []
+
+    def context() -> Any:
+        entered.append(1)
+        return observe._NOTHING
+
+    done = Pending(torch.zeros(1))
+    assert done.within(context) is done
+    waits: list[int] = []
+    started = Pending(torch.zeros(1), lambda: waits.append(1)).within(context)
+    assert started.wait() is started.wait()
+    assert (entered, waits) == ([1], [1])

@@ -1,0 +1,102 @@
+"""What is recorded on GPUs: operator times, NVML, traces and their parts; asking for names costs no context."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.metrics import read_records
+from tests.gpu.test_commands import SMALL, run
+
+pytestmark = pytest.mark.gpus(2)
+
+NO_CONTEXT = """
+import ctypes, json
+from megatron_flux import environment
+named = [environment.device_name(), environment.link(), environment.versions()]
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+flags, active = ctypes.c_uint(), ctypes.c_int()
+assert cuda.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+import torch
+seen = environment._link_by_cuda(torch.cuda.device_count())
+print(json.dumps([active.value, named[0], named[1], torch.cuda.get_device_name(0), seen]))
+"""
+
+
+def test_names_and_links_make_no_context_and_agree_with_cuda() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_CONTEXT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    active, name, link, cuda_name, cuda_link = json.loads(done.stdout.splitlines()[-1])
+    assert active == 0
+    assert name == cuda_name
+    assert (link["kind"], link["pairs"], link["peer_access"]) == tuple(
+        cuda_link[key] for key in ("kind", "pairs", "peer_access")
+    )
+
+
+def test_samples_and_traces(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    more = ["--sample-interval", "2", "--block-steps", "8", "--profile-steps", "11-12"]
+    run("compare", "--nproc", "2", "--steps", "16", "--out", out, *SMALL, *more)
+    for arm in ("baseline", "flux"):
+        rows = read_records(out / arm / "metrics.jsonl")
+        assert rows[0]["flux/run"]["gpu_source"].startswith("NVML, driver ")
+        sampled = [row for row in rows if row["flux/sampled"] and not row["profiled"]][1:]
+        glances = [row["flux/gpu"] for row in sampled if row["flux/gpu"] is not None]
+        assert glances, "no glance at a GPU came in time"
+        for gpu in glances:
+            assert 100 < gpu["sm_clock_mhz_min"] < 4000
+            assert gpu["power_w_mean"] > 20
+            assert 0 < gpu["temperature_c_max"] < 120
+        for row in sampled:
+            assert all(memory > 0 for memory in row["flux/ranks"]["peak_memory_bytes"])
+            times = row["flux/operator_time_ms"]
+            if arm == "baseline":
+                assert times == {}
+                continue
+            assert sum(times.values()) < 1e3 * row["iteration-time"]
+            for call in row["flux/calls"]:
+                assert call["source"] in ("tuner", "measured"), call
+                assert call["gemm_ms"] <= call["serial_ms"] * 1.1
+                assert call["time_ms"] >= 0
+        check_trace(out / arm, arm)
+    run("trace", "merge", out)
+    merged = json.loads(gzip.decompress((out / "flux" / "trace" / "merged.json.gz").read_bytes()))
+    kernels = {event["pid"] for event in merged["traceEvents"] if event.get("cat") == "kernel"}
+    assert len(kernels) == 2, "the GPUs of both ranks"
+
+
+def check_trace(folder: Path, arm: str) -> None:
+    found = json.loads((folder / "breakdown.json").read_text())
+    assert (found["source"], found["steps"]) == ("gpu", [11, 12])
+    parts = found["parts"]
+    assert sum(parts.values()) == pytest.approx(found["span_ms"], rel=1e-3)
+    assert parts["gemm"] > 0
+    assert parts["optimizer"] > 0
+    assert parts["fused"] + parts["communication_exposed"] + found["communication_hidden_ms"] > 0
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((folder / "trace" / f"rank{rank:05d}.json.gz").read_bytes()))
+        named = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("flux::all_gather_gemm")]
+        # On the host's timeline and, through the profiler, on the GPU's.
+        assert {e["cat"] for e in named} == ({"user_annotation", "gpu_user_annotation"} if arm == "flux" else set())
+
+
+def test_names_for_nsys(tmp_path: Path) -> None:
+    run("train", "--nproc", "2", "--steps", "4", "--nvtx", "--profile-steps", "3-4", *SMALL, "--out", tmp_path / "run")
+    assert not (tmp_path / "run" / "flux" / "trace").exists()
+    assert len(read_records(tmp_path / "run" / "flux" / "metrics.jsonl")) == 4
+
+
+def test_the_cost_of_recording_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run("bench", "metrics", "--nproc", "2", "--pairs", "6", "--block-steps", "10", *SMALL, "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["cost_percent_ci95"] is not None
+    assert summary["bare_ms"] > 0
+    assert len((out / "blocks.jsonl").read_text().splitlines()) == 12

@@ -1,0 +1,175 @@
+"""What a run leaves on disk: killed, resumed, sampled, profiled and mirrored, without a secret in any file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.metrics import schema
+from tests.train.conftest import records
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SECRETS = {
+    "WANDB_API_KEY": "0123456789" * 4,
+    "HF_TOKEN": "hf_notToBeFoundAnywhere",
+    "DATABASE_PASSWORD": "correct-horse-battery",
+    "SOME_VARIABLE": "value-of-a-variable",
+}
+JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "night-run", "SLURM_RESTART_COUNT": "1"}
+COMMON = ["--wandb", "offline", "--wandb-group", "the-group", "--wandb-tags", "night", "--wandb-ranks"]
+COMMON += ["--sample-interval", "2", "--save-interval", "3", "--log-interval", "1"]
+
+
+def words(corpus: Path, folder: Path, *more: str) -> list[str]:
+    run = [sys.executable, "-m", "megatron_flux.cli", "train", "--data", str(corpus), "--out", str(folder / "run")]
+    return [*run, *COMMON, "--save", str(folder / "checkpoints"), *more]
+
+
+def test_a_killed_run_loses_nothing_and_is_resumed(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    arm, tracker = tmp_path / "run" / "flux", tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    log = tmp_path / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words(corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
+        )
+        try:
+            deadline = time.monotonic() + 300
+            while not (tracker.exists() and f"step {int(tracker.read_text()) + 2}/" in log.read_text()):
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            found = subprocess.run(["pgrep", "-f", f"train.worker {tmp_path}"], capture_output=True, text=True)
+            for pid in found.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
+    said = [int(step) for step in re.findall(r"step (\d+)/", log.read_text())]
+    written = [record["iteration"] for record in records(arm)]
+    assert written == list(range(1, len(written) + 1))
+    assert written[-1] >= said[-1], "a step that was said to be done is not in the record"
+    first = json.loads((arm / "wandb.json").read_text())["id"]
+
+    # As after a requeue: from the latest checkpoint, before the last recorded step, into the same folder.
+    resumed = int(tracker.read_text())
+    assert resumed < written[-1]
+    profiled = f"{resumed + 3}-{resumed + 4}"
+    steps = ["--steps", str(resumed + 6), "--load", str(tmp_path / "checkpoints"), "--profile-steps", profiled]
+    done = subprocess.run(
+        words(corpus, tmp_path, *steps),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**environment, **SECRETS, **JOB},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = records(arm)
+    assert [row["iteration"] for row in rows] == list(range(1, resumed + 7))
+    check_process(rows, resumed, first)
+    check_samples([row for row in rows if row["iteration"] > resumed])
+    check_mirror(arm, resumed, first)
+    check_trace(arm, resumed + 3, resumed + 4, rows)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for secret in SECRETS.values():
+        assert [path for path in files if secret.encode() in content(path)] == [], secret
+    assert all(secret not in done.stdout + done.stderr for secret in SECRETS.values())
+
+
+def content(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> None:
+    """The first record of each process says what ran."""
+    about = {row["iteration"]: row["flux/run"] for row in rows if "flux/run" in row}
+    assert list(about) == [1, resumed + 1]
+    before, after = about[1], about[resumed + 1]
+    assert set(before) == set(schema.RUN)
+    assert (before["resumed_from"], after["resumed_from"]) == (None, resumed)
+    assert before["wandb_id"] == after["wandb_id"] == wandb_id
+    assert (before["job"], after["job"]) == (None, {"id": "4711", "name": "night-run", "restart": "1"})
+    assert (after["ranks"], len(after["nodes"]), after["sample_interval"]) == (2, 1, 2)
+    assert after["versions"]["megatron-core"]
+    assert after["peak_tflops"] is None
+    assert after["peak_source"].startswith("no MFU: ")
+
+
+def check_samples(rows: list[dict[str, Any]]) -> None:
+    """Every other step is sampled, and what is measured fits together."""
+    for row in rows:
+        assert row["schema"] == schema.SCHEMA_VERSION
+        assert row["flux/sampled"] == (row["iteration"] % 2 == 0)
+        assert row["flux/wait_timeouts"] == 0
+        assert ("flux/e_overlap" in row) == row["flux/sampled"]
+    for row in (row for row in rows if row["flux/sampled"]):
+        assert set(row["flux/operator_time_ms"]) == {"all_gather", "all_gather_gemm", "gemm_reduce_scatter"}
+        calls = {
+            (call["operator"], call["m"], call["n"], call["k"], call["transposed"]): call for call in row["flux/calls"]
+        }
+        assert len(calls) == len(row["flux/calls"])
+        assert sum(c["calls"] for c in calls.values() if c["operator"] == "all_gather_gemm") == 2 * (5 + 4)
+        for operator, taken in row["flux/operator_time_ms"].items():
+            own = [call for call in calls.values() if call["operator"] == operator]
+            assert taken == pytest.approx(sum(call["calls"] * call["time_ms"] for call in own))
+            gemm, serial = row["flux/gemm_time_ms"][operator], row["flux/serial_time_ms"][operator]
+            assert row["flux/exposed_communication_ms"][operator] == pytest.approx(taken - gemm)
+            assert row["flux/e_overlap"][operator] == pytest.approx((serial - taken) / (serial - gemm))
+        ranks = row["flux/ranks"]
+        assert max(ranks["step_ms"]) == pytest.approx(1e3 * row["iteration-time"])
+        own = [step - operators for step, operators in zip(ranks["step_ms"], ranks["operators_ms"], strict=True)]
+        assert row["flux/slowest_rank"] == own.index(max(own))
+        assert row["flux/rank_spread_ms"] == pytest.approx(max(own) - min(own))
+        assert all(0 < spent < step for spent, step in zip(ranks["operators_ms"], ranks["step_ms"], strict=True))
+        assert row["flux/gpu"] is None
+
+
+def check_mirror(arm: Path, resumed: int, wandb_id: str) -> None:
+    """Two offline folders of one run; the second one goes on where the checkpoint was."""
+    files = sorted((arm / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{wandb_id}.wandb"] * 2
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(files[1])]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    items = [json.loads(line) for line in shown.stdout.splitlines()]
+    (run,) = (item["run"] for item in items if item["type"] == "run")
+    assert (run["run_group"], run["job_type"], run["project"]) == ("the-group", "flux", "megatron-flux")
+    assert run["tags"] == ["tiny", "night"]
+    history = [item["history"]["item"] for item in items if item["type"] == "history"]
+    assert (
+        [row["iteration"] for row in history]
+        == [row["_step"] for row in history]
+        == list(range(resumed + 1, resumed + 7))
+    )
+    sampled = next(row for row in history if row["flux/sampled"])
+    assert {"flux/e_overlap/all_gather_gemm", "flux/rank/0/step_ms", "flux/rank/1/step_ms"} <= set(sampled)
+
+
+def check_trace(arm: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:
+    """One trace per rank, with the operators by name; the parts add up to the step."""
+    slowed = [row["iteration"] for row in rows if row.get("profiled")]
+    assert slowed == [first - 1, first, last]
+    for rank in (0, 1):
+        trace = json.loads(content(arm / "trace" / f"rank{rank:05d}.json.gz"))
+        names = [str(event.get("name")) for event in trace["traceEvents"]]
+        assert [n for n in names if n.startswith("flux::step")] == [f"flux::step {first}", f"flux::step {last}"]
+        calls = [n for n in names if n.startswith("flux::all_gather_gemm") and n.endswith("reference")]
+        assert len(calls) == 2 * 2 * (5 + 4)
+        assert all(f"tp=2 rank={rank} " in name for name in calls)
+        assert names.count("flux::optimizer") == 2
+    found = json.loads((arm / "breakdown.json").read_text())
+    assert (found["steps"], found["source"]) == ([first, last], "cpu")
+    assert sum(found["parts"].values()) == pytest.approx(found["span_ms"], rel=1e-3)
+    own = [1e3 * row["iteration-time"] for row in rows if row["iteration"] in (first, last)]
+    assert 0 < found["span_ms"] < 1.05 * sum(own) / 2  # rank 0's step, which need not be the slowest
+    for part in ("gemm", "attention", "norm", "optimizer", "communication_exposed"):
+        assert found["parts"][part] > 0, part

@@ -1,0 +1,180 @@
+"""The scripts that compare Megatron-LM's runs and its own tests, stock and with flux: what they make of the files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+LINE = (
+    " [2026-01-01 10:00:00.000001] iteration {i:8d}/       3 | consumed samples: {i:12d} | "
+    "elapsed time per iteration (ms): {ms} | throughput per GPU (TFLOP/s/GPU): 1.0 | learning rate: 3.0E-05 | "
+    "global batch size:     4 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {norm:.3f} | "
+    "number of skipped iterations:   0 |\n"
+)
+SAID = "done> megatron-flux: 9 layers of rank 0 run flux; calls so far: 9 all_gather_gemm, 9 gemm_reduce_scatter\n"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    earlier = set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        return __import__(name)
+
+    yield load
+    for name in set(sys.modules) - earlier:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(SCRIPTS)):
+            del sys.modules[name]
+
+
+def log(folder: Path, losses: list[float], more: str = "") -> None:
+    folder.mkdir(parents=True)
+    lines = [
+        LINE.format(i=i, ms=100.0 * i, loss=loss, norm=1.5)  # a log interval of 1
+        for i, loss in enumerate(losses, start=1)
+    ]
+    (folder / "run.log").write_text(lines[0] + more + "".join(lines[1:]))
+
+
+# megatron_lm_compare.py
+
+
+def test_rows_of_a_log(script: Any, tmp_path: Path) -> None:
+    compare = script("megatron_lm_compare")
+    log(tmp_path / "run", [10.5, 9.25, 8.0], more="noise\n")
+    rows = compare.rows(tmp_path / "run" / "run.log")
+    assert rows[2] == {"lm loss": 9.25, "grad-norm": 1.5, "iteration-time": 0.2}
+    assert list(rows) == [1, 2, 3]
+    assert compare.times(rows, 1) == pytest.approx({"median": 0.25, "p10": 0.21, "p90": 0.29, "iterations": 2})
+    assert compare.times(rows, 2) is None
+
+
+def test_difference(script: Any) -> None:
+    compare = script("megatron_lm_compare")
+    stock = {1: {"lm loss": 2.0}, 2: {"lm loss": 1.0}}
+    flux = {1: {"lm loss": 2.0}, 2: {"lm loss": 1.5}}
+    assert compare.difference(stock, stock, "lm loss")["same bits"] is True
+    found = compare.difference(stock, flux, "lm loss")
+    assert found == {"same bits": False, "largest difference": 0.5, "mean difference": 0.25}
+
+
+# megatron_lm_gpus.py
+
+
+def against_stock(script: Any, out: Path, more: str) -> dict[str, Any]:
+    runs = {"local-stock": {"exit code": 0}, "local-run": {"exit code": 0}}
+    log(out / "local-stock", [3.0, 2.0, 1.0])
+    log(out / "local-run", [3.0, 2.0, 1.25], more=more)
+    options = argparse.Namespace(runs=[("local", "stock"), ("local", "run")], skip=1)
+    return script("megatron_lm_gpus")._against_stock(options, out, runs)["local-run"]
+
+
+def test_a_run_beside_stock(script: Any, tmp_path: Path) -> None:
+    found = against_stock(script, tmp_path, SAID)
+    assert found["lm loss"] == pytest.approx(
+        {"same bits": False, "largest difference": 0.25, "mean difference": 0.25 / 3}
+    )
+    assert found["iteration-time (s)"]["run"]["median"] == pytest.approx(0.25)
+    assert found["flux logged"] is True
+
+
+def test_a_run_in_which_flux_never_ran_counts_as_failed(script: Any, tmp_path: Path) -> None:
+    assert against_stock(script, tmp_path, "")["flux logged"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--runs", "local:fast"], "--runs local:fast: give local or transformer_engine, a colon and one of stock"),
+        (["--runs", "stock"], "--runs stock: give local or transformer_engine"),
+        (["--nproc", "1"], "tensor parallelism needs 2 GPUs or more, this machine has 1"),
+    ],
+)
+def test_bad_options(
+    script: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setattr(sys, "argv", ["megatron_lm_gpus.py", str(tmp_path), "--out", str(tmp_path / "out"), *words])
+    with pytest.raises(SystemExit) as exit_:
+        script("megatron_lm_gpus")._options()
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+# peer_tests.py
+
+
+def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
+    (folder / arm).mkdir(exist_ok=True)
+    rows = [{"test": name, "outcome": outcome, "why": "because"} for name, outcome in tests.items()]
+    lines = [json.dumps(row) for row in [*rows, {"flux": {"calls": {"all_gather_gemm/reference": 2}}}]]
+    (folder / arm / f"f.rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def peers(script: Any, out: Path) -> tuple[int, dict[str, Any]]:
+    module = script("peer_tests")
+    results = {arm: {"tests": {}, "ended": {}, "flux": module.Counter()} for arm in module.ARMS}
+    for arm in module.ARMS:
+        module._collect(results[arm], out, arm, "f", 0, 2)
+    code = module._compare(results, out, argparse.Namespace(nproc=2, cpu=True))
+    return code, json.loads((out / "comparison.json").read_text())
+
+
+def test_what_stock_passes_on_all_ranks_must_pass_with_flux_on_all(script: Any, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        outcomes(
+            tmp_path, "stock", rank, good="passed", bad="failed", one_rank="passed", gone="passed", never="skipped"
+        )
+        outcomes(
+            tmp_path, "flux", rank, good="passed", bad="failed", one_rank=("passed", "failed")[rank], never="skipped"
+        )
+    code, found = peers(script, tmp_path)
+    assert code == 1
+    assert found["failed_by_flux_only"] == {
+        "one_rank": {"outcome": "failed", "why": "because"},
+        "gone": {"outcome": "not run", "why": ""},
+    }
+    assert found["counts"]["flux"] == {"passed": 1, "failed": 2, "skipped": 1}
+    assert found["flux_calls"] == {"all_gather_gemm/reference": 4}
+
+
+def test_a_test_that_a_rank_did_not_finish_has_failed(script: Any, tmp_path: Path) -> None:
+    for arm in ("stock", "flux"):
+        outcomes(tmp_path, arm, 0, good="passed", hangs="passed")
+        outcomes(tmp_path, arm, 1, good="passed")
+    code, found = peers(script, tmp_path)
+    assert code == 0
+    assert found["tests"]["hangs"]["flux"] == {"outcome": "failed", "why": "not finished"}
+
+
+def test_no_test_at_all_is_a_failure(script: Any, tmp_path: Path) -> None:
+    assert peers(script, tmp_path)[0] == 1
+
+
+# limited.py
+
+
+def test_a_program_past_its_limit_is_ended(script: Any, tmp_path: Path) -> None:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    began = time.monotonic()
+    where = {"cwd": tmp_path, "environment": dict(os.environ), "log": tmp_path / "log"}
+    assert script("limited").run([sys.executable, "-c", program], seconds=1.5, **where) is None
+    assert time.monotonic() - began < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "log").read_text()), 0)
+    assert script("limited").run([sys.executable, "-c", "raise SystemExit(3)"], seconds=30, **where) == 3

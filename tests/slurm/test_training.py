@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megatron_flux.metrics import read_records
-from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, Slurm
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -111,13 +111,12 @@ def test_a_lost_node_is_replaced_and_training_resumes(
         at_the_cluster.wait_for_job(job)
     finally:
         at_the_cluster.client("scontrol", "update", "nodename=n01", "state=resume")
-        at_the_cluster.wait(lambda: at_the_cluster.states().count("idle") == NODES, "the node to be back")
-    nodes = at_the_cluster.job(job)["NodeList"]
-    hosts = at_the_cluster.client("scontrol", "show", "hostnames", nodes).stdout.split()
+        at_the_cluster.idle()
+    hosts = at_the_cluster.hosts(job)
     assert len(hosts) == 2
     assert "n01" not in hosts
     said = "\n".join(log_of(at_the_cluster, job))
-    assert f"start 1, on {nodes}" in said
+    assert f"start 1, on {at_the_cluster.job(job)['NodeList']}" in said
     assert f"training: --load={root}/rep-0/checkpoints" in said
     assert losses(root, "flux") == uninterrupted
     assert json.loads((root / "rep-0" / "run" / "ended.json").read_text())["state"] == "finished"
@@ -146,7 +145,10 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(
     for arm in ("baseline", "flux"):
         assert losses(root, arm) == uninterrupted, arm
     preflight = root / "rep-0" / "logs" / "1" / "preflight"
-    assert {file.name for file in preflight.iterdir()} == {"n00.json", "n01.json", "together.json"}
+    assert {file.name for file in preflight.iterdir()} == {
+        *(f"{host}.json" for host in at_the_cluster.hosts(job)),
+        "together.json",
+    }
 
     at_the_cluster.wait_for_job(collecting)
     collected: dict[str, Any] = json.loads((root / "collected.json").read_text())

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+_P2P_READ, _P2P_NVLINK = 0, 2
+"""``nvmlGpuP2PCapsIndex_t``. The binding's own constant of the first is a tuple, which its functions do not take."""
+
 FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
 
@@ -80,7 +83,7 @@ def pairs() -> list[tuple[bool, bool]] | None:
         return [
             tuple(
                 found.nvmlDeviceGetP2PStatus(a, b, kind) == found.NVML_P2P_STATUS_OK
-                for kind in (found.NVML_P2P_CAPS_INDEX_READ, found.NVML_P2P_CAPS_INDEX_NVLINK)
+                for kind in (_P2P_READ, _P2P_NVLINK)
             )
             for a in handles
             for b in handles

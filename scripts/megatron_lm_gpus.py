@@ -47,6 +47,7 @@ def main() -> int:
     options = _options()
     out = options.out.resolve()
     out.mkdir(parents=True)
+    described = machine.described(options.nproc)
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         here = machine.prepare(options.checkout.resolve(), Path(scratch))
@@ -57,7 +58,7 @@ def main() -> int:
             if runs[name]["exit code"] != 0:
                 print("\n".join((out / name / "run.log").read_text(errors="replace").splitlines()[-60:]), flush=True)
     found = {
-        "machine": machine.described(options.nproc),
+        "machine": described,
         "arguments": _arguments(options),
         "runs": runs,
         "against stock": _against_stock(options, out, runs),

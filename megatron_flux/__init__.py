@@ -14,6 +14,9 @@ Public face::
 Importing this package patches nothing and imports neither megatron-core, triton, TransformerEngine, apex nor wandb.
 """
 
+# First of all: as it is imported, torch may load megatron_flux_autoload, which imports parts of this package whole.
+import torch  # noqa: F401
+
 from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError

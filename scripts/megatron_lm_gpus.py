@@ -47,7 +47,7 @@ def main() -> int:
     options = _options()
     out = options.out.resolve()
     out.mkdir(parents=True)
-    described = machine.described(options.nproc)
+    described = machine.described(options.checkout, options.nproc)
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         here = machine.prepare(options.checkout.resolve(), Path(scratch))
@@ -217,7 +217,9 @@ def _rows(folder: Path) -> tuple[str, dict[int, dict[str, Any]]]:
     """A run's rows by iteration, from its wandb file where there is one that can be read, else from its log."""
     if (folder / "run.wandb").exists():
         try:
-            return "wandb", compare.rows(folder / "run.wandb")
+            # Without TensorBoard, Megatron-LM logs no loss to wandb.
+            if rows := compare.rows(folder / "run.wandb"):
+                return "wandb", rows
         except SystemExit as error:
             print(error, flush=True)
     return "the log", compare.rows(folder / "run.log")

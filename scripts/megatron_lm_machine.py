@@ -18,6 +18,7 @@ import torch
 
 from megatron_flux import environment
 from megatron_flux.megatron_lm import source_patches
+from megatron_flux.patch.package_info import version_of_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = "torch.backends"
@@ -114,13 +115,14 @@ def _helpers(checkout: Path, tools: Path, variables: dict[str, str]) -> None:
     _tool(tools / "make", "exit 0")
 
 
-def described(nproc: int) -> dict[str, Any]:
-    """Device, link and versions."""
+def described(checkout: Path, nproc: int) -> dict[str, Any]:
+    """Device, link and versions; the checkout's own megatron-core comes before an installed one."""
     return {
+        "Megatron-LM": version_of_tree(checkout / "megatron" / "core"),
         "device": environment.device_name(),
         "processes": nproc,
         "link": environment.link(),
-        "versions": environment.versions(),
+        "versions": {name: found for name, found in environment.versions().items() if name != "megatron-core"},
     }
 
 

@@ -52,7 +52,9 @@ def main() -> int:
     if out.exists():
         sys.exit(f"peer_tests.py: {out} exists; give a folder that does not")
     files = [name for path in options.tests or FILES for name in _test_files(checkout, path)]
-    results: dict[str, dict[str, Any]] = {arm: {"tests": {}, "ended": {}, "flux": Counter()} for arm in ARMS}
+    results: dict[str, dict[str, Any]] = {
+        arm: {"tests": {}, "ended": {}, "flux": Counter(), "stock": Counter()} for arm in ARMS
+    }
     for group in [files] if options.together else [[name] for name in files]:
         name = _slug(group[0]) if len(group) == 1 else "together"
         for arm in ARMS:
@@ -122,6 +124,7 @@ def _collect(result: dict[str, Any], out: Path, arm: str, name: str, code: int |
         ranks.append({row["test"]: row for row in rows if "test" in row})
         for row in rows:
             result["flux"].update(row.get("flux", {}).get("calls", {}))
+            result["stock"].update(row.get("flux", {}).get("fallbacks", {}))
     result["ended"][name] = "time limit" if code is None else f"exit code {code}"
     for test in sorted({test for rank in ranks for test in rank}):
         outcomes = [rank.get(test, {"outcome": "failed", "why": "not finished"}) for rank in ranks]
@@ -143,6 +146,7 @@ def _compare(results: dict[str, dict[str, Any]], out: Path, options: argparse.Na
         "counts": {arm: dict(Counter(t["outcome"] for t in results[arm]["tests"].values())) for arm in ARMS},
         "failed_by_flux_only": worse,
         "flux_calls": dict(results["flux"]["flux"]),
+        "stock_calls_of_patched_layers": dict(results["flux"]["stock"]),
         "ended": {arm: results[arm]["ended"] for arm in ARMS},
         "tests": {
             test: {"stock": stock.get(test, absent), "flux": flux.get(test, absent)} for test in {**stock, **flux}
@@ -169,8 +173,12 @@ def _table(comparison: dict[str, Any]) -> str:
         cells = [", ".join(str(counts[arm][kind]) for kind in ("passed", "failed", "skipped")) for arm in ARMS]
         worse = sum(test.split("::")[0].removesuffix(" (import)") == name for test in comparison["failed_by_flux_only"])
         lines.append(f"| {name.removeprefix('tests/unit_tests/')} | {cells[0]} | {cells[1]} | {worse} |")
-    calls = ", ".join(f"{n} {name}" for name, n in sorted(comparison["flux_calls"].items())) or "none"
-    return "\n".join([*lines, "", f"Operator calls of the flux arm, over all ranks: {calls}.", ""])
+    calls, stock = (
+        ", ".join(f"{n} {name}" for name, n in sorted(comparison[counts].items())) or "none"
+        for counts in ("flux_calls", "stock_calls_of_patched_layers")
+    )
+    said = f"Over all ranks of the flux arm, operator calls: {calls}; calls that patched layers left to stock: {stock}."
+    return "\n".join([*lines, "", said, ""])
 
 
 if __name__ == "__main__":

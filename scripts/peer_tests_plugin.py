@@ -13,7 +13,7 @@ import sys
 import types
 from typing import Any
 
-_RANKING = ("skipped", "passed", "failed")  # over set-up, call and tear-down the worst counts
+_RANKING = ("passed", "skipped", "failed")  # over set-up, call and tear-down the last of these counts
 _path = f"{os.environ['PEER_TESTS_OUT']}.rank{os.environ.get('RANK', '0')}.jsonl"
 _worst: dict[str, str] = {}
 
@@ -50,9 +50,8 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Keep the worst phase; written when the test is over."""
-    seen = _worst.get(report.nodeid, "skipped" if report.outcome == "skipped" else "passed")
-    _worst[report.nodeid] = max(seen, report.outcome, key=_RANKING.index)
+    """Keep the worst phase; a test that passed is written when it is over."""
+    _worst[report.nodeid] = max(_worst.get(report.nodeid, "passed"), report.outcome, key=_RANKING.index)
     if report.outcome != "passed":
         _write({"test": report.nodeid, "outcome": report.outcome, "why": _last_line(report)})
     elif report.when == "teardown" and _worst[report.nodeid] == "passed":

@@ -30,7 +30,7 @@ class Samples:
         self._glance: nvml.Glance | None = None
         self._gpu: nvml.Gpu | None = None
         self._began = self._seconds = 0.0
-        if interval and torch.cuda.is_available():
+        if interval and nvml.why_not() is None and torch.cuda.is_available():
             try:
                 self._gpu = nvml.of_device(torch.device("cuda", torch.cuda.current_device()))
             except LookupError:

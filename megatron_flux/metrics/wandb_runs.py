@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from megatron_flux.errors import UserError
 
 TIMEOUT_S = 15.0
+
+WITHOUT_END = ".sent-without-end"
+"""Ending of the mark beside a run whose process was killed, once what can be read of it was sent."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,18 @@ class WandbRun:
     @property
     def online(self) -> bool:
         """It was sent while it ran, or has been since."""
-        return self.folder.name.startswith("run-") or any(self.folder.glob("*.wandb.synced"))
+        sent = [*self.folder.glob("*.wandb.synced"), *self.folder.glob(f"*{WITHOUT_END}")]
+        return self.folder.name.startswith("run-") or bool(sent)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since wandb last wrote to it."""
+        return time.time() - max(file.stat().st_mtime for file in self.folder.glob("run-*.wandb"))
+
+    def mark_sent(self) -> None:
+        """Note that all that can be read of it was sent; wandb's own mark is for runs with an end."""
+        for file in self.folder.glob("run-*.wandb"):
+            file.with_name(file.name + WITHOUT_END).touch()
 
 
 def find(paths: Sequence[Path]) -> list[WandbRun]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.statistics import median_of
+from megatron_flux.metrics.statistics import median_of, paired_blocks, speedup_interval
 from megatron_flux.metrics.summary import ARMS, read_json_object
 from megatron_flux.metrics.tail import Tail
 
@@ -26,6 +26,7 @@ class Watched:
     path: Path
     tails: dict[str, Tail] = field(init=False)
     config: dict[str, Any] = field(default_factory=dict, init=False)
+    _interval: tuple[int, list[float] | None] = field(default=(0, None), init=False)
 
     def __post_init__(self) -> None:
         """Nothing is read yet."""
@@ -88,6 +89,13 @@ class Watched:
                 return None
             total += pace * max(0, self.steps - self.last_iteration(arm))
         return total
+
+    def speedup_interval(self) -> list[float] | None:
+        """The interval of the speed-up so far, made anew when a pair of blocks has been added: it takes a while."""
+        pairs = paired_blocks(*(self.tails[arm].records for arm in ARMS))
+        if self._interval[0] != len(pairs):
+            self._interval = (len(pairs), speedup_interval(pairs))
+        return self._interval[1]
 
     def silent_s(self, now: float) -> float | None:
         """Seconds since the last record of any arm, by the file's time."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_flux.metrics.rows import memory, milliseconds, rate
-from megatron_flux.metrics.statistics import Record, median_of, paired_blocks, speedup_interval, timed
+from megatron_flux.metrics.statistics import Record, median_of, timed
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.metrics.watch import RECENT, Watched
 
@@ -67,7 +67,7 @@ def _said(watched: Watched, now: float) -> list[tuple[str, str]]:
     records = {arm: watched.tails[arm].records for arm in ARMS}
     pace = {arm: median_of(timed(records[arm]), "iteration-time") for arm in ARMS}
     if pace["baseline"] and pace["flux"]:
-        interval = speedup_interval(paired_blocks(records["baseline"], records["flux"]))
+        interval = watched.speedup_interval()
         shown = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ", too few blocks for an interval"
         lines.append((f"speed-up so far {pace['baseline'] / pace['flux']:.3f}{shown}", "bold"))
     flux = records["flux"]

@@ -52,7 +52,11 @@ def remaining(turns: Iterable[tuple[int, str, int]], done: Mapping[str, int]) ->
 
 def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
     """Train both arms in turns and write summary and report; or, on a signal, save both. A collective call."""
-    stop = StopRequest(config.exit_signal, device)
+    with StopRequest(config.exit_signal, device) as stop:
+        _compare(config, dataset, device, stop)
+
+
+def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequest) -> None:
     arms = {name: Arm(name, config, dataset, device) for name in ARMS}
     static_bytes = sum(arm.trainer.static_bytes for arm in arms.values())
     if config.load is not None:

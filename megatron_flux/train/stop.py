@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 
 class StopRequest:
-    """Notes a signal. Without one to listen to, nobody ever stops and the ranks need not agree."""
+    """Notes a signal. Without one to listen to, nobody ever stops and the ranks need not agree.
+
+    A context manager, after which the signal is ignored: who sends it sends it again until the run has ended, and
+    Python, when it ends, puts signals that have handlers back to what kills a process.
+    """
 
     def __init__(self, name: str | None, device: torch.device) -> None:
         """Listen from now on.
@@ -28,6 +33,15 @@ class StopRequest:
         self._noted = False
         if name is not None:
             signal.signal(signal.Signals[f"SIG{name}"], self._note)
+
+    def __enter__(self) -> Self:
+        """Return the request itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Ignore the signal from here on."""
+        if self.name is not None:
+            signal.signal(signal.Signals[f"SIG{self.name}"], signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True

@@ -15,7 +15,11 @@ from megatron_flux.train.stop import StopRequest
 
 def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
     """Train to ``config.steps``, recording to the run folder and saving as asked. A collective call."""
-    stop = StopRequest(config.exit_signal, device)
+    with StopRequest(config.exit_signal, device) as stop:
+        _train(config, dataset, device, stop)
+
+
+def _train(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequest) -> None:
     arm = Arm("flux" if config.flux else "baseline", config, dataset, device)
     trainer = arm.trainer
     if config.load is not None:

@@ -103,7 +103,6 @@ def test_what_the_checks_find(driver: Any, full: tuple[Path, int], tmp_path: Pat
     """A page with every fault, so that the checks above are known to see them."""
     broken = full[0].read_text().replace("</main>", '<p style="width: 2000px">wide</p></main>')
     broken = broken.replace('"use strict";', '"use strict"; console.error("said"); fetch("x.json");')
-    broken = re.sub(r'"y": \[[0-9.]+', '"range": [0], "y": [null', broken, count=1)
     empty = json.loads(re.search(r'id="figures">(.*?)</script>', broken).group(1))
     for trace in empty["run1-loss"]["data"]:
         trace["y"] = [None for _ in trace["y"]]

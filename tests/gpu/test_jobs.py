@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +51,8 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     assert len(report["gpus"]) == torch.cuda.device_count()
     assert all(gpu["gemm_tflops"] > 1 for gpu in report["gpus"])
     launcher = ["-m", "megatron_flux.run.node", "--standalone", f"--nproc-per-node={torch.cuda.device_count()}"]
+    if shutil.which("numactl"):
+        launcher.append("--numa-binding=node")  # as the packaged profiles have it
     ranks = subprocess.run(
         [sys.executable, *launcher, "-m", "megatron_flux.launch.preflight_ranks", *words],
         capture_output=True,

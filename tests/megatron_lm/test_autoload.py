@@ -16,6 +16,12 @@ print(*sorted({name for name in sys.modules if name.partition(".")[0] in ("megat
 """
 
 
+@pytest.mark.parametrize("module", ["megatron_flux", "megatron_flux.run.node"])
+def test_this_package_may_be_imported_before_torch(run: Run, installed: Path, module: str) -> None:
+    result = run("-c", f"import {module}; print('imported')", path=(installed,), MEGATRON_FLUX="1")
+    assert (result.code, result.out.split()) == (0, ["imported"]), result.err
+
+
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_inert_without_the_variable(run: Run, installed: Path, value: str | None) -> None:
     more = {} if value is None else {"MEGATRON_FLUX": value}

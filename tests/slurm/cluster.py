@@ -33,6 +33,8 @@ def why_not() -> str | None:
     missing += [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian's packages slurm-wlm and munge)"
+    if os.geteuid() != 0 and not _TERMINAL.is_char_device():
+        return f"no character devices to be had for GPUs: not root, and no {_TERMINAL}"
     return None
 
 
@@ -69,8 +71,6 @@ class Cluster:
             for i in range(GPUS):
                 os.mknod(self.folder / "dev" / f"nvidia{i}", 0o600 | 0o020000, os.makedev(1, 3))
         except PermissionError:
-            if not _TERMINAL.is_char_device():
-                raise RuntimeError("no character devices to be had for GPUs") from None
             return f"/dev/tty[0-{GPUS - 1}]"
         return f"{self.folder}/dev/nvidia[0-{GPUS - 1}]"
 
@@ -137,7 +137,7 @@ class Cluster:
         self._run(str(self.folder / "bin" / "slurmctld"), "-f", configuration)
         for name in self.nodes:
             self.start_node(name)
-        self.wait(lambda: self.states().count("idle") == NODES, "all nodes idle")
+        self.idle()
 
     def start_node(self, name: str) -> None:
         """Start a node's daemon."""
@@ -179,6 +179,14 @@ class Cluster:
         """What scontrol says of a job."""
         shown = self.client("scontrol", "show", "job", job, "--oneliner").stdout.splitlines()[0]
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def hosts(self, job: str) -> list[str]:
+        """The nodes of a job, in order."""
+        return self.client("scontrol", "show", "hostnames", self.job(job)["NodeList"]).stdout.split()
+
+    def idle(self) -> None:
+        """Wait until every node is idle: the jobs before have left, and the next ones get the first nodes."""
+        self.wait(lambda: self.states().count("idle") == NODES, "all nodes idle")
 
     def release(self, job: str) -> None:
         """A job that was requeued waits two minutes, which a test need not; until it has begun again."""

@@ -47,6 +47,7 @@ def at_the_cluster(cluster: daemons.Cluster, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("MEGATRON_FLUX_PYTHON", sys.executable)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
+    cluster.idle()
     return cluster
 
 

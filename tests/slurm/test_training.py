@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from megatron_flux.metrics import read_records
-from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, Slurm
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 60
+STEPS = 40
 # Dropout: a resume that did not restore the random state would show.
 SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10"]
 LOCAL = ["--profile", "local", "--job", "tiny", *(f"--set={pair}" for pair in SETTINGS)]
@@ -88,7 +88,7 @@ def test_a_killed_rank_fails_the_job_and_is_named(
     last = log_of(at_the_cluster, job)[-1]
     assert "megatron-flux: error: rank 1 on n01 was killed by SIGKILL (exit code -9); logs in " in last
     uninterrupted += losses(root, "baseline")[:STEPS]
-    assert uninterrupted[-1] < uninterrupted[0] - 1, "the loss does not fall"
+    assert uninterrupted[-1] < uninterrupted[0] - 0.5, "the loss does not fall"
     shown = slurm("status", root)
     assert f"tiny-baseline job {job}: FAILED" in shown
     assert "rep-0: not ended, step baseline " in shown
@@ -100,7 +100,7 @@ def test_a_lost_node_is_replaced_and_training_resumes(
     at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
 ) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
-    words = ["--set", f"steps={STEPS}", "--set", "save_interval=5", "--set", "save_keep=2"]
+    words = ["--set", f"steps={STEPS}", "--set", "save_interval=10", "--set", "save_keep=2"]
     job, _, root = submit(slurm, "flux", *words)
     tracker = root / "rep-0" / "checkpoints" / "latest_checkpointed_iteration.txt"
     at_the_cluster.wait(tracker.exists, "a checkpoint", 300)
@@ -111,10 +111,12 @@ def test_a_lost_node_is_replaced_and_training_resumes(
         at_the_cluster.wait_for_job(job)
     finally:
         at_the_cluster.client("scontrol", "update", "nodename=n01", "state=resume")
-        at_the_cluster.wait(lambda: at_the_cluster.states().count("idle") == NODES, "the node to be back")
-    assert at_the_cluster.job(job)["NodeList"] == "n[00,02]"
+        at_the_cluster.idle()
+    hosts = at_the_cluster.hosts(job)
+    assert len(hosts) == 2
+    assert "n01" not in hosts
     said = "\n".join(log_of(at_the_cluster, job))
-    assert "start 1, on n[00,02]" in said
+    assert f"start 1, on {at_the_cluster.job(job)['NodeList']}" in said
     assert f"training: --load={root}/rep-0/checkpoints" in said
     assert losses(root, "flux") == uninterrupted
     assert json.loads((root / "rep-0" / "run" / "ended.json").read_text())["state"] == "finished"
@@ -143,7 +145,10 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(
     for arm in ("baseline", "flux"):
         assert losses(root, arm) == uninterrupted, arm
     preflight = root / "rep-0" / "logs" / "1" / "preflight"
-    assert {file.name for file in preflight.iterdir()} == {"n00.json", "n01.json", "together.json"}
+    assert {file.name for file in preflight.iterdir()} == {
+        *(f"{host}.json" for host in at_the_cluster.hosts(job)),
+        "together.json",
+    }
 
     at_the_cluster.wait_for_job(collecting)
     collected: dict[str, Any] = json.loads((root / "collected.json").read_text())

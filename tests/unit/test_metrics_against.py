@@ -17,6 +17,12 @@ from tests.unit.report_runs import RESULTS, full_arms, full_run
 LAYERS = RESULTS / "layer-h200x4-nvlink"
 
 
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval of a speed-up takes longest of all, and says nothing here."""
+    monkeypatch.setattr("megatron_flux.metrics.statistics.RESAMPLES", 20)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return full_run(tmp_path_factory.mktemp("earlier") / "results")

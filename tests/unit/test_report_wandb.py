@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import WandbMirror, schema
@@ -30,6 +31,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with WandbMirror("offline", "project-x", "group-x", arm, f"group-x-{arm}", settings, run / arm) as mirror:
             for n in range(1, 6):
                 mirror.write(record(n, flux=arm == "flux"))
+    wandb.teardown()  # waits for wandb's own process, which writes the files
     return run
 
 
@@ -53,6 +55,7 @@ def report(*words: object, server: Server | None = None, key: str | None = None)
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_sync_then_dashboards(run: Path) -> None:
     with serving() as server:
         code, output, errors = report("sync", run, server=server, key=KEY)
@@ -60,6 +63,18 @@ def test_sync_then_dashboards(run: Path) -> None:
         assert output.count("sent ") == 2
         assert sorted(sent["jobType"] for sent in server.runs.values() if sent.get("jobType")) == ["baseline", "flux"]
         assert sorted(len(lines) for lines in server.history.values()) == [5, 5]
+        assert list(sync([run])) == ["2 of 2 runs are in wandb already"]
+
+        # A killed job's file ends within a record.
+        (file,) = (run / "flux").rglob("run-*.wandb")
+        file.with_suffix(".wandb.synced").unlink()
+        os.truncate(file, file.stat().st_size - 10)
+        os.utime(file, (0, 0))
+        server.history.clear()
+        code, output, errors = report("sync", run, server=server, key=KEY)
+        assert code == 0, errors
+        assert "without its last record, which a killed process left incomplete" in output
+        assert [len(lines) for lines in server.history.values()] == [5]
         assert list(sync([run])) == ["2 of 2 runs are in wandb already"]
 
         code, output, errors = report("wandb", run, server=server, key=KEY)

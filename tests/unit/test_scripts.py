@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,13 +122,18 @@ def test_bad_options(
 def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
     (folder / arm).mkdir(exist_ok=True)
     rows = [{"test": name, "outcome": outcome, "why": "because"} for name, outcome in tests.items()]
-    lines = [json.dumps(row) for row in [*rows, {"flux": {"calls": {"all_gather_gemm/reference": 2}}}]]
+    lines = [
+        json.dumps(row)
+        for row in [*rows, {"flux": {"calls": {"all_gather_gemm/reference": 2}, "fallbacks": {"row: tp = 1": 1}}}]
+    ]
     (folder / arm / f"f.rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def peers(script: Any, out: Path) -> tuple[int, dict[str, Any]]:
     module = script("peer_tests")
-    results = {arm: {"tests": {}, "ended": {}, "flux": module.Counter()} for arm in module.ARMS}
+    results = {
+        arm: {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter()} for arm in module.ARMS
+    }
     for arm in module.ARMS:
         module._collect(results[arm], out, arm, "f", 0, 2)
     code = module._compare(results, out, argparse.Namespace(nproc=2, cpu=True))
@@ -151,6 +156,7 @@ def test_what_stock_passes_on_all_ranks_must_pass_with_flux_on_all(script: Any, 
     }
     assert found["counts"]["flux"] == {"passed": 1, "failed": 2, "skipped": 1}
     assert found["flux_calls"] == {"all_gather_gemm/reference": 4}
+    assert found["stock_calls_of_patched_layers"] == {"row: tp = 1": 2}
 
 
 def test_a_test_that_a_rank_did_not_finish_has_failed(script: Any, tmp_path: Path) -> None:
@@ -164,6 +170,33 @@ def test_a_test_that_a_rank_did_not_finish_has_failed(script: Any, tmp_path: Pat
 
 def test_no_test_at_all_is_a_failure(script: Any, tmp_path: Path) -> None:
     assert peers(script, tmp_path)[0] == 1
+
+
+def test_the_plugin_writes_the_worst_phase_of_a_test(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEER_TESTS_OUT", str(tmp_path / "f"))
+    monkeypatch.setenv("RANK", "1")
+    plugin = script("peer_tests_plugin")
+    for test, phases in {
+        "good": ("passed", "passed", "passed"),
+        "skipped_at_set_up": ("skipped", "passed"),
+        "skipped_in_the_call": ("passed", "skipped", "passed"),
+        "bad": ("passed", "failed", "passed"),
+        "bad_tear_down": ("passed", "passed", "failed"),
+    }.items():
+        whens = ("setup", "teardown") if len(phases) == 2 else ("setup", "call", "teardown")
+        for when, outcome in zip(whens, phases, strict=True):
+            report = SimpleNamespace(nodeid=test, when=when, outcome=outcome, longrepr="E  why")
+            plugin.pytest_runtest_logreport(report)
+    rows = [json.loads(line) for line in (tmp_path / "f.rank1.jsonl").read_text().splitlines()]
+    assert [(row["test"], row["outcome"]) for row in rows] == [
+        ("good", "passed"),
+        ("skipped_at_set_up", "skipped"),
+        ("skipped_in_the_call", "skipped"),
+        ("bad", "failed"),
+        ("bad_tear_down", "failed"),
+    ]
 
 
 # limited.py

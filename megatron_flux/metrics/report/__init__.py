@@ -49,7 +49,7 @@ def write_reports(
     """
     from megatron_flux.metrics.report import markdown
 
-    chapters, title = _chapters(load_all(paths))
+    chapters, title = make_chapters(load_all(paths))
     if check is not None:
         chapters[0] = _with_check(chapters[0], check, verdict)
     try:
@@ -72,7 +72,7 @@ def _with_check(chapter: Chapter, check: Table, verdict: str) -> Chapter:
 
 
 def _html(runs: Sequence[Run]) -> str:
-    return _render(*_chapters(runs))
+    return _render(*make_chapters(runs))
 
 
 def _render(chapters: Sequence[Chapter], title: str) -> str:
@@ -81,7 +81,8 @@ def _render(chapters: Sequence[Chapter], title: str) -> str:
     return html.text(chapters, title)
 
 
-def _chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
+def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
+    """The chapters about these runs, and a title for the whole."""
     from megatron_flux.metrics.report import benchmarks, several, training
 
     makers = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -75,7 +76,12 @@ def _times(calls: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _efficiency(row: Mapping[str, Any], method: str) -> float | None:
-    return overlap_efficiency(row.get(method), row["gemm_ms"], row["serial_ms"])
+    time = row.get(method)
+    return overlap_efficiency(time if _is_number(time) else None, row["gemm_ms"], row["serial_ms"])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _call(row: Mapping[str, Any], separator: str) -> str:
@@ -106,7 +112,7 @@ LAYERS = "Median over rounds of the slowest rank (quartiles). Hidden: share of w
 
 def _parts(breakdown: Mapping[str, Any]) -> dict[str, float]:
     """The parts by the names that a training run's ``breakdown.json`` has for them."""
-    return {name.removesuffix("_ms"): value for name, value in breakdown.items() if value is not None}
+    return {name.removesuffix("_ms"): value for name, value in breakdown.items() if _is_number(value)}
 
 
 def _workload(row: Mapping[str, Any]) -> str:
@@ -131,11 +137,11 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _number(value: Any, form: str) -> str:
-    return form.format(value) if isinstance(value, int | float) else UNKNOWN
+    return form.format(value) if _is_number(value) else UNKNOWN
 
 
-def _percent(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{100 * value:.0f} %".replace("-", MINUS)
+def _percent(value: Any) -> str:
+    return f"{100 * value:.0f} %".replace("-", MINUS) if _is_number(value) else UNKNOWN
 
 
 def _where(run: Run) -> str:

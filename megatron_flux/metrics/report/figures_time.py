@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ def step_times(arms: Arms) -> Drawn:
         key=lambda step: step[:3],
     )
     times = [1000 * record["iteration-time"] for records in arms.values() for record in timed(records)]
+    times = [time for time in times if math.isfinite(time)]
     if not times:
         return None, "No step was timed: there are no records, or warm-up steps only."
     profiled = any(record.get("profiled") for _, _, _, record in steps)
@@ -123,13 +125,18 @@ def distribution(arms: Arms) -> Drawn:
     return shown, "Line: median. Box: the middle half of the timed steps. Whiskers: 1.5 times the box's length."
 
 
-def speedups(arms: Arms, interval: Sequence[float] | None, speedup: float | None) -> Drawn:
+def speedups(arms: Arms, interval: Sequence[Any] | None, speedup: Any) -> Drawn:
     """Baseline / flux step time of each pair of neighbouring blocks, with the interval of the whole as a band."""
     ratios = [
         (number, float(np.median(baseline) / np.median(flux)))
         for number, (baseline, flux) in enumerate(paired_blocks(arms["baseline"], arms["flux"]), 1)
     ]
-    if len(ratios) < 2 or speedup is None:
+    ratios = [(number, ratio) for number, ratio in ratios if math.isfinite(ratio)]
+    if not isinstance(speedup, int | float):
+        return None, "Not both arms have been timed, so there is no speed-up."
+    if interval is not None and not all(isinstance(end, int | float) for end in interval):
+        interval = None  # a step time that is not finite
+    if len(ratios) < 2:
         return None, "Fewer than two pairs of blocks were timed in both arms, so pairs cannot be compared."
     shapes = [line("text", y=1.0, dash="dash"), line("flux", y=speedup)]
     caption = "Each point: median step time of one baseline block / of its flux neighbour; above 1 flux is faster. "

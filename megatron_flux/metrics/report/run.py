@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.statistics import Record
-from megatron_flux.metrics.summary import ARMS, read_json_object, read_summary, summarize
+from megatron_flux.metrics.summary import ARMS, read_json_object, summarize
 from megatron_flux.metrics.tail import Tail
 from megatron_flux.metrics.verdict import verdict
 
@@ -31,7 +31,7 @@ class Run:
     name: str
     kind: Kind
     summary: dict[str, Any]
-    """``summary.json``, or computed from the records when it is missing."""
+    """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records, or a benchmark's ``summary.json``."""
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json``: configuration, versions, device, command."""
     arms: dict[str, list[Record]] = field(default_factory=dict)
@@ -85,11 +85,11 @@ def load(path: Path) -> Run:
     config = _json(path / "config.json", problems)
     found = _json(path / "summary.json", problems)
     name = path.resolve().name
-    kind = _bench_kind(found)
+    kind = _bench_kind(path / "summary.json", found)
     if kind is not None:
         return Run(path, name, kind, found, config, problems=problems)
     files = {arm: path / arm / "metrics.jsonl" for arm in ARMS}
-    if not any(file.exists() for file in files.values()) and "preset" not in config.get("config", {}):
+    if not any(file.exists() for file in files.values()) and "preset" not in _mapping(config.get("config")):
         raise UserError(
             f"{path} is not a run folder: it has no {' or '.join(f'{arm}/metrics.jsonl' for arm in ARMS)}, and no "
             "summary.json of a benchmark; name a folder that megatron-flux compare, train or bench has written"
@@ -104,7 +104,7 @@ def load(path: Path) -> Run:
         arms[arm] = tail.records
         problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
     breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
-    return Run(path, name, "training", _summary(path, arms, config, problems), config, arms, breakdowns, problems)
+    return Run(path, name, "training", _summary(path, arms, config, found), config, arms, breakdowns, problems)
 
 
 def load_all(paths: Sequence[Path]) -> list[Run]:
@@ -148,17 +148,45 @@ def pair(baseline: Run, flux: Run) -> Run:
     )
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _looks_like_run(path: Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
 
 
-def _bench_kind(summary: Mapping[str, Any]) -> Kind | None:
+_ROWS: dict[Kind, dict[str, tuple[type, ...]]] = {
+    "operators": {
+        "op": (str,),
+        **dict.fromkeys("mnk", (int,)),
+        **dict.fromkeys(("gemm_ms", "serial_ms"), (int, float)),
+    },
+    "layers": {
+        **dict.fromkeys(("arm", "model"), (str,)),
+        **dict.fromkeys(("seq", "micro_batch", "layers"), (int,)),
+        **dict.fromkeys(("ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"), (int, float)),
+        "breakdown": (dict,),
+    },
+}
+"""What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
+
+
+def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
+    """The kind of benchmark that wrote the summary; None if none did.
+
+    Raises:
+        UserError: one did, and a row of it is damaged.
+    """
     rows = summary.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list):
         return None
-    if all({"op", "gemm_ms", "serial_ms", "m", "n", "k"} <= set(row) for row in rows):
-        return "operators"
-    return "layers" if all({"arm", "ms_per_layer", "breakdown"} <= set(row) for row in rows) else None
+    kind: Kind = "layers" if any(isinstance(row, dict) and "ms_per_layer" in row for row in rows) else "operators"
+    for number, row in enumerate(rows, 1):
+        for name, types in _ROWS[kind].items():
+            if not isinstance(row, dict) or not isinstance(row.get(name), types):
+                raise UserError(f"{path}: row {number} has no usable {name!r}; repair it or measure again")
+    return kind
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -182,37 +210,14 @@ def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _summary(
-    path: Path, arms: Mapping[str, list[Record]], config: Mapping[str, Any], problems: list[str]
+    path: Path, arms: Mapping[str, list[Record]], config: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The summary on disk, or one made from the records.
+    """The summary of the records as they are now.
 
-    A `train` run, of one arm, never has one.
+    ``summary.json`` says the same of a run that ended well. What it alone may know are device, layout and versions.
     """
-    fresh = summarize(arms["baseline"], arms["flux"], config)
-    file = path / "summary.json"
-    if not file.exists():
-        if all(arms.values()):
-            fresh["notes"].append("There is no summary.json (the run did not end): computed from the records.")
-        return fresh
-    try:
-        found = read_summary(file)
-    except UserError as error:
-        # What cannot be parsed has been said already, when its kind was looked for.
-        if not any(problem.startswith(file.name) for problem in problems):
-            problems.append(f"{str(error).replace(str(file), file.name)}; computed from the records.")
-        return fresh
-    if _keys(fresh) <= _keys(found):
-        return found
-    problems.append("summary.json is of another version or damaged: computed from the records.")
-    return fresh
-
-
-def _keys(summary: Mapping[str, Any]) -> set[str]:
-    """The summary's own fields, and those of its arms and their step times."""
-
-    def inside(value: Any, prefix: str) -> set[str]:
-        if not isinstance(value, Mapping):
-            return set()
-        return {prefix + key for key in value}.union(*(inside(item, f"{prefix}{key}.") for key, item in value.items()))
-
-    return set(summary) | inside(summary.get("arms"), "arms.")
+    about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "layout", "command")}
+    summary = summarize(arms["baseline"], arms["flux"], about)
+    if all(arms.values()) and not (path / "summary.json").exists():
+        summary["notes"].append("There is no summary.json: the run did not end.")
+    return summary

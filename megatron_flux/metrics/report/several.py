@@ -77,19 +77,19 @@ def _table(runs: Sequence[Run]) -> Table:
 
 
 def _ms(value: float | None) -> str:
-    return UNKNOWN if value is None else milliseconds(value)
+    return milliseconds(value) if isinstance(value, int | float) else UNKNOWN
 
 
 def _speedup(run: Run) -> str:
     speedup, interval = run.summary["speedup"], run.summary["speedup_ci95"]
-    if speedup is None:
+    if not isinstance(speedup, int | float):
         return UNKNOWN
     return f"{speedup:.3f}" + (f" ({interval[0]:.3f}…{interval[1]:.3f})" if interval else "")
 
 
 def speedups(runs: Sequence[Run]) -> Drawn:
     """Speed-up of each run with its 95 % interval."""
-    known = [run for run in reversed(runs) if run.summary["speedup"] is not None]
+    known = [run for run in reversed(runs) if isinstance(run.summary["speedup"], int | float)]
     if not known:
         return None, "No run has both arms timed, so there is no speed-up."
     values = [run.summary["speedup"] for run in known]

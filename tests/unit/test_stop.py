@@ -1,0 +1,94 @@
+"""Being asked to stop: the note of a signal, what remains of a comparison, and the launcher that passes it on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flux.run import folder, launcher
+from megatron_flux.train.compare import remaining, schedule
+from megatron_flux.train.stop import StopRequest
+
+RANK = """
+import os, pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGUSR1, lambda *_: (out / f"asked-{os.environ['RANK']}").touch())
+(out / f"ready-{os.environ['RANK']}").touch()
+while not (out / f"asked-{os.environ['RANK']}").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def handlers_back() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("done", [{"baseline": b, "flux": f} for b, f in [(0, 0), (2, 0), (3, 4), (4, 7), (10, 8)]])
+def test_what_remains_keeps_blocks_and_ends_at_the_last_step(done: dict[str, int]) -> None:
+    turns = list(schedule(10, 3))
+    rest = list(remaining(turns, done))
+    for arm in ("baseline", "flux"):
+        assert sum(count for _, name, count in rest if name == arm) == 10 - done[arm]
+    assert [block for block, _, _ in rest] == sorted({block for block, _, _ in rest})
+    assert {(block, arm) for block, arm, _ in rest} <= {(block, arm) for block, arm, _ in turns}
+    assert (rest == turns) is (not any(done.values()))
+
+
+def test_after_the_run_the_signal_is_harmless(handlers_back: None) -> None:
+    """It is sent again until the process is gone, and Python's own end puts handlers back to what kills."""
+    with StopRequest("USR1", torch.device("cpu")) as stop:
+        assert signal.getsignal(signal.SIGUSR1) == stop._note
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop._noted
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_without_a_signal_nobody_needs_to_agree(handlers_back: None) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopRequest(None, torch.device("cpu")) as stop:
+        assert signal.getsignal(signal.SIGUSR1) is before
+        assert not stop.agreed()  # no process group: a collective would fail
+
+
+def test_the_launcher_passes_the_signal_to_its_ranks(
+    handlers_back: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rank_that_waits.py").write_text(RANK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def ask() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=ask, daemon=True).start()
+    launcher.launch("rank_that_waits", [str(tmp_path)], 2, left="", pass_on="USR1")
+    assert {file.name for file in tmp_path.glob("asked-*")} == {"asked-0", "asked-1"}
+    assert "rank_that_waits" not in sys.modules
+
+
+def test_a_run_that_begins_again_has_not_ended(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    folder.make(out, {}, overwrite=False)
+    folder.write_ended(out, "stopped", {"baseline": 3, "flux": 2})
+    assert json.loads((out / folder.ENDED).read_text()) == {
+        "state": "stopped",
+        "iterations": {"baseline": 3, "flux": 2},
+    }
+    folder.make(out, {}, overwrite=False, resuming=True)
+    assert not (out / folder.ENDED).exists()

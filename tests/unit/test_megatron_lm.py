@@ -11,9 +11,10 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_flux import FluxConfig, UserError
-from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, training_log, validate
+from megatron_flux import FluxConfig, UserError, nvml
+from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, samples, training_log, validate
 from megatron_flux.megatron_lm.arguments import add_from_command_line, config_from
 from megatron_flux.megatron_lm.training_log import StepCounts
 
@@ -263,3 +264,10 @@ def test_flux_without_a_layer_is_said_on_every_rank(
         "megatron_flux: flux is on, but no layer of rank 3 ran it in the first iteration"
     ]
     assert capsys.readouterr().out == ""
+
+
+def test_a_machine_whose_gpu_cannot_be_asked_is_sampled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # megatron_lm_on_cpu.py says so too
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(nvml, "why_not", lambda: "the Python package nvidia-ml-py is not installed")
+    assert samples.Samples(interval=10)._gpu is None

@@ -19,7 +19,7 @@ CUDA graphs
     A replay cannot alternate halves (an odd number of captured calls would use one twice in a row). Captured calls run
     on a slab of their own (``captured=True``), always on half 0, and begin by telling each other so (ENTER of the
     kernels). Slabs cannot be made during capture: run each shape once before capturing it, inside
-    :func:`megatron_flux.ops.fused.captured_calls`.
+    :func:`megatron_flux.ops.capture.captured_calls`.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given.
@@ -186,7 +186,7 @@ class SlabPool:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
-                "the operator once with this shape inside megatron_flux.ops.fused.captured_calls() before capturing"
+                "the operator once with this shape inside megatron_flux.ops.capture.captured_calls() before capturing"
             )
         made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
         if slab is not None:

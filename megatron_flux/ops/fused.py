@@ -21,10 +21,8 @@ backend refuses groups that are smaller than the world.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -32,24 +30,9 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, slab, topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops.agree import agree
+from megatron_flux.ops.capture import capturing
 from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
 from megatron_flux.ops.ready import ReadyCall
-
-_captured_mode = False
-
-
-@contextlib.contextmanager
-def captured_calls() -> Iterator[None]:
-    """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one.
-
-    During capture this mode is on by itself. It uses a workspace of its own, which capture may not make.
-    """
-    global _captured_mode
-    before, _captured_mode = _captured_mode, True
-    try:
-        yield
-    finally:
-        _captured_mode = before
 
 
 class FusedBackend:
@@ -95,7 +78,7 @@ class FusedBackend:
             ("all_gather_gemm", "m", mp * group.size(), "n", n, "k", k, "dtype", x.dtype, "transposed", transposed),
             x.device,
         )
-        captured = _capturing(x)
+        captured = capturing(x)
         work, plan = self._gather_work(x, weight, group, n, captured)
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
@@ -123,7 +106,7 @@ class FusedBackend:
         agree(
             group, ("gemm_reduce_scatter", "m", m, "n", n, "k", k, "dtype", x.dtype, "transposed", transposed), x.device
         )
-        work, plan = self._scatter_work(x, weight, group, n, _capturing(x))
+        work, plan = self._scatter_work(x, weight, group, n, capturing(x))
         return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
 
     def _scatter_work(
@@ -149,7 +132,7 @@ class FusedBackend:
     ) -> ReadyCall | None:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         # A plan that somebody set is his for as long as he likes: it must be looked at in every call.
-        if self.twin or self.plan is not None or _capturing(x):
+        if self.twin or self.plan is not None or capturing(x):
             return None
         return self.ready_with_plan(operator, x, weight, group, transposed, shape)
 
@@ -186,7 +169,7 @@ class FusedBackend:
         """
         from megatron_flux.ops import launch_copies
 
-        if _capturing(x):
+        if capturing(x):
             return collectives.all_gather(x, group)
         agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
         work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
@@ -231,10 +214,6 @@ def _others_cannot_block() -> bool:
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _capturing(x: torch.Tensor) -> bool:
-    return _captured_mode or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def sm_margin() -> int:

@@ -20,6 +20,7 @@ import torch
 from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import driver
+from megatron_flux.ops.capture import capturing_on_gpu
 
 if TYPE_CHECKING:
     from megatron_flux.ops.relaunch import Relaunch
@@ -53,11 +54,11 @@ class ReadyCall:
         """Whether making it ready once more would change nothing."""
 
     def usable(self) -> bool:
-        """Whether the next call can be made this way: nothing it depends on has changed, no CUDA graph is captured."""
+        """Whether the next call can be made this way: nothing it depends on has changed, nothing is captured."""
         return (
             self._generation == slab.pool.generation
             and (self.complete or self._launches[self._work.calls & 1] is not None)
-            and not torch.cuda.is_current_stream_capturing()
+            and not capturing_on_gpu()
         )
 
 

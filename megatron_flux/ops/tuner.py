@@ -36,6 +36,7 @@ from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.alone import GemmAlone
+from megatron_flux.ops.capture import capturing
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.plan import Plan, candidates
@@ -156,7 +157,7 @@ class TunedBackend:
         m = x.numel() // k * (group.size() if operator == "all_gather_gemm" else 1)
         n = weight.shape[1] if transposed else weight.shape[0]
         choice = self._quick.get((group.group_name, operator, m, n, k, x.dtype, x.device, transposed))
-        if choice is None or choice[1] is None or torch.cuda.is_current_stream_capturing():
+        if choice is None or choice[1] is None or capturing(x):
             return None
         return self._with_plan(
             lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape), choice[1]

@@ -84,7 +84,7 @@ def all_shapes(plan: Plan, tma: bool) -> None:
 
 
 def captured_between_eager() -> None:
-    from megatron_flux.ops.fused import captured_calls
+    from megatron_flux.ops.capture import captured_calls
 
     backend = twin()
     backend.plan = Plan(**TINY)

@@ -15,6 +15,7 @@ import torch
 from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import again, observe, ready
+from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.ready import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
 
 STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
@@ -97,6 +98,9 @@ def test_slabs_that_changed_and_capture_end_it(done: list[tuple[Any, ...]], monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not call.usable()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with captured_calls():  # the warm-up must meet the workspaces of captured calls
+        assert not call.usable()
+    assert call.usable()
     monkeypatch.setattr(slab.pool, "generation", slab.pool.generation + 1)
     assert not call.usable()
 

@@ -25,6 +25,7 @@ TIME_SETTINGS = ("world_size", "tp", "pp", "dp", "micro_batch_size", "global_bat
 LOSS_SETTINGS = (
     "seed",
     "data",
+    "padded_vocab_size",  # differs with tp, and the loss with it
     "global_batch_size",
     "precision",
     "dropout",

@@ -21,7 +21,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Chromium without a network; skips, with the reason, where it or its driver is missing."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")

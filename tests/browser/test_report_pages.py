@@ -34,7 +34,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("several")
-    names = ("parity-h200x4-reference", "ops-h200x4-nvlink/smaller", "layer-h200x4-nvlink")
+    names = ("compare-h200x2-gpt3", "compare-cpu-tiny", "ops-h200x4-nvlink/smaller", "layer-h200x4-nvlink")
     return page([RESULTS / name for name in names], folder / "out")
 
 

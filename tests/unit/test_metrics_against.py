@@ -98,6 +98,7 @@ def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     [
         ({"shape": {"hidden_size": 128}}, "loss", "trained different models"),
         ({"tp": 4}, "step-time", "tp 4 and 2; give results of the same settings, or --check loss"),
+        ({"padded_vocab_size": 512}, "loss", "padded_vocab_size 512 and 384; give results of the same settings"),
         ({"seed": 1}, "loss", "seed 1 and 1234; give results of the same settings, or --check step-time,memory"),
     ],
 )

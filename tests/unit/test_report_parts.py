@@ -14,7 +14,7 @@ from megatron_flux.metrics.report.run import load, load_all
 from megatron_flux.metrics.report.several import with_pairs
 from megatron_flux.metrics.report.training import chapter
 from tests.unit.metrics_records import record, sampled_record
-from tests.unit.report_runs import RESULTS, full_arms, full_run, one_arm
+from tests.unit.report_runs import RESULTS, SHAPE, full_arms, full_run, one_arm
 
 
 def parts(shown: Chapter) -> dict[str, Part]:
@@ -166,11 +166,11 @@ def test_two_runs_of_one_arm_each_are_compared(tmp_path: Path) -> None:
 
 
 def test_one_arm_of_another_model_is_not_compared(tmp_path: Path) -> None:
-    one_arm(tmp_path / "flux-job", "flux", padded_vocab_size=512)
+    one_arm(tmp_path / "flux-job", "flux", shape={**SHAPE, "num_layers": 3})
     one_arm(tmp_path / "stock-job", "baseline")
     _, text = write_reports([tmp_path / "stock-job", tmp_path / "flux-job"], tmp_path / "out")
     said = text.read_text()
-    assert "trained different models (padded\\_vocab\\_size 384 and 512): not compared" in said
+    assert "trained different models (num\\_layers 2 and 3): not compared" in said
     assert "stock-job and flux-job:" not in said
 
 

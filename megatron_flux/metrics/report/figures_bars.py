@@ -79,33 +79,33 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Draw
     return figure(traces, f"ms per {unit}", "", **layout), ""
 
 
-def efficiencies(
-    rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]], low: float = -1.0
-) -> Drawn:
+LOW, HIGH = -1.0, 1.5
+"""Overlap efficiencies beyond these are drawn at the edge: one far away would leave no room for the others."""
+
+
+def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> Drawn:
     """Overlap efficiency (%) of several methods, one row of points for each of ``rows``.
 
     Args:
         rows: what each row is called; ``<br>`` breaks its line.
         methods: colour, marker and the value of each row (a fraction, or None) by the method's name.
-        low: values below are drawn at the edge, and said.
     """
-    if not any(value is not None for _, _, values in methods.values() for value in values):
+    every = [value for *_, values in methods.values() for value in values if finite(value) is not None]
+    if not every:
         return None, "No overlap efficiency is known: there is nothing to hide, or it was not measured."
-    order = list(reversed(range(len(rows))))
-    cut = 0
+    order = list(reversed(range(len(rows))))  # plotly counts upwards: the first goes on top
     traces = []
     for name, (colour, symbol, values) in methods.items():
-        if not any(value is not None for value in values):
-            continue
         shown = [finite(values[i]) for i in order]
-        cut += sum(value is not None and value < low for value in shown)
+        if all(value is None for value in shown):
+            continue
         traces.append(
             {
                 "type": "scatter",
                 "mode": "markers",
                 "name": name,
                 "meta": {"colour": colour},
-                "x": [None if value is None else 100 * max(value, low) for value in shown],
+                "x": [None if value is None else 100 * min(max(value, LOW), HIGH) for value in shown],
                 "y": [rows[i] for i in order],
                 "customdata": [None if value is None else 100 * value for value in shown],
                 "hovertemplate": f"{name} %{{customdata:.0f}} %<extra></extra>",
@@ -113,19 +113,15 @@ def efficiencies(
             }
         )
     caption = "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn."
-    if cut:
-        caption += f" {counted(cut, 'point')} below {MINUS}{-100 * low:.0f} % at the edge."
-    top = max(1.1, *(value for _, _, values in methods.values() for value in values if value is not None)) + 0.05
-    axis = {
-        "range": [100 * low - 5 if cut else min(-5.0, _least(methods) - 5), 100 * top],
-        "dtick": 50,
-        "tickfont": {"size": 11},
-    }
-    lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
-    height = 130 + 40 * len(rows)
+    for cut, edge in (
+        (sum(value < LOW for value in every), f"below {MINUS}{-100 * LOW:.0f} %"),
+        (sum(value > HIGH for value in every), f"above {100 * HIGH:.0f} %"),
+    ):
+        caption += f" {counted(cut, 'point')} {edge} at the edge." if cut else ""
+    least, most = max(min(every), LOW), min(max(every), HIGH)
+    bounds = [100 * min(least, 0) - 8, 100 * max(most, 1) + 8]
+    axis = {"range": bounds, "nticks": 5, "tickfont": {"size": 11}}
     names = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
+    lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
+    height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
     return figure(traces, "overlap efficiency (%)", "", xaxis=axis, yaxis=names, shapes=lines, height=height), caption
-
-
-def _least(methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> float:
-    return min(100 * value for _, _, values in methods.values() for value in values if value is not None)

@@ -38,7 +38,7 @@ def _efficiency(flux: Sequence[Record]) -> Part:
             seen[_key(call)].append(call)
     order = sorted(seen)
     values = [_median(call.get("e_overlap") for call in seen[key]) for key in order]
-    labels = [f"{label(key[0])}<br>{label(key[1])}" for key in order]
+    labels = ["<br>".join(label(part) for part in key) for key in order]
     figure, caption = figures_bars.efficiencies(labels, {"flux": ("flux", "diamond", values)})
     caption += f" Medians over {counted(len(samples), 'sampled step')} of rank 0."
     reasons = {str(call.get("source")) for calls in seen.values() for call in calls if call.get("gemm_ms") is None}
@@ -46,7 +46,7 @@ def _efficiency(flux: Sequence[Record]) -> Part:
     table = Table(
         [
             (
-                " ".join(key),
+                " ".join(key[:2]) + (f", {key[2]}" if key[2:] else ""),
                 str(seen[key][-1].get("calls", UNKNOWN)),
                 *(_ms(_median(call.get(name) for call in seen[key])) for name in TIMES),
                 UNKNOWN if value is None else f"{100 * value:.0f} %".replace("-", MINUS),
@@ -63,7 +63,7 @@ def _key(call: dict[str, Any]) -> tuple[str, ...]:
         return "all_gather", f"{call.get('m', '?')} {CROSS} {call.get('k', '?')}"
     weight = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k"
     shape = f" {CROSS} ".join(str(call.get(name, "?")) for name in "mnk")
-    return str(call.get("operator", "?")), f"{shape}, weight {weight}"
+    return str(call.get("operator", "?")), shape, f"weight {weight}"
 
 
 def _median(values: Iterable[Any]) -> float | None:

@@ -19,7 +19,7 @@ from megatron_flux.metrics.verdict import verdict
 
 Kind = Literal["training", "operators", "layers"]
 
-MODEL_SETTINGS = ("shape", "padded_vocab_size")
+MODEL_SETTINGS = ("shape",)
 """Settings that make a model another one: losses and step times of two such runs say nothing about each other."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -211,3 +212,73 @@ def test_a_program_past_its_limit_is_ended(script: Any, tmp_path: Path) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "log").read_text()), 0)
     assert script("limited").run([sys.executable, "-c", "raise SystemExit(3)"], seconds=30, **where) == 3
+
+
+# measure.sh and parity.py
+
+
+def measure(*arguments: str, gpus: str = "8") -> tuple[int, str, str]:
+    environment = {**os.environ, "MEGATRON_FLUX_GPUS": gpus}
+    environment.pop("MEGATRON_LM", None)
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "measure.sh"), *arguments], capture_output=True, text=True, env=environment, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
+    code, out, _ = measure("--dry-run", str(tmp_path / "a b; touch c"))
+    assert code == 0
+    stages = [line.partition(":")[0] for line in out.splitlines()]
+    assert stages == [
+        "checks",
+        "groups",
+        "tests",
+        "ops",
+        "layer",
+        "graphs",
+        "parity",
+        "parity_dp",
+        "compare",
+        "metrics",
+        "megatron_lm",
+    ]
+    assert all(": timeout " in line or ": left out, " in line for line in out.splitlines())
+    assert r"a\ b\;\ touch\ c/ops" in out
+    assert not any(tmp_path.iterdir())
+    code, out, _ = measure("--dry-run", str(tmp_path), "groups", "parity_dp", "ops", gpus="2")
+    assert [line.partition(",")[0] for line in out.splitlines()[:2]] == ["groups: left out", "parity_dp: left out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "said"),
+    [
+        ([], "8", "./scripts/measure.sh [--dry-run] OUT [STAGE...]"),
+        (["out", "opps"], "8", "unknown stage opps; use some of: checks groups"),
+        (["out"], "3", "3 GPUs; it measures on 2, 4 or 8 of one host"),
+    ],
+)
+def test_measure_refuses(arguments: list[str], gpus: str, said: str) -> None:
+    code, _, err = measure(*arguments, gpus=gpus)
+    assert code == 2
+    assert said in err
+
+
+def curve(*losses: float, first: int = 1) -> list[dict[str, Any]]:
+    return [{"iteration": i, "lm loss": loss} for i, loss in enumerate(losses, first)]
+
+
+def test_parity_compares_what_both_have_with_the_spread(script: Any) -> None:
+    parity = script("parity")
+    found = parity.difference(curve(4, 4, 4, 4), curve(5, 4.4, first=3), "lm loss")
+    assert found == {
+        "steps": 2,
+        "largest": 0.25,
+        "mean": pytest.approx(0.175),
+        "mean_of_last_quarter": pytest.approx(0.1),
+    }
+    pairs = {"stock / stock again": {"mean": 0.1}, "stock / flux": {"mean": 0.19}}
+    assert parity.within(pairs, 2.0)
+    assert not parity.within(pairs | {"stock / resumed": {"mean": 0.21}}, 2.0)
+    assert parity.within({"a": {"mean": 0.0}, "b": {"mean": 0.0}}, 2.0)
+    assert not parity.within({"a": {"mean": 0.0}, "b": {"mean": 1e-9}}, 2.0)

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Everything that only GPUs can show, in stages with a time limit each: correctness first, then the figures of results/.
+#
+#   ./scripts/measure.sh [--dry-run] OUT [STAGE...]
+#
+# OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
+# default: checks groups tests ops layer graphs parity parity_dp compare metrics megatron_lm. Uses the active environment
+# and all GPUs of this host (2, 4 or 8). megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+STAGES=(checks groups tests ops layer graphs parity parity_dp compare metrics megatron_lm)
+DRY=0
+if [[ ${1:-} == --dry-run ]]; then
+    DRY=1
+    shift
+fi
+if (($# == 0)) || [[ $1 == -* ]]; then
+    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+fi
+OUT=$1
+shift
+for stage in "$@"; do
+    [[ " ${STAGES[*]} " == *" $stage "* ]] || {
+        printf 'measure.sh: unknown stage %q; use some of: %s\n' "$stage" "${STAGES[*]}" >&2
+        exit 2
+    }
+done
+(($# == 0)) || STAGES=("$@")
+GPUS=${MEGATRON_FLUX_GPUS:-$(python3 -c 'import torch; print(torch.cuda.device_count())')}
+[[ $GPUS =~ ^(2|4|8)$ ]] || {
+    printf 'measure.sh: %s GPUs; it measures on 2, 4 or 8 of one host\n' "$GPUS" >&2
+    exit 2
+}
+
+# NVLink multicast off in every library, so that all sides use the same transport; one hardware queue, as Megatron asks.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 UB_SKIPMC=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+FLUX=(python3 -m megatron_flux.cli)
+RANKS=(python3 -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
+SMALL=(--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 1024
+    --micro-batch-size 4 --steps 200)
+WIDE=(--preset gpt3-175b --num-layers 2 --nproc "$GPUS")
+
+# SECONDS COMMAND...: its output is the stage's log.
+limited() {
+    local seconds=$1 began ended=0
+    shift
+    if ((DRY)); then
+        printf '%s: timeout %s' "$stage" "$seconds"
+        printf ' %q' "$@"
+        printf '\n'
+        return
+    fi
+    began=$(date +%s)
+    timeout --kill-after 20 "$seconds" "$@" >"$OUT/$stage.log" 2>&1 || ended=$?
+    printf '%s exit code %d after %d s\n' "$stage" "$ended" $(($(date +%s) - began)) | tee -a "$OUT/stages.txt"
+    ((ended == 0)) || tail -n 5 "$OUT/$stage.log"
+}
+
+((DRY)) || mkdir -p "$OUT"
+for stage in "${STAGES[@]}"; do
+    to=$OUT/$stage
+    case $stage in
+        checks) limited 240 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" ;;
+        groups)
+            if ((GPUS < 4)); then
+                printf 'groups: left out, two groups need four GPUs\n'
+            else
+                limited 240 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" --split 2 --rounds 50
+            fi
+            ;;
+        tests) MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} limited 1500 python3 -m pytest -q tests/gpu ;;
+        ops) limited 590 "${FLUX[@]}" bench ops --nproc "$GPUS" --models gpt3-175b,llama-70b --tokens 8192,2048 --out "$to" ;;
+        layer) limited 400 "${FLUX[@]}" bench layer --nproc "$GPUS" --rounds 7 --out "$to" ;;
+        graphs)
+            limited 200 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b --seq 2048 --micro-batch 1 \
+                --cuda-graphs --rounds 5 --no-trace --out "$to"
+            ;;
+        parity) limited 400 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" "${SMALL[@]}" ;;
+        parity_dp)
+            if ((GPUS < 4)); then
+                printf 'parity_dp: left out, TP 2 x DP 2 needs four GPUs\n'
+            else
+                limited 400 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" --tp $((GPUS / 2)) \
+                    --overlap-grad-reduce "${SMALL[@]}"
+            fi
+            ;;
+        compare)
+            limited 300 "${FLUX[@]}" compare "${WIDE[@]}" --steps 48 --block-steps 6 --profile-steps 20-21 --out "$to"
+            ;;
+        metrics) limited 300 "${FLUX[@]}" bench metrics "${WIDE[@]}" --pairs 12 --block-steps 20 --out "$to" ;;
+        megatron_lm)
+            if [[ -z ${MEGATRON_LM:-} ]]; then
+                printf 'megatron_lm: left out, MEGATRON_LM names no source tree\n'
+            else
+                limited 600 python3 scripts/megatron_lm_gpus.py "$MEGATRON_LM" --out "$to"
+            fi
+            ;;
+    esac
+done

@@ -4,12 +4,12 @@
 #   ./scripts/measure.sh [--dry-run] OUT [STAGE...]
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
-# default: checks groups tests ops layer graphs parity parity_dp compare metrics megatron_lm. Uses the active environment
-# and all GPUs of this host (2, 4 or 8). megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+# default: checks groups tests ops layer connections graphs parity parity_dp compare metrics megatron_lm. Uses the active
+# environment and all GPUs of this host (2, 4 or 8). megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-STAGES=(checks groups tests ops layer graphs parity parity_dp compare metrics megatron_lm)
+STAGES=(checks groups tests ops layer connections graphs parity parity_dp compare metrics megatron_lm)
 DRY=0
 if [[ ${1:-} == --dry-run ]]; then
     DRY=1
@@ -73,6 +73,10 @@ for stage in "${STAGES[@]}"; do
         tests) MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} limited 1500 python3 -m pytest -q tests/gpu ;;
         ops) limited 590 "${FLUX[@]}" bench ops --nproc "$GPUS" --models gpt3-175b,llama-70b --tokens 8192,2048 --out "$to" ;;
         layer) limited 400 "${FLUX[@]}" bench layer --nproc "$GPUS" --rounds 7 --out "$to" ;;
+        connections) # to be laid beside the same rows of layer, which has one connection
+            CUDA_DEVICE_MAX_CONNECTIONS=8 limited 200 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b \
+                --arms te,local,flux_local,flux_te --rounds 7 --no-trace --out "$to"
+            ;;
         graphs)
             limited 200 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b --seq 2048 --micro-batch 1 \
                 --cuda-graphs --rounds 5 --no-trace --out "$to"

@@ -201,15 +201,19 @@ class Cluster:
     def release(self, job: str) -> None:
         """A job that was requeued waits two minutes, which a test need not; until it has begun again.
 
-        Slurm waits for a reason: what is left of the first start may report its end as if it were the second's.
+        Slurm waits for a reason: a node takes no start within the second in which it revoked the first one's
+        credential, and the job fails.
         """
 
         def gone() -> bool:
             steps = f"slurmstepd: [{job}."
             words = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
-            return self.job(job)["JobState"] == "PENDING" and not any(w and w[0].startswith(steps) for w in words)
+            return self.job(job)["JobState"] == "PENDING" and not any(
+                " ".join(w or ()).startswith(steps) for w in words
+            )
 
         self.wait(gone, f"the first start of job {job} to be gone", 120)
+        time.sleep(2)
 
         def begun() -> bool:
             # Again and again: while the job is still completing, Slurm puts the two minutes on top once more.

@@ -11,6 +11,7 @@ Contents of a run folder::
     flux/metrics.jsonl          the same, patched
     summary.json                metrics.summary
     report.html                 metrics.report
+    ended.json                  how the run ended, and at which step: run.folder
 """
 
 from megatron_flux.metrics.recorder import JsonlRecorder, read_records

@@ -15,12 +15,16 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 NODES, GPUS = 16, 8
 _DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
@@ -33,9 +37,19 @@ def why_not() -> str | None:
     missing += [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian's packages slurm-wlm and munge)"
-    if os.geteuid() != 0 and not _TERMINAL.is_char_device():
-        return f"no character devices to be had for GPUs: not root, and no {_TERMINAL}"
+    with tempfile.TemporaryDirectory() as folder:
+        if not _make_device(Path(folder) / "null") and not _TERMINAL.is_char_device():
+            return f"no character devices to be had for GPUs: none can be made, and there is no {_TERMINAL}"
     return None
+
+
+def _make_device(path: Path) -> bool:
+    """Make a device like /dev/null, which takes a right that not even every root has."""
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        return False
+    return True
 
 
 def _daemon(name: str) -> Path | None:
@@ -67,12 +81,8 @@ class Cluster:
         self._write_configuration()
 
     def _gpus(self) -> str:
-        try:
-            for i in range(GPUS):
-                os.mknod(self.folder / "dev" / f"nvidia{i}", 0o600 | 0o020000, os.makedev(1, 3))
-        except PermissionError:
-            return f"/dev/tty[0-{GPUS - 1}]"
-        return f"{self.folder}/dev/nvidia[0-{GPUS - 1}]"
+        made = [_make_device(self.folder / "dev" / f"nvidia{i}") for i in range(GPUS)]
+        return f"{self.folder}/dev/nvidia[0-{GPUS - 1}]" if all(made) else f"/dev/tty[0-{GPUS - 1}]"
 
     def _write_configuration(self) -> None:
         host = socket.gethostname().split(".")[0]
@@ -189,7 +199,21 @@ class Cluster:
         self.wait(lambda: self.states().count("idle") == NODES, "all nodes idle")
 
     def release(self, job: str) -> None:
-        """A job that was requeued waits two minutes, which a test need not; until it has begun again."""
+        """A job that was requeued waits two minutes, which a test need not; until it has begun again.
+
+        Slurm waits for a reason: a node takes no start within the second in which it revoked the first one's
+        credential, and the job fails.
+        """
+
+        def gone() -> bool:
+            steps = f"slurmstepd: [{job}."
+            words = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
+            return self.job(job)["JobState"] == "PENDING" and not any(
+                " ".join(w or ()).startswith(steps) for w in words
+            )
+
+        self.wait(gone, f"the first start of job {job} to be gone", 120)
+        time.sleep(2)
 
         def begun() -> bool:
             # Again and again: while the job is still completing, Slurm puts the two minutes on top once more.

@@ -48,7 +48,13 @@ def _lay_out(layout: dict[str, int]) -> None:
         return
     _layout = None
     if parallel_state.is_initialized():
+        # Megatron forgets its groups; each would go on polling its sockets a hundred times a second.
+        known, whole = torch.distributed.distributed_c10d._world.pg_map, torch.distributed.group.WORLD
+        groups = dict.fromkeys(parallel_state._global_process_group_list)  # some are there twice
         parallel_state.destroy_model_parallel()
+        for group in groups:
+            if group in known and group is not whole:
+                torch.distributed.destroy_process_group(group)
     parallel_state.initialize_model_parallel(**layout)
     _layout = layout
 

@@ -236,6 +236,7 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "tests",
         "ops",
         "layer",
+        "connections",
         "graphs",
         "parity",
         "parity_dp",

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the worker pools, started on first use and ended with the session."""
+"""The worker pools, started on first use and ended with these tests: idle ones would slow down those that follow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _pool(size: int) -> Iterator[WorkerPool]:
     pool.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world2() -> Iterator[WorkerPool]:
     """Two ranks."""
     yield from _pool(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world4() -> Iterator[WorkerPool]:
     """Four ranks."""
     yield from _pool(4)
@@ -35,25 +35,25 @@ def _te_pool(size: int) -> Iterator[WorkerPool]:
     pool.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def te_world2() -> Iterator[WorkerPool]:
     """Two ranks of their own for TransformerEngine, which must be there before megatron-core is imported."""
     yield from _te_pool(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def te_world4() -> Iterator[WorkerPool]:
     """Four of them."""
     yield from _te_pool(4)
 
 
-@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="session")
+@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")
 def te_world(request: pytest.FixtureRequest) -> WorkerPool:
     """Two ranks for TransformerEngine, then four."""
     return request.getfixturevalue(f"te_world{request.param}")
 
 
-@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="session")
+@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")
 def world(request: pytest.FixtureRequest) -> WorkerPool:
     """Two ranks, then four."""
     return request.getfixturevalue(f"world{request.param}")

@@ -16,6 +16,8 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -84,14 +86,20 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def store(path: Path, key: str, answer: dict[str, Any]) -> None:
-    """Add one answer; a reader sees the old file or the new one."""
+    """Add one answer; a reader sees the old file or the new one, and writers take turns (several groups, several jobs).
+
+    On a file system without locks a writer may undo what another one added meanwhile: that call is tuned once more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = {**load(path), key: answer}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as out:
-        json.dump(merged, out, indent=1, sort_keys=True)
-        out.write("\n")
-    os.replace(name, path)
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        merged = {**load(path), key: answer}
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as out:
+            json.dump(merged, out, indent=1, sort_keys=True)
+            out.write("\n")
+        os.replace(name, path)
 
 
 class TunedBackend:

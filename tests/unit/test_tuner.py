@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,3 +102,24 @@ def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeyp
     assert tuner.cache_path() == tmp_path / "tuned.json"
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "mine.json"))
     assert tuner.cache_path() == tmp_path / "mine.json"
+
+
+STORE = """
+import sys, time
+from pathlib import Path
+from megatron_flux.ops.tuner import store
+path, name = Path(sys.argv[1]), sys.argv[2]
+path.with_name(name).touch()
+while not all(path.with_name(other).exists() for other in "ab"):
+    time.sleep(0.01)
+for i in range(40):
+    store(path, f"{name} {i}", {"backend": "reference"})
+"""
+
+
+def test_writers_at_the_same_time_lose_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    writers = [subprocess.Popen([sys.executable, "-c", STORE, str(path), name]) for name in "ab"]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    assert len(tuner.load(path)) == 80
+    assert not list(path.parent.glob("tuned.json?*"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ STEPS = 40
 # Dropout: a resume that did not restore the random state would show.
 SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10"]
 LOCAL = ["--profile", "local", "--job", "tiny", *(f"--set={pair}" for pair in SETTINGS)]
-LOCAL.append(f"--set=data={ROOT / 'megatron_flux'}")
+LOCAL.append("--set=data=../slurm-text")  # beside the folder of each test
 
 
 @pytest.fixture(autouse=True)
 def text_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenized text for all jobs here."""
+    """Text that stays the same for all jobs here, and its tokens."""
+    text = tmp_path_factory.getbasetemp() / "slurm-text"
+    if not text.exists():
+        shutil.copytree(ROOT / "megatron_flux" / "train", text, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path_factory.getbasetemp() / "slurm-cache"))
 
 

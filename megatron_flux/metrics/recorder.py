@@ -95,7 +95,7 @@ def _set_aside(path: Path, last_kept: int) -> int:
     last = 0
     for line in lines:
         try:
-            iteration = _parse(line)["iteration"] if line.endswith(b"\n") else None
+            iteration = parse_record(line)["iteration"] if line.endswith(b"\n") else None
         except ValueError:
             iteration = None
         # Not `<=`: a file that went back once would otherwise keep doing so.
@@ -117,7 +117,7 @@ def _set_aside(path: Path, last_kept: int) -> int:
     return last
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def parse_record(line: bytes) -> dict[str, Any]:
     """One line as a record with its floats as floats.
 
     Raises:
@@ -157,7 +157,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = _parse(line)
+            record = parse_record(line)
             if records and record["iteration"] <= records[-1]["iteration"]:
                 raise ValueError(f"iteration {record['iteration']} after iteration {records[-1]['iteration']}")
         except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_flux.metrics.recorder import _parse as parse_record
+from megatron_flux.metrics.recorder import parse_record
 from megatron_flux.metrics.statistics import Record
 
 MAX_PROBLEMS = 5

@@ -91,15 +91,18 @@ def store(path: Path, key: str, answer: dict[str, Any]) -> None:
     On a file system without locks a writer may undo what another one added meanwhile: that call is tuned once more.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("a") as lock:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(folder, fcntl.LOCK_EX)
         merged = {**load(path), key: answer}
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "w") as out:
             json.dump(merged, out, indent=1, sort_keys=True)
             out.write("\n")
         os.replace(name, path)
+    finally:
+        os.close(folder)  # and with it the lock
 
 
 class TunedBackend:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ class Backend(Protocol):
         """``[m, k]``, finished on return unless ``async_op``."""
 
 
-@runtime_checkable
 class ReadyingBackend(Protocol):
     """A backend that can make calls ready for being made again."""
 

@@ -134,7 +134,10 @@ class FusedBackend:
         # A plan that somebody set is his for as long as he likes: it must be looked at in every call.
         if self.twin or self.plan is not None or capturing(x):
             return None
-        return self.ready_with_plan(operator, x, weight, group, transposed, shape)
+        call = self.ready_with_plan(operator, x, weight, group, transposed, shape)
+        if call is not None:
+            call.allowed = lambda: self.plan is None
+        return call
 
     def ready_with_plan(
         self,

@@ -12,7 +12,7 @@ earlier call is an OperatorError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,12 +52,15 @@ class ReadyCall:
         self._generation = slab.pool.generation
         self.complete = None not in launches
         """Whether making it ready once more would change nothing."""
+        self.allowed: Callable[[], bool] | None = None
+        """What else must hold at every call, if anything."""
 
     def usable(self) -> bool:
         """Whether the next call can be made this way: nothing it depends on has changed, nothing is captured."""
         return (
             self._generation == slab.pool.generation
             and (self.complete or self._launches[self._work.calls & 1] is not None)
+            and (self.allowed is None or self.allowed())
             and not capturing_on_gpu()
         )
 

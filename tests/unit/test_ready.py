@@ -16,6 +16,8 @@ from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import again, observe, ready
 from megatron_flux.ops.capture import captured_calls
+from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.plan import Plan
 from megatron_flux.ops.ready import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
 
 STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
@@ -90,6 +92,20 @@ def test_a_half_that_has_no_kernel_yet_is_not_usable(done: list[tuple[Any, ...]]
     assert call.usable()
     no_copies = ReadyAllGatherGemm(Work(), [kernel(done, "k")] * 2, (8, 6), [], [PUSHES[0], None], ON_THE_SIDE)
     assert not no_copies.complete
+
+
+def test_a_plan_set_later_is_not_passed_by(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FusedBackend()
+    made = ReadyGemmReduceScatter(Work(), [kernel(done, "k")] * 2, (4, 6))
+    monkeypatch.setattr(backend, "ready_with_plan", lambda *given: made)
+    call = backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6))
+    assert call is made
+    assert call.usable()
+    backend.plan = Plan()
+    assert not call.usable()
+    assert backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6)) is None
+    backend.plan = None
+    assert call.usable()
 
 
 def test_slabs_that_changed_and_capture_end_it(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,8 @@ def operators(size: int) -> None:
             exact = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=transposed, async_op=False)
             assert torch.equal(z, exact.wait().to(z.dtype))
     twin.plan = Plan(**TINY, comm=1)
+    w = integers(64, 48, torch.bfloat16)
     with pytest.raises(UserError, match="copy engine"):
-        w = integers(64, 48, torch.bfloat16)
         twin.all_gather_gemm(integers(32, 48, torch.bfloat16), w, group, transposed=False)
     twin.plan = None
     with pytest.raises(UserError, match="stand-in groups only"):

@@ -67,9 +67,9 @@ def run(
     """
     group = group or dist.group.WORLD
     device, link = world.checked("bench ops", group, dtype)
-    first = group.rank() == 0
     stands_in = isinstance(group, stand_in.StandInGroup)
     real = group.pair if stands_in else group
+    first = real.rank() == 0  # both processes are rank 0 of a stand-in group
     rate = _link_rate(real, device)
     summary: dict[str, Any] = {
         "device": environment.device_name() + (stand_in.label(group) if stands_in else ""),
@@ -157,7 +157,8 @@ def _case(
         "e_overlap": None,
         "bound_ms": round(max(ms["gemm"], received / rate / 1e6), 4),
         "host_us": {name: t.host_us for name, t in times.items()},
-        "slab_bytes": slab.pool.bytes(group),
+        # A stand-in group's slabs are not those of a real one.
+        "slab_bytes": slab.pool.bytes(group) if real is group else None,
     }
     e = plot.efficiency(row, "tuned_ms")
     row["e_overlap"] = None if e is None else round(e, 4)

@@ -33,7 +33,9 @@ def svg(summary: dict[str, Any]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="18" font-size="14">{title}</text>',
     ]
-    for i, (name, colour) in enumerate(METHODS.values()):
+    # Those that two GPUs standing in for more cannot run have no time at all.
+    methods = {key: value for key, value in METHODS.items() if any(row.get(key) is not None for row in rows)}
+    for i, (name, colour) in enumerate(methods.values()):
         out.append(f'<rect x="{LEFT + 110 * i}" y="26" width="10" height="10" fill="{colour}"/>')
         out.append(f'<text x="{LEFT + 110 * i + 15}" y="35">{name}</text>')
     for tick in (-1.0, -0.5, 0.0, 0.5, 1.0):
@@ -43,7 +45,7 @@ def svg(summary: dict[str, Any]) -> str:
         y = TOP + ROW * i
         label = f"{row['op'].split('_')[0]} {row['model']} {row['layer']} {row['direction']} m={row['m']}"
         out.append(f'<text x="8" y="{y + 20}">{escape(label)}</text>')
-        for j, (method, (_, colour)) in enumerate(METHODS.items()):
+        for j, (method, (_, colour)) in enumerate(methods.items()):
             e = efficiency(row, method)
             if e is None:
                 continue

@@ -10,8 +10,10 @@ What it does not show, so that its figures are no measurement of the large group
     * Several writers at one receiver: the copy engines of a drifting group slow down to half of what one pair reaches
       (8 x H200: 170-195 of 352 GB/s).
     * Waiting for the slowest of ``size`` ranks, and GPUs of a full host that throttle together.
-    * NCCL's latency grows with the ranks; here it is that of two. Its collectives here are one exchange of ``size - 1``
-      shards each way, no ring of ``size - 1`` steps: stock is shown faster than it is, speed-ups smaller.
+    * NCCL's collectives of that many. Here they are one exchange of ``size - 1`` shards each way, no ring: latency is
+      that of two ranks, and on 2 x H200 large tensors moved slower than on eight (``results/stand-in-8-h200x2``). So
+      stock is not stock's time on the large group, and speed-ups over it, overlap efficiencies too, may be too large:
+      compare with the GEMM alone, the bound, or the floor.
 
 Two ways to do a collective on GPUs
     ``exact``: true results, for checking. Otherwise (for timing): the same bytes over the link from a scratch buffer of

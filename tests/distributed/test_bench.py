@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import choices, ops, table, tune, world
+from megatron_flux.bench import choices, ops, stand_in, table, tune, world
 from megatron_flux.bench.methods import BACKENDS, call, methods, operands
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing
@@ -62,7 +62,9 @@ class Tuned(TunedBackend):
 
 
 @contextmanager
-def without_gpus() -> Iterator[Tuned]:
+def without_gpus(prefix: str = "") -> Iterator[Tuned]:
+    """``prefix`` is what the names of a stand-in group's backends begin with."""
+
     def timed(given: Mapping[str, Callable[[], object]], group: Any, **_: Any) -> dict[str, Timing]:
         for name, method in given.items():
             if name != "async_tp":
@@ -76,8 +78,9 @@ def without_gpus() -> Iterator[Tuned]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(ops, "_link_rate", lambda *_: 100.0)
         patch.setattr(ops, "interleaved", timed)
-        pipelined, fused = Named("pipelined"), Named("fused")
+        pipelined, fused = Named("pipelined"), Named(f"{prefix}-fused" if prefix else "fused")
         tuned = Tuned(ReferenceBackend(), pipelined, fused)  # type: ignore[arg-type]
+        tuned.name = prefix or tuned.name
         for backend in (pipelined, fused, tuned):
             patch.setitem(registry._backends, backend.name, backend)
         yield tuned
@@ -131,6 +134,27 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert [line["layer"] for line in rounds] == ["fc1", "fc2", "fc1", "fc2"]
     assert set(rounds[0]["ms"]) == set(TIMES)
     assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
+    table.show(summary)
+
+
+def bench_stand_in(out: Path, cache: Path) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    group = stand_in.opened(dist.group.WORLD, 8, CPU)
+    with without_gpus("stand-in"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        return ops.run(CASES, out, group, dtype=torch.float32, log=said.append), said
+
+
+def test_two_that_stand_in_for_eight(world2: WorkerPool, tmp_path: Path) -> None:
+    """Both are rank 0 of the group, and only one writes."""
+    (summary, said), (_, silent) = world2.run(bench_stand_in, tmp_path / "run", tmp_path / "tuned.json")
+    assert (summary["tp"], summary["stand_in"]) == (8, 2)
+    assert summary["device"].endswith(" (2 standing in for 8)")
+    assert (len(said), silent) == (5, [])
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == len(CASES)
+    for row in summary["rows"]:
+        assert [row[name] for name in ("async_tp_ms", "pipelined_ms", "slab_bytes")] == [None] * 3
+        assert (row["fused_ms"], row["tuned_ms"], row["e_overlap"]) == (1.1, 1.2, 0.6)
     table.show(summary)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,16 @@ def test_fused_kernels_reach_every_place_of_every_source(world2: WorkerPool) -> 
     world2.run(operators, 8)
 
 
-def layers(out: Path) -> dict[str, Any]:
+def layers(out: Path) -> tuple[dict[str, Any], list[bool]]:
+    """The summary, and by gather whether it had to give true results."""
     from megatron_flux.bench import layer, stand_in
+
+    exact: list[bool] = []
+    gather = stand_in.StandInGroup.all_gather_single
+
+    def noticed(group: stand_in.StandInGroup, *words: Any) -> Any:
+        exact.append(group.exact)
+        return gather(group, *words)
 
     layer_config.LAYER_MODELS["small"] = SMALL
     workload = Workload(model="small", seq=16, micro_batch=2, layers=2)
@@ -111,12 +120,16 @@ def layers(out: Path) -> dict[str, Any]:
         workloads=(workload,), arms=arms, tp=8, stand_in_for=8, rounds=2, burst=1, device="cpu", backend="reference"
     )
     assert (config.processes, config.layout().tp) == (2, 2)
-    with megatron(2), stand_in.tensor_parallel(8, torch.device("cpu")):
-        return layer.run(config, out, log=lambda text: None)
+    with megatron(2), stand_in.tensor_parallel(8, torch.device("cpu")), pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_single", "_allgather_base"):
+            patch.setattr(stand_in.StandInGroup, name, noticed)
+        return layer.run(config, out, log=lambda text: None), exact
 
 
 def test_layers_have_the_large_groups_shapes_and_agree(world2: WorkerPool, tmp_path: Path) -> None:
-    summary = world2.run(layers, tmp_path)[0]
+    summary, exact = world2.run(layers, tmp_path)[0]
+    # Warm-up, where the tuner measures; what is compared; rounds.
+    assert [value for value, _ in itertools.groupby(exact)] == [False, True, False]
     assert (summary["tp"], summary["stand_in"]) == (8, 2)
     assert summary["device"].endswith("(2 standing in for 8)")
     rows = {row["arm"]: row for row in summary["rows"]}

@@ -13,6 +13,7 @@ import torch
 
 from megatron_flux import cli
 from megatron_flux.bench import worker, world
+from megatron_flux.bench.stand_in_options import checked_stand_in
 from megatron_flux.run import launcher
 
 STORED = Path(__file__).parents[2] / "results" / "ops-h200x4-nvlink-triton" / "tuned.json"
@@ -109,6 +110,56 @@ def test_dry_run_of_the_benchmark(run: Run) -> None:
         ["gemm_reduce_scatter", "fc2", 1024, 8192, 7168],
     ]
     assert not Path("somewhere").exists()
+
+
+@pytest.mark.parametrize(("nproc", "started"), [(None, None), (2, None), (None, 2), (2, 2)])
+def test_two_processes_can_stand_in(nproc: int | None, started: int | None) -> None:
+    assert checked_stand_in(4, nproc, started) == 4
+    assert checked_stand_in(8, nproc, started) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stand-in-for", "2"], "--stand-in-for 2: two GPUs can stand in for 4 or 8"),
+        (["--stand-in-for", "16"], "--stand-in-for 16: two GPUs can stand in for 4 or 8"),
+        (["--stand-in-for", "8", "--nproc", "8"], "--stand-in-for 8 takes two GPUs, not --nproc 8; leave --nproc out"),
+        (["--stand-in-for", "8", "--tokens", "1028"], "1028 tokens are not divisible by the group size 8"),
+    ],
+)
+def test_what_two_cannot_stand_in_for(run: Run, arguments: list[str], said: str) -> None:
+    assert said in refused(run, "bench", "ops", "--dry-run", *arguments)
+
+
+def test_other_launchers_than_of_two_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    said = refused(run, "bench", "ops", "--dry-run", "--stand-in-for", "8")
+    assert "--stand-in-for 8 takes two processes, the launcher has started 8" in said
+
+
+def test_dry_run_of_standing_in(run: Run) -> None:
+    code, out, _ = run("bench", "ops", "--dry-run", *FEW, "--layers", "qkv,fc2", "--stand-in-for", "8")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["config"]["tp"], found["config"]["stand_in_for"]) == (8, 8)
+    assert [(c["m"], c["n"], c["k"]) for c in found["calls"]] == [(1024, 1280, 8192), (1024, 8192, 3584)]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_two_are_started_however_many_there_are(run: Run, gpus: Callable[[int], list[Any]], count: int) -> None:
+    started = gpus(count)
+    code, _, err = run("bench", "ops", *FEW, "--stand-in-for", "8", "--out", "run")
+    assert code == 0
+    assert "4 calls on 2 GPUs" in err
+    ((_, (text,), ranks), _) = started[0]
+    assert (ranks, worker.read(text).tp, worker.read(text).stand_in_for) == (2, 8, 8)
+
+
+def test_tuning_has_no_stand_in(run: Run) -> None:
+    code, _, err = run("tune", "--dry-run", "--stand-in-for", "8")
+    assert code == 2
+    assert "No such option: --stand-in-for" in err
 
 
 def test_dry_run_of_tuning(run: Run) -> None:

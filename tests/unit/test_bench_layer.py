@@ -20,6 +20,7 @@ from megatron_flux.bench.rounds import Samples, quartiles
 from megatron_flux.cli import app
 from megatron_flux.errors import FluxError, UserError
 
+STAND_IN = Path(__file__).parents[2] / "results" / "stand-in-8-h200x2"
 GPT = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
 
 
@@ -169,6 +170,35 @@ def test_dry_run_works_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert said["config"]["trace"] is False
     assert list(said["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "gpt3-175b-2048x1"]
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    base = ["bench", "layer", "--dry-run", "--models", "gpt3-175b", "--arms", "te,flux_te", "--stand-in-for"]
+    done = CliRunner().invoke(app, [*base, "8", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert (said["config"]["tp"], said["config"]["stand_in_for"]) == (8, 8)
+    whole = resolve(LayerOptions(models="gpt3-175b", arms="te,flux_te"), 8)
+    assert (whole.processes, resolve(LayerOptions(stand_in_for=8, arms="te"), 8).processes) == (8, 2)
+    assert said["memory_gb_per_gpu"] == {w.label: round(w.memory_gb(8, 1), 1) for w in whole.workloads}
+    for words, refusal in (
+        (["6"], "--stand-in-for 6: two GPUs can stand in for 4 or 8"),
+        (["8", "--nproc", "4"], "--stand-in-for 8 takes two GPUs, not --nproc 4"),
+        (["8", "--cuda-graphs"], "--stand-in-for captures no CUDA graphs"),
+        (["8", "--arms", "te,te_ub"], "--stand-in-for cannot run the arm te_ub"),
+    ):
+        error = CliRunner().invoke(app, [*base, *words]).exception
+        assert isinstance(error, UserError)
+        assert refusal in str(error)
+
+
+def test_what_stood_in_is_named_in_table_and_picture() -> None:
+    found = json.loads((STAND_IN / "layer" / "summary.json").read_text())
+    text = io.StringIO()
+    layer_report.print_summary(found, text)
+    assert text.getvalue().startswith("NVIDIA H200 (2 standing in for 8), tp 8, nvlink stand-in\n")
+    assert "NVIDIA H200 (2 standing in for 8), tp = 8" in layer_report.svg(found)
 
 
 def test_arms_share_parameters_and_their_gradients() -> None:

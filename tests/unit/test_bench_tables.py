@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.bench import choices, table
+from megatron_flux.bench import choices, plot, table
 from megatron_flux.errors import UserError
 from megatron_flux.ops.plan import Plan
 from megatron_flux.ops.tuner import describe
@@ -49,6 +49,16 @@ def test_what_was_not_measured_is_a_dash() -> None:
     stored["rows"] = [{**stored["rows"][0], "async_tp_ms": None, "pipelined_ms": None}]
     cells = row(printed(table.show, stored), "gpt3-175b")
     assert cells.endswith(" - - 2.875 2.767 - 70% 89% pipelined")
+
+
+def test_what_stood_in_is_named_in_table_and_picture() -> None:
+    stored = json.loads((STORED.parent / "stand-in-8-h200x2" / "m8192" / "summary.json").read_text())
+    lines = printed(table.show, stored)
+    assert lines[0] == "8 x NVIDIA H200 (2 standing in for 8), nvlink stand-in, tp = 8, 8 call(s)"
+    drawn = plot.svg(stored)
+    assert "Overlap efficiency, NVIDIA H200 (2 standing in for 8), tp = 8" in drawn
+    assert ">fused</text>" in drawn
+    assert "async-TP" not in drawn  # nobody could run it
 
 
 def test_a_table_of_nothing() -> None:

@@ -30,6 +30,17 @@ def test_one_run_gets_its_report_beside_it(tmp_path: Path) -> None:
     assert (folder / "report.md").read_text().startswith("# flux 1.00x")
 
 
+def test_what_stood_in_is_named(tmp_path: Path) -> None:
+    """Also without the methods that could not run, a trace and memory."""
+    assert run("report", RESULTS / "stand-in-8-h200x2", "--out", tmp_path)[0] == 0
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    for name, verdict in (("layer", "15 layer timings"), ("m2048", "2 operator calls"), ("m8192", "8 operator calls")):
+        title = f"## stand-in-8-h200x2/{name}: {verdict}, NVIDIA H200 (2 standing in for 8), tp 8"
+        assert title in lines
+    html = (tmp_path / "report.html").read_text()
+    assert html.count("(2 standing in for 8)") >= 3
+
+
 def test_against(tmp_path: Path) -> None:
     results = full_run(tmp_path / "results")
     arms = full_arms()

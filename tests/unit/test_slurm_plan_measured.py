@@ -151,6 +151,14 @@ def test_layers_of_another_layout_are_not_used_and_it_is_said(layers: MeasuredLa
     assert any("was not used" in note for note in with_them["notes"])
 
 
+def test_what_stood_in_for_a_group_is_no_measurement_of_it() -> None:
+    stored = ROOT / "results/stand-in-8-h200x2"
+    said = "is of 2 GPUs that stood in for 8: no measurement of that many; give a run on a whole group"
+    for read in (lambda: read_ops([*OPS, stored / "m8192"]), lambda: read_layers(stored / "layer")):
+        with pytest.raises(UserError, match=said):
+            read()
+
+
 def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
     broken = tmp_path / "summary.json"
     broken.write_text("[]")

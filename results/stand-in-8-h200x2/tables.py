@@ -1,0 +1,150 @@
+"""The tables of the README beside this file, from the raw data beside it; written anew in place.
+
+    PYTHONPATH=. python results/stand-in-8-h200x2/tables.py
+
+They are the text between the two marks; all other figures in that README are in its own words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_flux.bench.choices import chosen
+from megatron_flux.bench.shapes import Case, cases
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+BEGIN, END = "<!-- tables.py: begin -->\n", "<!-- tables.py: end -->\n"
+
+Json = Mapping[str, Any]
+X = "\N{MULTIPLICATION SIGN}"
+
+OF_EIGHT = {"all_gather_gemm": 0.57, "gemm_reduce_scatter": 0.56}
+"""NCCL's milliseconds on eight GPUs for 8192 x 12288 bf16, the only size of this run that they are known for."""
+SIZE_OF_EIGHT = (8192, 12288)
+SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
+ARMS = {
+    "te": "TE (baseline)",
+    "local": "local",
+    "flux_local": "flux, local layers",
+    "flux_te": "flux, TE layers",
+    "floor": "no communication",
+}
+
+
+def read(name: str) -> Json:
+    """A JSON file of this folder."""
+    return json.loads((HERE / name).read_text())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    lines = [list(head)]
+    lines += [["---"] * len(lines[0]), *map(list, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def percent(value: float) -> str:
+    """For people."""
+    return f"{100 * value:.0f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def call(row: Json) -> list[str]:
+    """Its name and sizes."""
+    name = f"{SHORT[row['op']]} {row['model']} {row['layer']} {row['direction']}"
+    return [name, f"{row['m']}{X}{row['n']}{X}{row['k']}"]
+
+
+def operators(summary: Json) -> str:
+    """One row per call."""
+    rows = []
+    for row in summary["rows"]:
+        size = (row["m"], row["k"] if row["op"] == "all_gather_gemm" else row["n"])
+        of_eight = "-"
+        if size == SIZE_OF_EIGHT:
+            of_eight = percent(1 - (row["tuned_ms"] - row["gemm_ms"]) / OF_EIGHT[row["op"]])
+        names = ("gemm_ms", "nccl_ms", "serial_ms", "fused_ms", "tuned_ms", "bound_ms")
+        times = [f"{row[name]:.3f}" for name in names]
+        ratio = f"{row['tuned_ms'] / row['bound_ms']:.2f}"
+        rows.append([*call(row), *times, ratio, percent(row["e_overlap"]), of_eight])
+    head = ("call", f"m{X}n{X}k", "GEMM", "NCCL here", "serial here", "fused", "tuned", "bound", "tuned / bound",
+            "E here", "E with NCCL of eight")  # fmt: skip
+    return table(head, rows)
+
+
+def workloads(summary: Json) -> dict[str, dict[str, Json]]:
+    """Rows by arm, by workload."""
+    found: dict[str, dict[str, Json]] = {}
+    for row in summary["rows"]:
+        found.setdefault(f"{row['model']}, {row['seq']} {X} {row['micro_batch']}", {})[row["arm"]] = row
+    return found
+
+
+def layers(summary: Json) -> str:
+    """One row per workload and arm."""
+    rows = []
+    for title, arms in workloads(summary).items():
+        for arm, row in arms.items():
+            low, high = (f"{row[f'ms_per_layer_{end}']:.2f}" for end in ("low", "high"))
+            rows.append(
+                [
+                    title,
+                    ARMS[arm],
+                    f"{row['ms_per_layer']:.2f} ({low}…{high})",
+                    f"{row['speedup_vs_te']:.3f}{X}",
+                    percent(row["hidden_share"]),
+                    f"{row['host_ms_per_step'] / row['layers']:.1f}",
+                ]
+            )
+    return table(("layer", "arm", "ms per layer (quartiles)", "vs TE here", "hidden", "host ms per layer"), rows)
+
+
+def answer(tuned: Json, case: Case, tp: int) -> tuple[float, float]:
+    """GEMM alone and what runs, milliseconds, as the tuner measured them."""
+    form = "[k,n]" if case.transposed else "[n,k]"
+    start = f"{case.op} m={case.m} n={case.n} k={case.k} bfloat16 {form} tp={tp} "
+    (kept,) = (value for key, value in tuned.items() if key.startswith(start))
+    return kept["gemm_ms"], kept["ms"][chosen(kept)]
+
+
+def distance(summary: Json, tuned: Json, rate: float) -> str:
+    """How far flux is from the floor, and what of it the eight operator calls of a layer account for."""
+    rows = []
+    for title, arms in workloads(summary).items():
+        row, tp = arms["flux_te"], summary["tp"]
+        calls = cases([row["model"]], [row["seq"] * row["micro_batch"]], ["forward", "dgrad"], tp)
+        over = link = 0.0
+        for case in calls:
+            gemm, ms = answer(tuned, case, tp)
+            over += max(0.0, ms - gemm)
+            link += max(0.0, case.bytes_received(tp) / rate / 1e6 - gemm)
+        away = row["ms_per_layer"] - arms["floor"]["ms_per_layer"]
+        rows.append([title, f"{away:.2f}", f"{over:.2f}", f"{link:.2f}", f"{away - over:.2f}"])
+    head = ("layer", "flux on TE layers over no communication", "operators over their GEMMs",
+            "of that, link slower than GEMM", "not explained")  # fmt: skip
+    return table(head, rows)
+
+
+def tables() -> str:
+    """All of them, with their headings."""
+    large, small, layer = (read(f"{name}/summary.json") for name in ("m8192", "m2048", "layer"))
+    rows = {**large, "rows": [*large["rows"], *small["rows"]]}
+    return (
+        f"### Operators, forward, milliseconds\n\n{operators(rows)}\n"
+        f"### Layers, forward and backward\n\n{layers(layer)}\n"
+        f"### Where the rest is, milliseconds per layer\n\n"
+        f"{distance(layer, read('tuned.json'), large['link_gb_per_s'])}"
+    )
+
+
+def rewritten(text: str) -> str:
+    """The README's text with the tables as they are now."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + tables() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text()))

@@ -30,7 +30,8 @@ def test_defaults_are_the_documented_workloads() -> None:
         ("gpt3-175b-2048x4", 4), ("gpt3-175b-2048x1", 4), ("llama-70b-4096x2", 4), ("llama-405b-8192x1", 2),
     ]  # fmt: skip
     assert config.arms == ARMS
-    assert (config.tp, config.pp, config.device) == (8, 1, "cuda")
+    assert (config.tp, config.device) == (8, "cuda")
+    assert (config.layout().tp, config.layout().pp) == (8, 1)
 
 
 def test_overrides_and_order() -> None:

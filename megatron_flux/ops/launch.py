@@ -47,16 +47,22 @@ def without_copy_engine(plan: Plan, mp: int, sms: int) -> Plan:
 
 
 def all_gather_gemm(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, *, transposed: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    work: Slab,
+    plan: Plan,
+    *,
+    transposed: bool,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``."""
+    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding."""
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
     if plan.ws and hopper_kernels(x, weight, n, k) and mp % plan.bm == 0:
-        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed)
+        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias)
     plan = replace(plan, comm=min(plan.comm, sms - 1))
     block = plan.block or mp
     blocks = cdiv(mp, block)
@@ -110,6 +116,7 @@ def all_gather_gemm(
         c,
         *peers,
         x,
+        x if bias is None else bias,
         work.data_table,
         work.flag_table,
         work.flags[rank],
@@ -147,6 +154,7 @@ def all_gather_gemm(
         TMA=tma,
         MASK_ROWS=mask_rows,
         SPLIT=plan.split,
+        BIAS=bias is not None,
         ENTER=turn.enter,
         CPU=not cuda,
         THREADS=32 * plan.warps,
@@ -161,7 +169,13 @@ def all_gather_gemm(
 
 
 def _hopper_all_gather_gemm(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, sms: int, transposed: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    work: Slab,
+    plan: Plan,
+    sms: int,
+    transposed: bool,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron_flux.ops import launch_hopper
 
@@ -171,7 +185,7 @@ def _hopper_all_gather_gemm(
     finish = None
     if plan.comm == 0:
         finish = copy_engine_push(x, work, turn, buffers, turn.half * FLAG_WORDS + ENTER_WORDS, mp, plan.pace)
-    c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed)
+    c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
     if finish is not None:
         finish()
     work.end()

@@ -163,6 +163,25 @@ def repeated(group):
     return "100 x 2"
 
 
+def bias(group):
+    """A bias in the epilogue: as near to fp32 as torch's own, with another bias in every call of the same kind."""
+    for mp, n, k, transposed in ((256, 1024, 512, False), (256, 520, 1032, True), (100, 520, 264, False)):
+        xs, _, w = operands(group, mp, n, k, torch.bfloat16, transposed)
+        product = gather(xs, group).float() @ (w if transposed else w.t()).float()
+        for call in range(6):
+            added = torch.randn(n, device="cuda").mul(10.0**-call).bfloat16()
+            poison(group)
+            y = ops.all_gather_gemm(xs, w, group, bias=added, epilogue_bias=True, transposed=transposed, backend=NAME)
+            torchs = torch.addmm(added, gather(xs, group), w if transposed else w.t())
+            want = product + added.float()
+            mine, theirs = error(y, want), error(torchs, want)
+            assert mine <= 2 * theirs + 1e-6, f"call {call} of {mp} x {n} x {k}: {mine} against torch's {theirs}"
+    x, w = torch.ones(128, 4112, device="cuda").bfloat16(), torch.ones(256, 4112, device="cuda").bfloat16()
+    y = ops.all_gather_gemm(x, w, group, bias=w[:, 0] * 8.125, epilogue_bias=True, backend=NAME)
+    assert (y == 4128).all(), f"4112 + 8.125 is {y.unique().tolist()}, not 4128: rounded before it was added"
+    return "6 calls each of three shapes"
+
+
 def random_shapes(group, rounds=200):
     seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
     dist.broadcast(seed, group=group, group_src=0)
@@ -285,6 +304,7 @@ CHECKS: dict[str, Check] = {
     "shapes": shapes,
     "plans": plans,
     "more_plans": more_plans,
+    "bias": bias,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,
     "streams": streams,

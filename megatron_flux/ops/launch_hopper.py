@@ -82,7 +82,7 @@ def all_gather_gemm(
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
-        return hopper_ag_gemm_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+        return relaunch.by_triton(hopper_ag_gemm_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, xd=x, b=weight, c=c, x=x)
     return c
@@ -147,7 +147,7 @@ def gemm_reduce_scatter(
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
-        return hopper_gemm_rs_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+        return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
     return out

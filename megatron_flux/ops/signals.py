@@ -4,7 +4,7 @@ LLVM, inside Triton (seen with 3.6 and 3.9), takes signals over in the C library
 that is not in Triton's cache, and Python is not told: ``signal.getsignal`` still shows the handler that is called no
 longer. From then on a SIGUSR1 is swallowed; on any of the others LLVM puts everything back as it was before that
 compile, which undoes what the program has set since, and sends itself the signal again. Both end here: what a compile
-has changed is put back behind it. While it lasts (seconds) a SIGUSR1 can still be lost, so who sends one sends it again.
+has changed is put back behind it. While it lasts (seconds) a SIGUSR1 can still be lost: who sends one sends it again.
 
 Signals: those that programs handle, or ignore, as Python does with SIGPIPE and SIGXFSZ. Not those of faults (SIGSEGV,
 SIGABRT and so on): Triton has them for as long as a compile lasts, to say where it crashed, and gives them back itself.

@@ -29,7 +29,7 @@ def ops(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = Fals
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
     out = more.out or folder.default_folder("bench", "ops")
-    run = OpsRun(**{**_calls(given), **more.model_dump(), "out": out})
+    run = OpsRun(**{**_calls(given, more.stand_in_for), **more.model_dump(), "out": out})
     if rank.is_first():
         folder.check_free(out, overwrite=run.overwrite)
     if dry_run:
@@ -83,13 +83,16 @@ def _ready_for_gpus(command: str, otherwise: str) -> None:
         raise UserError(f"{command} needs at least two GPUs of one host, {found}; {otherwise}")
 
 
-def _calls(given: CallOptions) -> dict[str, Any]:
+def _calls(given: CallOptions, stand_in_for: int | None = None) -> dict[str, Any]:
     """The checked calls, for the ranks that there will be."""
     import torch
 
+    from megatron_flux.bench.stand_in_options import checked_stand_in
     from megatron_flux.run import launcher
 
     gpus = torch.cuda.device_count()
+    if stand_in_for is not None:
+        return calls(given, checked_stand_in(stand_in_for, given.nproc, launcher.started())).model_dump()
     # Fewer than two GPUs are left for dry runs, which speak of some other machine.
     return calls(given, launcher.world_size(given.nproc, gpus=gpus if gpus > 1 else 0, otherwise=8)).model_dump()
 
@@ -146,5 +149,5 @@ def _start(run: OpsRun | TuneRun, *, where: str, left: str) -> None:
         rank.configure_logging()
         worker.run(run)
         return
-    typer.echo(f"megatron-flux {run.command}: {len(run.cases())} calls on {run.tp} GPUs, {where}", err=True)
-    launcher.launch(worker.__name__, [run.model_dump_json()], run.tp, left=left)
+    typer.echo(f"megatron-flux {run.command}: {len(run.cases())} calls on {run.processes} GPUs, {where}", err=True)
+    launcher.launch(worker.__name__, [run.model_dump_json()], run.processes, left=left)

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
+from megatron_flux.bench.stand_in_options import checked_stand_in
 from megatron_flux.cli_options import DryRun, make_options, with_options
 from megatron_flux.errors import UserError
 
@@ -30,7 +31,11 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and not dry_run:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
-    config = resolve(given, launcher.world_size(given.nproc, gpus=gpus, otherwise=8))
+    if given.stand_in_for is None:
+        tp = launcher.world_size(given.nproc, gpus=gpus, otherwise=8)
+    else:
+        tp = checked_stand_in(given.stand_in_for, given.nproc, launcher.started())
+    config = resolve(given, tp)
     out = given.out or folder.default_folder("bench", "layer")
     if rank.is_first():
         folder.check_free(out, overwrite=given.overwrite)
@@ -47,7 +52,7 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
         return
     layer_worker.set_switches()
     typer.echo(f"megatron-flux bench layer: tp {config.tp}, run folder {out}", err=True)
-    launcher.launch(layer_worker.__name__, [str(out)], config.tp, left=f"what was measured is in {out}")
+    launcher.launch(layer_worker.__name__, [str(out)], config.processes, left=f"what was measured is in {out}")
 
 
 def _description(config: LayerConfig) -> dict[str, Any]:

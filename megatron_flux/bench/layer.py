@@ -14,6 +14,8 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
+* ``stand_in`` (of the summary): null, or the processes that stood in for ``tp``
+  (:mod:`megatron_flux.bench.stand_in`): no measurement of ``tp`` GPUs.
 * ``breakdown``: see :mod:`megatron_flux.trace.breakdown`; rank 0, one step outside the timed rounds.
 """
 
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 from megatron_flux import environment
+from megatron_flux.bench import stand_in
 from megatron_flux.bench.layer_config import LayerConfig
 from megatron_flux.bench.layer_workload import WorkloadBench
 from megatron_flux.bench.together import Together
@@ -60,12 +63,14 @@ def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     group = parallel_state.get_tensor_model_parallel_group()
-    together = Together(group, config.timeout)
+    stands_in = isinstance(group, stand_in.StandInGroup)
+    together = Together(group.pair if stands_in else group, config.timeout)
     first = together.first
     say = log if first else _silent
     summary: dict[str, Any] = {
-        "device": environment.device_name(),
+        "device": environment.device_name() + (stand_in.label(group) if stands_in else ""),
         "tp": group.size(),
+        "stand_in": group.pair.size() if stands_in else None,
         "link": topology.probe(group, device).kind,
         "versions": environment.versions(),
         "config": config.model_dump(mode="json"),

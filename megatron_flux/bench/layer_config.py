@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.bench.shapes import MODELS, Model
+from megatron_flux.bench.stand_in_options import HELP
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 
@@ -96,20 +97,33 @@ class LayerOptions(BaseModel):
     seconds: float | None = Field(None, gt=0, description="Start no further round after this long, over all models.")
     trace: bool = Field(True, description="Record one more step of each arm: kernel-time breakdown and a trace file.")
     nproc: int | None = Field(None, ge=1, description="Processes, one per GPU, which is also tp. Default: all GPUs.")
+    stand_in_for: int | None = Field(None, description=HELP)
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-layer.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
 
+class ProcessLayout(BaseModel):
+    """See :class:`megatron_flux.train.distributed.Layout`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    tp: int
+    pp: int = 1
+    timeout: float
+
+
 class LayerConfig(BaseModel):
-    """A run in which nothing is open. ``pp`` and ``tp`` are those of the parallel state."""
+    """A run in which nothing is open."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     workloads: tuple[Workload, ...]
     arms: tuple[str, ...]
     tp: int
-    pp: int = 1
+    stand_in_for: int | None = None
+    """``tp``, where two processes stand in for that many."""
     backend: str = "auto"
     cuda_graphs: bool = False
     rounds: int = 9
@@ -119,6 +133,15 @@ class LayerConfig(BaseModel):
     timeout: float = 600.0
     device: Literal["cuda", "cpu"] = "cuda"
     """The command always says cuda: a CPU proves that the benchmark works and measures nothing."""
+
+    @property
+    def processes(self) -> int:
+        """Ranks that are started."""
+        return self.tp if self.stand_in_for is None else 2
+
+    def layout(self) -> ProcessLayout:
+        """The process groups of those ranks, for :func:`megatron_flux.train.distributed.process_groups`."""
+        return ProcessLayout(device=self.device, tp=self.processes, timeout=self.timeout)
 
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:
@@ -137,8 +160,20 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     workloads = tuple(dict.fromkeys(sorted(chosen, key=lambda w: models.index(w.model))))  # overrides may make twins
     for workload in workloads:
         _check_divides(workload, tp)
-    same = ("backend", "cuda_graphs", "rounds", "burst", "seconds", "trace", "timeout")
+    if options.stand_in_for is not None:
+        _check_stands_in(options, arms)
+    same = ("backend", "cuda_graphs", "rounds", "burst", "seconds", "trace", "timeout", "stand_in_for")
     return LayerConfig(workloads=workloads, arms=arms, tp=tp, **{name: getattr(options, name) for name in same})
+
+
+def _check_stands_in(options: LayerOptions, arms: tuple[str, ...]) -> None:
+    """What two GPUs that stand in for a group cannot do."""
+    if options.cuda_graphs:
+        raise UserError("--stand-in-for captures no CUDA graphs; leave --cuda-graphs out")
+    if options.backend not in ("auto", "reference"):
+        raise UserError(f"--stand-in-for runs backend auto or reference, not {options.backend}")
+    if "te_ub" in arms:
+        raise UserError("--stand-in-for cannot run the arm te_ub: userbuffers make their own group; leave it out")
 
 
 def _named(kind: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

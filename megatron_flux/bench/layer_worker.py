@@ -34,7 +34,7 @@ def set_switches() -> None:
 def run(config: LayerConfig, out: Path) -> None:
     """Measure on this rank, from process groups to the picture."""
     set_switches()
-    from megatron_flux.bench import layer, layer_report
+    from megatron_flux.bench import layer, layer_report, stand_in
     from megatron_flux.train.cpu_shims import cpu_shims
     from megatron_flux.train.distributed import process_groups
 
@@ -42,7 +42,11 @@ def run(config: LayerConfig, out: Path) -> None:
     if first:
         _log_to(out / "log.txt")
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    with cpu_shims(), process_groups(config):
+    with (
+        cpu_shims(),
+        process_groups(config.layout()) as device,
+        stand_in.tensor_parallel(config.stand_in_for, device),
+    ):
         summary = layer.run(config, out, log=logger.info)
         if first:
             layer_report.write_plot(summary, out / "plot.svg")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import floor, layer_arms, layer_blocks
+from megatron_flux.bench import floor, layer_arms, layer_blocks, stand_in, stand_in_fused
 from megatron_flux.bench.graphs import capture
 from megatron_flux.bench.layer_agreement import Agreement, Result
 from megatron_flux.bench.layer_arms import Arm
@@ -61,15 +61,16 @@ class WorkloadBench:
             if self.config.cuda_graphs:
                 for arm in arms:
                     self._capture(arm, results[arm.name], check)
-            samples = interleave(
-                {arm.name: (arm.step, arm.active) for arm in arms},
-                self.together,
-                self.device,
-                rounds=self.config.rounds,
-                burst=self.config.burst,
-                deadline=deadline,
-            )
-            rows = [self._row(arm, samples[arm.name], results, check) for arm in arms]
+            with stand_in.timed(self.group):
+                samples = interleave(
+                    {arm.name: (arm.step, arm.active) for arm in arms},
+                    self.together,
+                    self.device,
+                    rounds=self.config.rounds,
+                    burst=self.config.burst,
+                    deadline=deadline,
+                )
+                rows = [self._row(arm, samples[arm.name], results, check) for arm in arms]
             complete(rows)
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
@@ -92,6 +93,8 @@ class WorkloadBench:
             self._synchronize()
             self.together.barrier()
             slab.pool.clear()
+            if isinstance(self.group, stand_in.StandInGroup):
+                self.group.clear()
             torch.cuda.empty_cache()
 
     def _arms(self, stack: ExitStack) -> list[Arm]:
@@ -120,7 +123,7 @@ class WorkloadBench:
             if isinstance(found, str):
                 self._skip(name, found)
                 continue
-            arm = layer_arms.make(name, found, self.x, self.dy, self.config.backend)
+            arm = layer_arms.make(name, found, self.x, self.dy, self._backend())
             _, reason = self.together.attempt(lambda arm=arm: self._warm_up(arm))
             if reason is None:
                 arms.append(arm)
@@ -128,6 +131,11 @@ class WorkloadBench:
             else:
                 self._skip(name, reason)
         return arms
+
+    def _backend(self) -> str:
+        """Of the flux arms."""
+        stands_in = isinstance(self.group, stand_in.StandInGroup) and self.device.type == "cuda"
+        return stand_in_fused.TUNED if stands_in and self.config.backend == "auto" else self.config.backend
 
     def _build(self, kind: layer_blocks.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.group.size()
@@ -153,7 +161,8 @@ class WorkloadBench:
                 arm.step()
         layer_arms.look_inside(arm)
         self._synchronize()
-        if self.device.type == "cuda":
+        # A stand-in group's slabs are not those of a real one.
+        if self.device.type == "cuda" and not isinstance(self.group, stand_in.StandInGroup):
             arm.facts["peak_memory_gb"] = self._peak_bytes(arm, before) / 1e9
 
     def _peak_bytes(self, arm: Arm, before: int) -> int:
@@ -208,7 +217,7 @@ class WorkloadBench:
     def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's part of the input, and a gradient of the output small enough for many accumulations."""
         w, tp = self.workload, self.group.size()
-        generator = torch.Generator(device=self.device).manual_seed(100 + self.group.rank())
+        generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())
         shape = (w.seq // tp, w.micro_batch, w.sizes.hidden)
         dtype = layer_blocks.dtype_of(self.device)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_()

@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.bench import stand_in_fused
 from megatron_flux.bench.shapes import Case
+from megatron_flux.bench.stand_in import StandInGroup
 from megatron_flux.ops.tuner import describe
 
-BACKENDS = ("pipelined", "fused", "tuned")
-"""Measured through the public operators, so that their host time counts."""
+BACKENDS = {"pipelined": "pipelined", "fused": "fused", "tuned": "tuned"}
+STAND_IN_BACKENDS = {"fused": stand_in_fused.FUSED, "tuned": stand_in_fused.TUNED}
+"""Measured through the public operators, so that their host time counts: method and name of its backend."""
 
 
 def operands(
@@ -44,12 +47,19 @@ def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
 def methods(
     case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> dict[str, Callable[[], object]]:
-    """Every way by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends."""
+    """Every way by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends.
+
+    A stand-in group has no ``async_tp`` and ``pipelined``: torch does not know it.
+    """
     wt = weight if case.transposed else weight.t()
     y = x.new_empty(case.m, case.n)
     importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
     found = _gather(x, wt, y, group) if case.op == "all_gather_gemm" else _scatter(x, wt, y, group)
-    return found | {name: call(case, x, weight, group, name) for name in BACKENDS}
+    backends = BACKENDS
+    if isinstance(group, StandInGroup):
+        del found["async_tp"]
+        backends = STAND_IN_BACKENDS
+    return found | {name: call(case, x, weight, group, backend) for name, backend in backends.items()}
 
 
 def _gather(

@@ -10,6 +10,8 @@ Run it on every rank of a node. All methods of a case are interleaved in one pro
 * ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
   their difference is host time.
 * ``host_us``: by method, the time to enqueue one call.
+* ``stand_in``: null, or the processes that stood in for the group (:mod:`megatron_flux.bench.stand_in`): then the
+  figures are those of two GPUs doing what each of ``tp`` would do, and no measurement of ``tp`` GPUs.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import environment
-from megatron_flux.bench import choices, plot, world
-from megatron_flux.bench.methods import methods, operands, tuning_key
+from megatron_flux.bench import choices, plot, stand_in, world
+from megatron_flux.bench.methods import STAND_IN_BACKENDS, methods, operands, tuning_key
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing, interleaved
 from megatron_flux.comm import slab
@@ -66,10 +68,13 @@ def run(
     group = group or dist.group.WORLD
     device, link = world.checked("bench ops", group, dtype)
     first = group.rank() == 0
-    rate = _link_rate(group, device)
+    stands_in = isinstance(group, stand_in.StandInGroup)
+    real = group.pair if stands_in else group
+    rate = _link_rate(real, device)
     summary: dict[str, Any] = {
-        "device": environment.device_name(),
+        "device": environment.device_name() + (stand_in.label(group) if stands_in else ""),
         "tp": group.size(),
+        "stand_in": real.size() if stands_in else None,
         "link": link.kind,
         "link_gb_per_s": round(rate, 1),
         "versions": environment.versions(),
@@ -85,7 +90,7 @@ def run(
         (out / "rounds.jsonl").unlink(missing_ok=True)
     began = time.monotonic()
     for number, case in enumerate(cases, 1):
-        if seconds is not None and _any(time.monotonic() - began > seconds, group, device):
+        if seconds is not None and _any(time.monotonic() - began > seconds, real, device):
             log(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured") if first else None
             break
         row, raw = _case(case, group, dtype, device, link.kind, rate, rounds, burst)
@@ -96,6 +101,8 @@ def run(
                 file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
             (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
             plot.write(summary, out / "plot.svg")
+        if stands_in:
+            group.clear()
         torch.cuda.empty_cache()
     return summary
 
@@ -127,9 +134,14 @@ def _case(
     burst: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     x, weight = operands(case, group, dtype, device)
-    times = interleaved(methods(case, x, weight, group), group, rounds=rounds, burst=burst)
+    real = group
+    tuned = "tuned"
+    if isinstance(group, stand_in.StandInGroup):
+        real, tuned = group.pair, STAND_IN_BACKENDS["tuned"]
+    with stand_in.timed(group):
+        times = interleaved(methods(case, x, weight, group), real, rounds=rounds, burst=burst)
     ms = {name: round(t.median, 4) for name, t in times.items()}
-    answer = get_backend("tuned").answers[group.group_name, tuning_key(case, x, group.size(), link)]
+    answer = get_backend(tuned).answers[group.group_name, tuning_key(case, x, group.size(), link)]
     received = case.bytes_received(group.size())
     row = {
         **asdict(case),
@@ -137,8 +149,8 @@ def _case(
         "gemm_ms": ms["gemm"],
         "nccl_ms": ms["nccl"],
         "serial_ms": ms["serial"],
-        "async_tp_ms": ms["async_tp"],
-        "pipelined_ms": ms["pipelined"],
+        "async_tp_ms": ms.get("async_tp"),
+        "pipelined_ms": ms.get("pipelined"),
         "fused_ms": ms["fused"],
         "tuned_ms": ms["tuned"],
         "tuned_choice": choices.chosen(answer),

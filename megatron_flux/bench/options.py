@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.bench.shapes import LAYERS, MODELS, Case, cases
+from megatron_flux.bench.stand_in_options import HELP
 from megatron_flux.errors import UserError
 
 
@@ -34,6 +35,7 @@ class OpsOptions(BaseModel):
     rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
     burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
     seconds: float | None = Field(None, gt=0, description="Begin no further call after this long. Default: no limit.")
+    stand_in_for: int | None = Field(None, description=HELP)
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
@@ -68,6 +70,11 @@ class Calls(BaseModel):
         found = cases(self.models, self.tokens, self.directions, self.tp)
         return [case for case in found if case.layer in self.layers]
 
+    @property
+    def processes(self) -> int:
+        """GPUs that are needed."""
+        return self.tp
+
 
 class OpsRun(Calls):
     """A ``bench ops`` run, complete; what the ranks are started with."""
@@ -76,8 +83,14 @@ class OpsRun(Calls):
     rounds: int
     burst: int
     seconds: float | None
+    stand_in_for: int | None = None
     out: Path
     overwrite: bool
+
+    @property
+    def processes(self) -> int:
+        """GPUs that are needed: of the group, or those that stand in for it."""
+        return self.tp if self.stand_in_for is None else 2
 
 
 class TuneRun(Calls):

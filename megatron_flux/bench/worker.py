@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from megatron_flux.bench import choices, ops, table, tune, world
+from megatron_flux.bench import choices, ops, stand_in, table, tune, world
 from megatron_flux.bench.options import OpsRun, Run, TuneRun
 from megatron_flux.run import rank
 
@@ -30,6 +30,8 @@ def run(wanted: OpsRun | TuneRun) -> None:
     world.set_environment()
     if isinstance(wanted, OpsRun):
         with logged_to(wanted.out / LOG), world.opened() as group:
+            if wanted.stand_in_for is not None:
+                group = stand_in.opened(group, wanted.stand_in_for, torch.device("cuda", torch.cuda.current_device()))
             _ops(wanted, group)
     else:
         with world.opened() as group:

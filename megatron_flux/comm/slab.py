@@ -227,19 +227,37 @@ def size_class(nbytes: int) -> int:
 pool = SlabPool()
 
 
-def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
-    head = 2 * 4 * FLAG_WORDS
-    total = head + 2 * half_bytes
-    if device.type == "cuda":
-        whole, keep = _symmetric(group, total, device)
-    else:
-        from megatron_flux.comm import twin
+HEAD = 2 * 4 * FLAG_WORDS
+"""Bytes of both halves' flags, which come first in a slab."""
 
-        whole, keep = twin.shared(group, total)
-    flags = [w[:head].view(torch.int32) for w in whole]
-    data = [w[head:] for w in whole]
-    mine = group.rank()
-    flags[mine].zero_()
+
+def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
+    whole, keep = memory(group, HEAD + 2 * half_bytes, device)
+    flags = [w[:HEAD].view(torch.int32) for w in whole]
+    return assemble(group, half_bytes, flags, [w[HEAD:] for w in whole], captured=captured, keep=keep)
+
+
+def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective."""
+    if device.type == "cuda":
+        return _symmetric(group, nbytes, device)
+    from megatron_flux.comm import twin
+
+    return twin.shared(group, nbytes)
+
+
+def assemble(
+    group: dist.ProcessGroup,
+    half_bytes: int,
+    flags: list[torch.Tensor],
+    data: list[torch.Tensor],
+    *,
+    captured: bool,
+    keep: Any,
+) -> Slab:
+    """A slab of memory that is there: ``flags`` and ``data`` of every rank, as :class:`Slab` has them. Collective."""
+    device = data[0].device
+    flags[group.rank()].zero_()
 
     def table(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)

@@ -142,6 +142,11 @@ def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[str
         raise UserError(f"{file} cannot be read as a summary.json of megatron-flux {command}: {error}") from None
     if not complete:
         raise UserError(f"{file} is no summary.json of megatron-flux {command}: rows need {', '.join(columns)}")
+    if summary.get("stand_in"):
+        raise UserError(
+            f"{file} is of {summary['stand_in']} GPUs that stood in for {summary['tp']}: no measurement of that many; "
+            "give a run on a whole group"
+        )
     return summary
 
 

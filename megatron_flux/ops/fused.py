@@ -153,8 +153,7 @@ class FusedBackend:
 
         x2d = x.view(-1, x.shape[-1])
         if operator == "all_gather":
-            work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
-            return make_ready.all_gather(x, work)
+            return make_ready.all_gather(x, self._copy_work(x2d, group))
         assert weight is not None  # noqa: S101 - both other operators have one
         n = weight.shape[1] if transposed else weight.shape[0]
         if operator == "all_gather_gemm":
@@ -175,8 +174,11 @@ class FusedBackend:
         if capturing(x):
             return collectives.all_gather(x, group)
         agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
-        work = slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
-        return launch_copies.all_gather(x, work)
+        return launch_copies.all_gather(x, self._copy_work(x, group))
+
+    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup) -> slab.Slab:
+        """The slab of an all_gather of x ``[mp, k]``."""
+        return slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
 
 
 def limit(

@@ -33,17 +33,22 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def started() -> int | None:
+    """How many ranks a launcher has started; None without one."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else None
+
+
 def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
     Raises:
         UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any).
     """
-    if launched():
-        started = int(os.environ["WORLD_SIZE"])
-        if nproc not in (None, started):
-            raise UserError(f"--nproc {nproc} under a launcher that started {started} processes; leave it out")
-        return started
+    there = started()
+    if there is not None:
+        if nproc not in (None, there):
+            raise UserError(f"--nproc {nproc} under a launcher that started {there} processes; leave it out")
+        return there
     wanted = nproc or gpus or otherwise
     if gpus and wanted > gpus:
         raise UserError(f"--nproc {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")

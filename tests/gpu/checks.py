@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.bench import stand_in, stand_in_fused
 from megatron_flux.comm import slab
 from megatron_flux.ops import fused
 from megatron_flux.ops.capture import captured_calls
@@ -31,19 +32,25 @@ from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.registry import _backends
 
 Check = Callable[[dist.ProcessGroup], str]
+NAME = "fused"
 
 
 def backend() -> fused.FusedBackend:
-    return _backends["fused"]
+    return _backends[NAME]
+
+
+def slabs(group: dist.ProcessGroup) -> list[slab.Slab]:
+    if isinstance(group, stand_in.StandInGroup):
+        return list(backend()._slabs.values())
+    return [work for (name, *_), work in slab.pool._slabs.items() if name == group.group_name]
 
 
 def poison(group: dist.ProcessGroup) -> None:
     """NaN into every half of every slab and into memory that results will be allocated from."""
     torch.cuda.synchronize()
     dist.barrier(group=group)
-    for (name, *_), work in slab.pool._slabs.items():
-        if name == group.group_name:
-            work.data[group.rank()].view(torch.bfloat16).fill_(float("nan"))
+    for work in slabs(group):
+        work.data[group.rank()].view(torch.bfloat16).fill_(float("nan"))
     spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     torch.cuda.synchronize()
     dist.barrier(group=group)
@@ -82,13 +89,13 @@ def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=Fal
     xs, xl, w = operands(group, mp, n, k, dtype, transposed, integer)
     wt = w if transposed else w.t()
     poison(group)
-    y, full = ops.all_gather_gemm(xs, w, group, transposed=transposed, return_gathered=True, backend="fused")
+    y, full = ops.all_gather_gemm(xs, w, group, transposed=transposed, return_gathered=True, backend=NAME)
     want_full = gather(xs, group)
     assert torch.equal(full, want_full), "the gathered input differs"
     exact, torchs = want_full.float() @ wt.float(), want_full @ wt
     ag, ag_torch = error(y, exact), error(torchs, exact)
     poison(group)
-    z = ops.gemm_reduce_scatter(xl, w, group, transposed=transposed, backend="fused")
+    z = ops.gemm_reduce_scatter(xl, w, group, transposed=transposed, backend=NAME)
     exact = scatter_sum(xl.float() @ wt.float(), group)
     rs, rs_torch = error(z, exact), error(scatter_sum(xl @ wt, group), exact)
     if integer:
@@ -146,6 +153,8 @@ def plans(group):
     """What the tuner chooses from."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     kinds = (False, True) if torch.cuda.get_device_capability() == (9, 0) else (False,)
+    if isinstance(group, stand_in.StandInGroup):  # whose plain kernels do not push
+        kinds = kinds[1:]
     found = [
         plan
         for ws in kinds
@@ -168,12 +177,12 @@ def more_plans(group):
 def repeated(group):
     """The same bits 100 times, back to back, both operators alternating."""
     xs, xl, w = operands(group, 256, 2048, 1024, torch.bfloat16, False)
-    y0 = ops.all_gather_gemm(xs, w, group, backend="fused")
-    z0 = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+    y0 = ops.all_gather_gemm(xs, w, group, backend=NAME)
+    z0 = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(100):
-        differ += (ops.all_gather_gemm(xs, w, group, backend="fused") != y0).sum()
-        differ += (ops.gemm_reduce_scatter(xl, w, group, backend="fused") != z0).sum()
+        differ += (ops.all_gather_gemm(xs, w, group, backend=NAME) != y0).sum()
+        differ += (ops.gemm_reduce_scatter(xl, w, group, backend=NAME) != z0).sum()
     assert differ.item() == 0, f"{differ.item()} elements differ over 100 repetitions"
     return "100 x 2"
 
@@ -204,11 +213,11 @@ def poisoned_shard(group):
     if group.rank() == bad:
         xs[3, 5] = float("nan")
         xl[300, 7] = float("nan")
-    y = ops.all_gather_gemm(xs, w, group, backend="fused")
+    y = ops.all_gather_gemm(xs, w, group, backend=NAME)
     rows = y.isnan().any(1).nonzero().flatten().tolist()
     assert rows == [bad * 256 + 3], rows
     assert y[rows[0]].isnan().all()
-    z = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+    z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
     rows = z.isnan().any(1).nonzero().flatten().tolist()
     assert rows == ([300 - 256] if group.rank() == 1 else []), rows
     return "rows as expected"
@@ -223,8 +232,8 @@ def streams(group):
     for i in range(24):
         xs, xl, w = inputs[i % 4]
         with torch.cuda.stream(s[i % 2]):
-            results.append((i % 4, ops.all_gather_gemm(xs, w, group, backend="fused"),
-                            ops.gemm_reduce_scatter(xl, w, group, backend="fused")))  # fmt: skip
+            results.append((i % 4, ops.all_gather_gemm(xs, w, group, backend=NAME),
+                            ops.gemm_reduce_scatter(xl, w, group, backend=NAME)))  # fmt: skip
     torch.cuda.synchronize()
     first = {}
     for i, y, z in results:
@@ -240,23 +249,23 @@ def graphs(group):
     """Three captured calls of each operator, replayed, with eager calls in between."""
     xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False)
     for _ in range(4):  # made ready: the warm-up must not take that way
-        ops.all_gather_gemm(xs, w, group, backend="fused")
-        ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+        ops.all_gather_gemm(xs, w, group, backend=NAME)
+        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
     with captured_calls():
-        ops.all_gather_gemm(xs, w, group, backend="fused")
-        ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+        ops.all_gather_gemm(xs, w, group, backend=NAME)
+        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
     torch.cuda.synchronize()
     dist.barrier(group=group)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [(ops.all_gather_gemm(xs, w, group, backend="fused"),
-                ops.gemm_reduce_scatter(xl, w, group, backend="fused")) for _ in range(3)]  # fmt: skip
+        got = [(ops.all_gather_gemm(xs, w, group, backend=NAME),
+                ops.gemm_reduce_scatter(xl, w, group, backend=NAME)) for _ in range(3)]  # fmt: skip
     for _ in range(5):
         xs.normal_()
         xl.normal_()
         graph.replay()
-        y = ops.all_gather_gemm(xs, w, group, backend="fused")
-        z = ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+        y = ops.all_gather_gemm(xs, w, group, backend=NAME)
+        z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
         graph.replay()
         torch.cuda.synchronize()
         for yg, zg in got:
@@ -271,8 +280,8 @@ def gather_async(group):
     xs, xl, w = operands(group, 512, 1024, 512, torch.bfloat16, False)
     want = gather(xs, group)
     for _ in range(20):
-        pending = ops.all_gather(xs, group, backend="fused")
-        ops.gemm_reduce_scatter(xl, w, group, backend="fused")
+        pending = ops.all_gather(xs, group, backend=NAME)
+        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
         assert torch.equal(pending.wait(), want)
     return "20"
 
@@ -283,7 +292,7 @@ def mismatch(group):
 
     xs, _, w = operands(group, 64 * (1 + group.rank() % 2), 256, 256, torch.bfloat16, False)
     try:
-        ops.all_gather_gemm(xs, w, group, backend="fused")
+        ops.all_gather_gemm(xs, w, group, backend=NAME)
     except UserError as err:
         return str(err)[:120]
     raise AssertionError("no error")
@@ -312,12 +321,16 @@ CHECKS: dict[str, Check] = {
 }
 
 
+NOT_STANDING_IN = ("more_plans", "poisoned_shard", "graphs", "mismatch")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--split", type=int, default=1, help="groups that run at the same time")
+    parser.add_argument("--stand-in", type=int, help="two GPUs stand in for so many; what they cannot do is left out")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -327,15 +340,20 @@ def main() -> None:
         for first in range(0, dist.get_world_size(), size):
             made = dist.new_group(list(range(first, first + size)))
             group = made if first <= rank < first + size else group
+    if args.stand_in:
+        global NAME
+        NAME = stand_in_fused.FUSED
+        group = stand_in.opened(group, args.stand_in, torch.device("cuda", torch.cuda.current_device()))
     torch.manual_seed(1000 + rank)
+    about = {"stand_in": dist.get_world_size()} if args.stand_in else {}
     for name, check in CHECKS.items():
-        if args.only and name not in args.only.split(","):
+        if (args.only and name not in args.only.split(",")) or (args.stand_in and name in NOT_STANDING_IN):
             continue
         start = time.time()
         try:
             said = check(group, args.rounds) if name == "random_shapes" else check(group)
             torch.cuda.synchronize()
-            line = {"check": name, "groups": args.split, "tp": group.size(), "ok": True, "said": said}
+            line = {"check": name, "groups": args.split, "tp": group.size(), "ok": True, "said": said, **about}
         except Exception as err:
             line = {
                 "check": name,
@@ -344,6 +362,7 @@ def main() -> None:
                 "rank": rank,
                 "ok": False,
                 "said": repr(err)[:1500],
+                **about,
             }
         line["seconds"] = round(time.time() - start, 2)
         if rank == 0 or not line["ok"]:

@@ -1,0 +1,214 @@
+"""Two GPUs that stand in for a tensor-parallel group of ``size``: what a rank computes, sends and receives is as there.
+
+Each of the two processes is rank 0 of the group, and the other process is all of its ``size - 1`` peers: it sends what
+they would send and receives what they would receive. So every shape, every kernel's compile-time constants, tile
+schedules, flags, and the bytes that enter and leave a GPU are those of the large group. The sums are real ones too: a
+gather gives ``[mine, other's, other's, ...]``, a reduce-scatter ``mine[shard 0] + other's[shard 1] + other's[shard 2] +
+...``, in the fused kernels (:mod:`megatron_flux.bench.stand_in_fused`) as in the collectives here, and can be compared.
+
+What it does not show, so that its figures are no measurement of the large group
+    * Several writers at one receiver: the copy engines of a drifting group slow down to half of what one pair reaches
+      (8 x H200: 170-195 of 352 GB/s).
+    * Waiting for the slowest of ``size`` ranks, and GPUs of a full host that throttle together.
+    * NCCL's latency grows with the ranks; here it is that of two. Its collectives here are one exchange of ``size - 1``
+      shards each way, no ring of ``size - 1`` steps: stock is shown faster than it is, speed-ups smaller.
+
+Two ways to do a collective on GPUs
+    ``exact``: true results, for checking. Otherwise (for timing): the same bytes over the link from a scratch buffer of
+    random numbers; what a gather leaves is random, a reduce-scatter leaves the own rows of the own partial. On CPUs
+    always exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench.stand_in_options import SIZES
+from megatron_flux.comm import topology
+from megatron_flux.errors import UserError
+
+
+class StandInGroup(dist.ProcessGroup):
+    """A process group of ``size`` on two ranks; see the module. The collectives are those that training uses."""
+
+    def __init__(self, pair: dist.ProcessGroup, size: int) -> None:
+        """Collective over ``pair``, the two ranks of the world.
+
+        Raises:
+            UserError: other than two ranks, or a size that nothing is known of.
+        """
+        if pair.size() != 2 or dist.get_world_size() != 2:
+            raise UserError(f"standing in for tp {size} takes exactly two processes, these are {pair.size()}")
+        if size not in SIZES:
+            raise UserError(f"two GPUs can stand in for tp {' or '.join(map(str, SIZES))}, not {size}")
+        super().__init__(0, size)
+        self.pair = pair
+        self.exact = True
+        self._cpu = dist.new_group(backend="gloo")
+        self._name = f"stand-in-{size}-of-{pair.group_name}"
+        self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
+        me = dist.get_rank()
+        # torch.distributed looks up who the ranks are: this one, the other, and numbers that nobody has.
+        ranks = {me: 0, 1 - me: 1, **{rank: rank for rank in range(2, size)}}
+        known = dist.distributed_c10d._world
+        known.pg_group_ranks[self] = ranks
+        known.pg_map[self] = known.pg_map[pair]
+
+    @property
+    def group_name(self) -> str:
+        """Of slabs, agreements and links."""
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """As :attr:`group_name`."""
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What errors call it."""
+        return "stand-in"
+
+    def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> dist.Work:
+        """``[size * rows, ...]`` from ``[rows, ...]``."""
+        rows = x.shape[0]
+        if self.exact or not x.is_cuda:
+            out[:rows].copy_(x)
+            other, work = self._other(x)
+            out[rows:].view(self.size() - 1, *x.shape).copy_(other)
+            return work
+        theirs = self._random((self.size() - 1) * x.numel(), x)
+        sent, got = [x.view(-1), theirs], [out[:rows].view(-1), out[rows:].view(-1)]
+        if self.pair.rank() == 1:
+            sent.reverse()
+            got.reverse()
+        return self.pair.alltoall(got, sent, _options(dist.AllToAllOptions(), opts))
+
+    def reduce_scatter_single(self, out: torch.Tensor, y: torch.Tensor, opts: Any = None) -> dist.Work:
+        """``[rows, ...]`` from ``[size * rows, ...]``, summed."""
+        rows = out.shape[0]
+        if self.exact or not y.is_cuda:
+            other, work = self._other(y)
+            total = other[rows:].view(self.size() - 1, *out.shape).sum(0, dtype=torch.float32) + y[:rows].float()
+            out.copy_(total)
+            return work
+        out.copy_(y[:rows])
+        peers = (self.size() - 1) * out.numel()
+        sent, got = self._random(2 * peers, y), self._random(peers, y)
+        return self.pair._reduce_scatter_base(got, sent, _options(dist.ReduceScatterOptions(), opts))
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def allgather(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Small things: what ranks agree on."""
+        other, work = self._other(xs[0])
+        for rank, out in enumerate(outs[0]):
+            out.copy_(other if rank else xs[0])
+        return work
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        """Largest and smallest; a sum would have to say of whom.
+
+        Raises:
+            UserError: another operation.
+        """
+        # Not `in`: the enum's own comparison says no.
+        if not any(opts.reduceOp == op for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
+            raise UserError(f"a stand-in group reduces to the largest or smallest, not {opts.reduceOp}")
+        (tensor,) = tensors
+        return dist.all_reduce(tensor, op=opts.reduceOp, group=self._of(tensor), async_op=True)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        """From the first process. Of objects, torch reads what it got only on ranks other than 0: nobody does here."""
+        (tensor,) = tensors
+        return dist.broadcast(tensor, src=0, group=self._of(tensor), async_op=True)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Of the two processes."""
+        return dist.barrier(group=self.pair, async_op=True)
+
+    def clear(self) -> None:
+        """Free scratch buffers and slabs. Only when both processes have finished with them."""
+        from megatron_flux.bench import stand_in_fused
+
+        self._scratch.clear()
+        stand_in_fused.fused.clear()
+
+    def _of(self, x: torch.Tensor) -> dist.ProcessGroup:
+        return self.pair if x.is_cuda else self._cpu
+
+    def _other(self, x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """The other process's ``x``, and finished work to return."""
+        both = [torch.empty_like(x) for _ in range(2)]
+        work = dist.all_gather(both, x.contiguous(), group=self._of(x), async_op=True)
+        work.wait()
+        return both[1 - dist.get_rank()], work
+
+    def _random(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        key = (count, like.dtype, like.device)
+        if key not in self._scratch:
+            self._scratch[key] = torch.randn(count, dtype=like.dtype, device=like.device)
+        return self._scratch[key]
+
+
+def _options(made: Any, given: Any) -> Any:
+    made.asyncOp = bool(getattr(given, "asyncOp", False))
+    return made
+
+
+def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> StandInGroup:
+    """The group, with the pair's link as its own and the backend registered that runs on it. Collective."""
+    from megatron_flux.bench import stand_in_fused
+
+    group = StandInGroup(pair, size)
+    link = topology.probe(pair, device)
+    # A kind of its own: the tuner keeps answers by link.
+    topology._links[group.group_name] = topology.Link(
+        link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason
+    )
+    stand_in_fused.register()
+    return group
+
+
+def label(group: StandInGroup) -> str:
+    """What belongs behind the device's name wherever figures are shown."""
+    return f" ({group.pair.size()} standing in for {group.size()})"
+
+
+@contextmanager
+def timed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, a stand-in group's collectives are for timing; any other group is left alone."""
+    if not isinstance(group, StandInGroup):
+        yield
+        return
+    group.exact = False
+    try:
+        yield
+    finally:
+        group.exact = True
+
+
+@contextmanager
+def tensor_parallel(size: int | None, device: torch.device) -> Iterator[None]:
+    """Make Megatron's tensor-parallel group, which must be the two ranks of the world, stand in for ``size``."""
+    if size is None:
+        yield
+        return
+    from megatron.core import parallel_state as state
+
+    pair = state.get_tensor_model_parallel_group()
+    group = opened(pair, size, device)
+    state._TENSOR_MODEL_PARALLEL_GROUP = group
+    state.set_tensor_model_parallel_world_size(size)
+    state.set_tensor_model_parallel_rank(0)
+    try:
+        yield
+    finally:
+        state._TENSOR_MODEL_PARALLEL_GROUP = pair
+        state.set_tensor_model_parallel_world_size(None)
+        state.set_tensor_model_parallel_rank(None)

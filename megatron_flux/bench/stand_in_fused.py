@@ -1,0 +1,141 @@
+"""The fused kernels on a stand-in group: the other GPU's memory, seen as that of all peers.
+
+A kernel of rank 0 writes to peer ``p`` at the place of source 0. Here the address that it is given for ``p`` lies
+``tp - p`` sources further in the other process's memory, so what it writes arrives there as what source ``tp - p`` has
+sent: the one that would have written at that moment of its own schedule. Flags likewise. Both processes do so, and all
+places of all sources are written, each once.
+
+The distance between two sources depends on the call, so calls of different layout have slabs of their own: more memory
+than a real group takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench.stand_in import StandInGroup
+from megatron_flux.comm import slab
+from megatron_flux.errors import UserError
+from megatron_flux.ops import backend_names, register_backend
+from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.tuner import TunedBackend
+
+FUSED, TUNED = "stand-in-fused", "stand-in"
+
+
+class StandInFused(FusedBackend):
+    """``fused`` on a :class:`StandInGroup`."""
+
+    def __init__(self, name: str = FUSED, *, twin: bool = False) -> None:
+        """As the base class."""
+        super().__init__(name, twin=twin)
+        self._slabs: dict[tuple[Any, ...], slab.Slab] = {}
+
+    def clear(self) -> None:
+        """Free all slabs. Only when both processes have finished with them."""
+        for work in self._slabs.values():
+            work.alarm.close()
+        self._slabs.clear()
+        slab.pool.generation += 1  # calls made ready hold slabs
+
+    def _gather_work(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
+    ) -> tuple[slab.Slab, Plan]:
+        from megatron_flux.ops import launch
+
+        mp, k = x.shape
+        ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
+        plan = self.plan or self._gather_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
+        words = _gather_flags(plan, mp, k, ws and plan.ws)
+        return self._slab("gemm", group, mp * k * x.element_size(), words, x.device, captured), plan
+
+    @staticmethod
+    def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool) -> Plan:
+        from megatron_flux.ops.plan import ag_plan
+
+        return ag_plan(mp, n, k, tp, sms, ws) if ws else Plan()
+
+    def _scatter_work(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
+    ) -> tuple[slab.Slab, Plan]:
+        from megatron_flux.ops import launch
+        from megatron_flux.ops.plan import rs_plan
+
+        (m, k), tp = x.shape, group.size()
+        ws = launch.hopper_kernels(x, weight, n, k)
+        plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
+        stride = launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
+        return self._slab("gemm", group, stride, 1, x.device, captured), plan
+
+    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup) -> slab.Slab:
+        return self._slab("gather", group, x.numel() * x.element_size(), 1, x.device, False)
+
+    def _slab(
+        self, purpose: str, group: dist.ProcessGroup, stride: int, words: int, device: torch.device, captured: bool
+    ) -> slab.Slab:
+        """The slab of calls in which sources are ``stride`` bytes and ``words`` flags apart."""
+        if captured:
+            raise UserError("a stand-in group runs no CUDA graphs")
+        if not isinstance(group, StandInGroup):
+            raise UserError(f"backend {self.name!r} runs on stand-in groups only; use fused")
+        key = (group.group_name, purpose, stride, words)
+        if key not in self._slabs:
+            self._slabs[key] = _make(group, stride, words, device)
+        return self._slabs[key]
+
+
+def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
+    """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch` counts them."""
+    if not ws:
+        if plan.comm or plan.pace:
+            raise UserError(f"a stand-in group's plain kernels gather by copy engine, unpaced; not {plan.label()}")
+        return cdiv(mp, plan.block or mp)
+    if plan.comm == 0:
+        return 1
+    chunk = cdiv(cdiv(k, plan.chunks), plan.bk) * plan.bk
+    return mp * cdiv(k, chunk)
+
+
+def _make(group: StandInGroup, stride: int, words: int, device: torch.device) -> slab.Slab:
+    tp, size = group.size(), slab.size_class(group.size() * stride)
+    whole, keep = slab.memory(group.pair, slab.HEAD + 2 * size + tp * stride, device)
+    mine, other = whole[group.pair.rank()], whole[1 - group.pair.rank()]
+
+    def flags(memory: torch.Tensor, source: int) -> torch.Tensor:
+        return memory[4 * words * source :][: slab.HEAD].view(torch.int32)
+
+    def data(memory: torch.Tensor, source: int) -> torch.Tensor:
+        return memory[slab.HEAD + stride * source :][: 2 * size]
+
+    return slab.assemble(
+        group,
+        size,
+        [flags(mine, 0), *(flags(other, tp - peer) for peer in range(1, tp))],
+        [data(mine, 0), *(data(other, tp - peer) for peer in range(1, tp))],
+        captured=False,
+        keep=keep,
+    )
+
+
+class _NotPipelined(ReferenceBackend):
+    """In the tuner's place for ``pipelined``, which takes a group that torch knows."""
+
+    def release(self, group: dist.ProcessGroup) -> None:
+        """Nothing is held."""
+
+
+fused = StandInFused()
+
+
+def register() -> None:
+    """Make ``stand-in-fused`` and ``stand-in`` (tuned) known; harmless the second time."""
+    if FUSED not in backend_names():
+        tuned = TunedBackend(ReferenceBackend(), _NotPipelined(), fused)  # type: ignore[arg-type]
+        tuned.name, tuned.automatic = TUNED, False
+        register_backend(fused)
+        register_backend(tuned)

@@ -1,0 +1,148 @@
+"""Two processes that stand in for a tensor-parallel group of four or eight: sums, kernels, layers, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench import layer_config
+from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, Workload, resolve
+from megatron_flux.bench.shapes import Model
+from megatron_flux.errors import UserError
+from megatron_flux.ops.plan import Plan
+from tests.distributed.megatron_world import megatron
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
+SMALL = Model(hidden=64, heads=8, groups=8, head_dim=16, ffn=128, gated=True)
+
+
+def opened(size: int) -> Any:
+    from megatron_flux.bench import stand_in
+
+    return stand_in.opened(dist.group.WORLD, size, torch.device("cpu"))
+
+
+def collectives(size: int) -> None:
+    from megatron_flux.comm import collectives
+
+    group, me = opened(size), dist.get_rank()
+    assert (group.size(), group.rank(), dist.get_world_size(group), dist.get_rank(group)) == (size, 0, size, 0)
+    x = torch.arange(6.0).view(2, 3) + 100 * me
+    got = collectives.all_gather(x, group).wait()
+    assert torch.equal(got[:2], x)
+    for source in range(1, size):
+        assert torch.equal(got[2 * source : 2 * source + 2], x + 100 * (1 - 2 * me))
+    y = torch.arange(2.0 * size).view(2 * size, 1) * (1 + me)
+    z = collectives.reduce_scatter(y, group).wait()
+    other = (torch.arange(2.0 * size).view(size, 2, 1) * (2 - me))[1:].sum(0)
+    assert torch.equal(z, y[:2] + other)
+    words = [""] * size
+    dist.all_gather_object(words, f"rank {me}", group=group)
+    assert words == [f"rank {me}"] + [f"rank {1 - me}"] * (size - 1)
+    number = torch.tensor([me])
+    dist.broadcast(number, group=group, group_src=0)
+    assert number.item() == 0
+    largest = torch.tensor([me])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    assert largest.item() == 1
+    with pytest.raises(UserError, match="largest or smallest"):
+        dist.all_reduce(largest, group=group)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_collectives_are_those_of_one_rank_and_its_peers(world2: WorkerPool, size: int) -> None:
+    world2.run(collectives, size)
+
+
+def operators(size: int) -> None:
+    from megatron_flux.bench.stand_in_fused import StandInFused
+    from tests.distributed.test_fused_twin import integers
+
+    group, twin = opened(size), StandInFused("stand-in twin", twin=True)
+    from megatron_flux.ops.reference import ReferenceBackend
+
+    stock = ReferenceBackend()
+    torch.manual_seed(dist.get_rank())
+    for plan in (Plan(**TINY), Plan(**TINY, block=16, split=False, reducers=2)):
+        twin.plan = plan
+        for mp, n, k, transposed in ((32, 32, 48, False), (16, 48, 32, True)):
+            w = integers(*((k, n) if transposed else (n, k)), torch.bfloat16)
+            x = integers(mp, k, torch.bfloat16)
+            y, gathered = twin.all_gather_gemm(x, w, group, transposed=transposed)
+            want, want_gathered = stock.all_gather_gemm(x, w, group, transposed=transposed)
+            assert torch.equal(gathered, want_gathered)
+            assert torch.equal(y, want)
+            assert torch.equal(twin.all_gather(x, group, async_op=True).wait(), want_gathered)
+            x = integers(mp * size, k, torch.bfloat16)
+            z = twin.gemm_reduce_scatter(x, w, group, transposed=transposed, async_op=False).wait()
+            exact = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=transposed, async_op=False)
+            assert torch.equal(z, exact.wait().to(z.dtype))
+    twin.plan = Plan(**TINY, comm=1)
+    w = integers(64, 48, torch.bfloat16)
+    with pytest.raises(UserError, match="copy engine"):
+        twin.all_gather_gemm(integers(32, 48, torch.bfloat16), w, group, transposed=False)
+    twin.plan = None
+    with pytest.raises(UserError, match="stand-in groups only"):
+        twin.all_gather(x, dist.group.WORLD, async_op=True)
+    group.clear()
+    twin.clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_fused_kernels_reach_every_place_of_every_source(world2: WorkerPool) -> None:
+    world2.run(operators, 8)
+
+
+def layers(out: Path) -> dict[str, Any]:
+    from megatron_flux.bench import layer, stand_in
+
+    layer_config.LAYER_MODELS["small"] = SMALL
+    workload = Workload(model="small", seq=16, micro_batch=2, layers=2)
+    arms = ("local", "flux_local", "floor")
+    config = LayerConfig(
+        workloads=(workload,), arms=arms, tp=8, stand_in_for=8, rounds=2, burst=1, device="cpu", backend="reference"
+    )
+    assert (config.processes, config.layout().tp) == (2, 2)
+    with megatron(2), stand_in.tensor_parallel(8, torch.device("cpu")):
+        return layer.run(config, out, log=lambda text: None)
+
+
+def test_layers_have_the_large_groups_shapes_and_agree(world2: WorkerPool, tmp_path: Path) -> None:
+    summary = world2.run(layers, tmp_path)[0]
+    assert (summary["tp"], summary["stand_in"]) == (8, 2)
+    assert summary["device"].endswith("(2 standing in for 8)")
+    rows = {row["arm"]: row for row in summary["rows"]}
+    assert rows["flux_local"]["agreement"]["ok"]
+    assert max(rows["flux_local"]["agreement"][name] for name in ("y", "dx", "wgrad")) < 1e-5
+    assert rows["flux_local"]["flux_calls_per_step"]["all_gather_gemm/reference"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cuda_graphs": True}, "CUDA graphs"),
+        ({"backend": "fused"}, "not fused"),
+        ({"arms": "te,te_ub"}, "te_ub"),
+    ],
+)
+def test_what_two_gpus_cannot_stand_in_for(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve(LayerOptions(**{"stand_in_for": 8, "arms": "te", **changes}), 8)
+
+
+def wrong_size() -> None:
+    for size in (2, 6, 16):
+        with pytest.raises(UserError, match="4 or 8"):
+            opened(size)
+
+
+def test_other_sizes_are_refused(world2: WorkerPool) -> None:
+    world2.run(wrong_size)

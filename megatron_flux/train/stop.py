@@ -47,16 +47,22 @@ class StopRequest:
     def __exit__(self, *exc: object) -> None:
         """Ignore the signal from here on."""
         if self.name is not None:
-            signal.signal(signal.Signals[f"SIG{self.name}"], signal.SIG_IGN)
+            self._ignore()
+
+    def _ignore(self) -> None:
+        signal.signal(signal.Signals[f"SIG{self.name}"], signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
 
     def agreed(self) -> bool:
-        """Whether any rank has been asked to stop. A collective call."""
+        """Whether any rank has been asked to stop; then the signal is ignored. A collective call."""
         if self.name is None:
             return False
         self._listening.put_back()
         noted = torch.tensor([self._noted], dtype=torch.int32, device=self._device)
         dist.all_reduce(noted, op=dist.ReduceOp.MAX)
-        return bool(noted.item())
+        if not noted.item():
+            return False
+        self._ignore()  # it comes again, and need not interrupt the writing of the checkpoint
+        return True

@@ -29,7 +29,7 @@ class StopRequest:
         """Listen from now on.
 
         Args:
-            name: ``USR1`` or ``USR2``, or None.
+            name: ``USR1``, or None.
             device: where the ranks' agreement is computed.
         """
         self.name = name

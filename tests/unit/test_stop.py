@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
 from megatron_flux.train.compare import remaining, schedule
+from megatron_flux.train.options import TrainOptions
 from megatron_flux.train.stop import StopRequest
 
 RANK = """
@@ -66,6 +68,11 @@ def test_without_a_signal_nobody_needs_to_agree(handlers_back: None) -> None:
     with StopRequest(None, torch.device("cpu")) as stop:
         assert signal.getsignal(signal.SIGUSR1) is before
         assert not stop.agreed()  # no process group: a collective would fail
+
+
+def test_another_signal_is_refused() -> None:
+    with pytest.raises(ValidationError, match="'USR1'"):
+        TrainOptions(exit_signal="USR2")
 
 
 def test_the_launcher_passes_the_signal_on_until_its_ranks_have_ended(

@@ -151,7 +151,7 @@ class Relaunch:
             driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
 
 
-def by_triton(kernel: Any, grid: int, *arguments: Any, **constants: Any) -> Any:
+def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
     """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel.
 
     The program's signal handlers stay (:mod:`megatron_flux.ops.signals`): no kernel is launched by Triton otherwise.

@@ -5,8 +5,9 @@
     python scripts/peer_tests.py CHECKOUT --nproc 2 --out OUT --cpu        # as far as they run on CPUs
 
 Each test file is run by torchrun with pytest on every rank, stock then flux, with a time limit for each run; with
---together all files are one run, which starts once. A test passes when it passes on every rank. OUT/comparison.json has
-every test, OUT/comparison.md the table; exit code 1: flux failed something that stock passes, or nothing ran.
+--together all files are one run, which starts once. A test passes when it passes on every rank. A file that cannot be
+imported is one failed test of that arm, and the others go on. OUT/comparison.json has every test, OUT/comparison.md the
+table; exit code 1: flux failed something that stock passes, or a file did not run in one of the arms.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
     out = options.out.resolve()
     if out.exists():
         sys.exit(f"peer_tests.py: {out} exists; give a folder that does not")
-    files = [name for path in options.tests or FILES for name in _test_files(checkout, path)]
+    files = _files(checkout, options.tests)
     results: dict[str, dict[str, Any]] = {
         arm: {"tests": {}, "ended": {}, "flux": Counter(), "stock": Counter()} for arm in ARMS
     }
@@ -61,7 +62,7 @@ def main() -> int:
             print(f"{arm:5}  {' '.join(group)}", flush=True)
             code = _run(options, checkout, out, arm, name, group)
             _collect(results[arm], out, arm, name, code, options.nproc)
-    return _compare(results, out, options)
+    return _compare(results, files, out, options)
 
 
 def _options() -> argparse.Namespace:
@@ -79,13 +80,19 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _test_files(checkout: Path, path: str) -> list[str]:
-    whole = checkout / path
-    if not whole.exists():
-        print(f"skip   {path}: not in this checkout")
-        return []
-    found = sorted(whole.glob("test_*.py")) if whole.is_dir() else [whole]
-    return [str(file.relative_to(checkout)) for file in found]
+def _files(checkout: Path, asked: list[str]) -> list[str]:
+    """Test files relative to the checkout: all of those asked for, and of the default ones what this version has."""
+    files = []
+    for path in asked or FILES:
+        whole = checkout / path
+        found = sorted(whole.glob("test_*.py")) if whole.is_dir() else [whole] * whole.is_file()
+        if asked and not found:
+            print(f"peer_tests.py: no test file at {path} in {checkout}; give files or folders in it", file=sys.stderr)
+            sys.exit(2)
+        if not found:
+            print(f"skip   {path}: not in this checkout")
+        files += [str(file.relative_to(checkout)) for file in found]
+    return files
 
 
 def _slug(name: str) -> str:
@@ -98,6 +105,7 @@ def _run(options: argparse.Namespace, checkout: Path, out: Path, arm: str, name:
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
     words = ["-m", "pytest", "-p", "peer_tests_plugin", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    words += ["--continue-on-collection-errors"]  # else one file that cannot be imported keeps all others from running
     words += [*(["-k", options.only] if options.only else []), *files]
     if options.cpu:
         words = [str(HERE / "megatron_lm_on_cpu.py"), *words]
@@ -125,14 +133,31 @@ def _collect(result: dict[str, Any], out: Path, arm: str, name: str, code: int |
         for row in rows:
             result["flux"].update(row.get("flux", {}).get("calls", {}))
             result["stock"].update(row.get("flux", {}).get("fallbacks", {}))
-    result["ended"][name] = "time limit" if code is None else f"exit code {code}"
+    result["ended"][name] = "the time limit" if code is None else f"exit code {code}"
     for test in sorted({test for rank in ranks for test in rank}):
         outcomes = [rank.get(test, {"outcome": "failed", "why": "not finished"}) for rank in ranks]
         worst = next((o for kind in ("failed", "passed") for o in outcomes if o["outcome"] == kind), outcomes[0])
         result["tests"][test] = {"outcome": worst["outcome"], "why": worst.get("why", "")}
 
 
-def _compare(results: dict[str, dict[str, Any]], out: Path, options: argparse.Namespace) -> int:
+def _not_run(result: dict[str, Any], files: list[str], options: argparse.Namespace) -> dict[str, str]:
+    """Why of the files that an arm did not run: those that could not be imported, and those nothing is known of.
+
+    With -k a file may have no test of that name, which is no failure.
+    """
+    reported = {test.split("::")[0].removesuffix(" (import)") for test in result["tests"]}
+    found = {}
+    for file in files:
+        imported = result["tests"].get(f"{file} (import)", {"outcome": "passed"})
+        ended = result["ended"].get(_slug(file), result["ended"].get("together", "nothing"))
+        if imported["outcome"] == "failed":
+            found[file] = f"cannot be imported: {imported['why']}"
+        elif file not in reported and not (options.only and ended == "exit code 0"):
+            found[file] = f"no test of it was reported; its run ended with {ended}, see its log"
+    return found
+
+
+def _compare(results: dict[str, dict[str, Any]], files: list[str], out: Path, options: argparse.Namespace) -> int:
     stock, flux = (results[arm]["tests"] for arm in ARMS)
     absent = {"outcome": "not run", "why": ""}
     worse = {
@@ -145,6 +170,7 @@ def _compare(results: dict[str, dict[str, Any]], out: Path, options: argparse.Na
         "device": "cpu" if options.cpu else "cuda",
         "counts": {arm: dict(Counter(t["outcome"] for t in results[arm]["tests"].values())) for arm in ARMS},
         "failed_by_flux_only": worse,
+        "files_not_run": {arm: _not_run(results[arm], files, options) for arm in ARMS},
         "flux_calls": dict(results["flux"]["flux"]),
         "stock_calls_of_patched_layers": dict(results["flux"]["stock"]),
         "ended": {arm: results[arm]["ended"] for arm in ARMS},
@@ -157,7 +183,11 @@ def _compare(results: dict[str, dict[str, Any]], out: Path, options: argparse.Na
     (out / "comparison.md").write_text(text)
     print(text)
     shutil.rmtree(out / "__pycache__", ignore_errors=True)
-    return 0 if stock and not worse else 1
+    for arm, missing in comparison["files_not_run"].items():
+        if missing:
+            names = ", ".join(missing)
+            print(f"peer_tests.py: {len(missing)} of {len(files)} files did not run in the {arm} arm: {names}")
+    return 0 if stock and not worse and not any(comparison["files_not_run"].values()) else 1
 
 
 def _table(comparison: dict[str, Any]) -> str:
@@ -178,7 +208,12 @@ def _table(comparison: dict[str, Any]) -> str:
         for counts in ("flux_calls", "stock_calls_of_patched_layers")
     )
     said = f"Over all ranks of the flux arm, operator calls: {calls}; calls that patched layers left to stock: {stock}."
-    return "\n".join([*lines, "", said, ""])
+    missing = [
+        f"- {name.removeprefix('tests/unit_tests/')}, {arm}: {why}"
+        for arm, found in comparison["files_not_run"].items()
+        for name, why in found.items()
+    ]
+    return "\n".join([*lines, "", said, "", *(["Not run:", "", *missing, ""] if missing else [])])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sys
 import types
 from typing import Any
 
+import pytest
+
 _RANKING = ("passed", "skipped", "failed")  # over set-up, call and tear-down the last of these counts
 _path = f"{os.environ['PEER_TESTS_OUT']}.rank{os.environ.get('RANK', '0')}.jsonl"
 _worst: dict[str, str] = {}
@@ -44,9 +46,9 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collectreport(report: Any) -> None:
-    """A file that cannot be imported counts as one failed test."""
-    if report.failed:
-        _write({"test": f"{report.nodeid} (import)", "outcome": "failed", "why": _last_line(report)})
+    """A file that cannot be imported counts as one failed test, and one that skips itself as a whole as one skipped."""
+    if not report.passed:
+        _write({"test": f"{report.nodeid} (import)", "outcome": report.outcome, "why": _last_line(report)})
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -59,11 +61,16 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    """What flux did meanwhile: the proof that the patched arm was patched."""
+    """What flux did meanwhile, the proof that the patched arm was patched; and no error for tests that failed.
+
+    torchrun ends the ranks that are still at work as soon as one ends with an error. What failed is in the file.
+    """
     if os.environ["PEER_TESTS_ARM"] == "flux":
         import megatron_flux
 
         _write({"flux": megatron_flux.report()})
+    if session.exitstatus in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def _last_line(report: Any) -> str:

@@ -130,14 +130,15 @@ def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
     (folder / arm / f"f.rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def peers(script: Any, out: Path) -> tuple[int, dict[str, Any]]:
+def peers(script: Any, out: Path, *files: str, ended: int = 0, only: str = "") -> tuple[int, dict[str, Any]]:
     module = script("peer_tests")
     results = {
         arm: {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter()} for arm in module.ARMS
     }
     for arm in module.ARMS:
-        module._collect(results[arm], out, arm, "f", 0, 2)
-    code = module._compare(results, out, argparse.Namespace(nproc=2, cpu=True))
+        module._collect(results[arm], out, arm, "f", ended, 2)
+        results[arm]["ended"] = {"together": results[arm]["ended"]["f"]}
+    code = module._compare(results, list(files), out, argparse.Namespace(nproc=2, cpu=True, only=only))
     return code, json.loads((out / "comparison.json").read_text())
 
 
@@ -171,6 +172,77 @@ def test_a_test_that_a_rank_did_not_finish_has_failed(script: Any, tmp_path: Pat
 
 def test_no_test_at_all_is_a_failure(script: Any, tmp_path: Path) -> None:
     assert peers(script, tmp_path)[0] == 1
+
+
+def test_every_file_that_was_asked_for_must_run(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm in ("stock", "flux"):
+        for rank in (0, 1):
+            outcomes(
+                tmp_path, arm, rank, **{"a.py (import)": "failed", "b.py (import)": "skipped", "c.py::t": "passed"}
+            )
+    code, found = peers(script, tmp_path, "b.py", "c.py")
+    assert (code, found["files_not_run"]) == (0, {"stock": {}, "flux": {}})
+    code, found = peers(script, tmp_path, "a.py", "b.py", "c.py", "d.py", ended=1)
+    missing = {
+        "a.py": "cannot be imported: because",
+        "d.py": "no test of it was reported; its run ended with exit code 1, see its log",
+    }
+    assert (code, found["files_not_run"]) == (1, {"stock": missing, "flux": missing})
+    assert found["failed_by_flux_only"] == {}
+    said = capsys.readouterr().out
+    assert "| a.py | 0, 1, 0 | 0, 1, 0 | 0 |" in said
+    assert "- a.py, stock: cannot be imported: because" in said
+    assert "peer_tests.py: 2 of 4 files did not run in the stock arm: a.py, d.py" in said
+    assert peers(script, tmp_path, "c.py", "d.py", only="t")[0] == 0  # no test of that name in d.py
+    assert peers(script, tmp_path, "c.py", "d.py", only="t", ended=1)[0] == 1
+
+
+def test_a_file_that_cannot_be_imported_does_not_keep_the_others_from_running(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("peer_tests")
+    texts = {
+        "test_a.py": "import a_package_that_is_not_there",
+        "test_b.py": "import pytest\npytest.importorskip('a_package_that_is_not_there')",
+        "test_c.py": "def test_good(): pass\ndef test_bad(): assert 1 > 2",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "transformer_engine.py").touch()  # else the plugin imports megatron-core
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+
+    def one_rank(words: list[str], **more: Any) -> int | None:
+        return limited.run([sys.executable, *words[words.index("pytest") - 1 :]], **more)
+
+    limited = script("limited")
+    monkeypatch.setattr(module, "limited", SimpleNamespace(run=one_rank))
+    options = argparse.Namespace(nproc=1, only="", cpu=False, timeout=60)
+    files = module._files(tmp_path, list(texts))
+    # The tests' failures are in the file: with an error, torchrun would end the ranks that are still at work.
+    assert module._run(options, tmp_path, tmp_path / "out", "stock", "together", files) == 0
+    result: dict[str, Any] = {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter()}
+    module._collect(result, tmp_path / "out", "stock", "together", 0, 1)
+    assert {test: found["outcome"] for test, found in result["tests"].items()} == {
+        "test_a.py (import)": "failed",
+        "test_b.py (import)": "skipped",
+        "test_c.py::test_bad": "failed",
+        "test_c.py::test_good": "passed",
+    }
+    assert module._not_run(result, files, options) == {
+        "test_a.py": "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_not_there'"
+    }
+
+
+def test_a_file_that_is_asked_for_must_be_there(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script("peer_tests")._files(tmp_path, ["tests/nowhere.py"])
+    assert ended.value.code == 2
+    assert "no test file at tests/nowhere.py" in capsys.readouterr().err
 
 
 def test_the_plugin_writes_the_worst_phase_of_a_test(

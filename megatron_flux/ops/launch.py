@@ -19,6 +19,7 @@ from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
 from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.relaunch import by_triton
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
@@ -109,7 +110,9 @@ def all_gather_gemm(
         cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
     else:
         a = gathered
-    ag_gemm_kernel[(sms,)](
+    by_triton(
+        ag_gemm_kernel,
+        sms,
         a,
         b,
         cd,
@@ -227,7 +230,9 @@ def gemm_reduce_scatter(
             lambda: [_desc(s, plan.bm, width) for s in spaces],
         )
         sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
-    gemm_rs_kernel[(sms,)](
+    by_triton(
+        gemm_rs_kernel,
+        sms,
         a,
         b,
         *sinks,

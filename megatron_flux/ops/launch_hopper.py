@@ -85,7 +85,7 @@ def all_gather_gemm(
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
-        return hopper_ag_gemm_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+        return relaunch.by_triton(hopper_ag_gemm_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     operands = {"xd": x, "b": weight, "c": c, "x": x} | ({} if bias is None else {"bias": bias})
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, **operands)
@@ -151,7 +151,7 @@ def gemm_reduce_scatter(
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
-        return hopper_gemm_rs_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+        return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
     return out

@@ -13,9 +13,12 @@ import argparse
 import json
 import os
 import random
+import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,6 +103,27 @@ def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=Fal
     assert ag <= 2 * ag_torch + 1e-6, f"all_gather_gemm error {ag} against torch's {ag_torch}"
     assert rs <= 2 * rs_torch + 1e-6, f"gemm_reduce_scatter error {rs} against torch's {rs_torch}"
     return f"mp={mp} n={n} k={k} {dtype} {transposed=} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
+
+
+def signals(group):
+    """Python's handlers are still called after kernels were compiled. The first check: LLVM takes them over once."""
+    heard, numbers = [], (signal.SIGUSR1, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    try:
+        with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
+            compare(group, 256, 1024, 512)
+            compare(group, 37, 100, 77)  # no shape for TMA
+            ops.all_gather(operands(group, 256, 64, 512, torch.bfloat16, False)[0], group, backend="fused").wait()
+            torch.cuda.synchronize()
+            kernels = len(list(Path(cache).rglob("*.cubin")))
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert kernels >= 5, f"only {kernels} kernels were compiled"
+    assert heard == list(numbers), f"heard {heard} of {list(numbers)}"
+    return f"{kernels} kernels"
 
 
 def shapes(group):
@@ -301,6 +325,7 @@ def bench_shapes(group):
 
 
 CHECKS: dict[str, Check] = {
+    "signals": signals,
     "shapes": shapes,
     "plans": plans,
     "more_plans": more_plans,

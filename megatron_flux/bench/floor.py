@@ -40,11 +40,17 @@ class FloorBackend:
         return None
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``([m, n], made-up gathered x [m, k])``."""
         gathered = self._gathered(x, group)
-        return gemm(gathered, weight, transposed=transposed), gathered
+        return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool

@@ -169,6 +169,7 @@ def ag_gemm_kernel(
     p6,
     p7,
     x,
+    bias,
     data_table,
     flag_table,
     flags,
@@ -206,12 +207,13 @@ def ag_gemm_kernel(
     TMA: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
     ENTER: tl.constexpr,
     CPU: tl.constexpr,
     THREADS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """See the module."""
+    """See the module. ``bias`` ``[n]`` is added before rounding, if ``BIAS``."""
     pid = tl.program_id(0)
     epoch = tl.load(epochs + slot)
     if ENTER:
@@ -257,6 +259,9 @@ def ag_gemm_kernel(
         pm, pn = raster(t % per, rows_per_block, npn, GROUP)
         row = src * mp + j * block_rows + pm * BM
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if BIAS:
+            cols = pn * BN + tl.arange(0, BN)
+            acc += tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
         for kc in range(0, KCH):
             if src != rank:
                 first = flag_off + ((src * blocks + j) * KCH + kc) * LANES

@@ -176,14 +176,24 @@ def multiply_tile(
     slot,
     phase,
     kt,
+    bias,
+    col,
+    n,
     BM: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr,
 ):
-    """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase."""
+    """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase.
+
+    With ``BIAS`` the sum begins with ``bias[col:col+BN]``: loading it here costs registers nothing.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
     acc = gl.zeros((BM, BN), gl.float32, layout=mma)
+    if BIAS:
+        cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
+        acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)
     for ki in range(kt):
         mbarrier.wait(full.index(slot), phase)
         x = sa.index(slot)

@@ -166,28 +166,36 @@ def _push(
 
 @gluon.jit
 def _multiply(
-    sa, sb, full, empty, pieces, ready, free, own, npn, kt,
-    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr,
-    RING: gl.constexpr, TRANSPOSED: gl.constexpr, DTYPE: gl.constexpr,
+    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
+    CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     slot_d = 0
     phase_d = 0
-    for _ in range(gl.program_id(0), own * npn * TP, CTAS):
-        acc, slot, phase = multiply_tile(sa, sb, full, empty, slot, phase, kt, BM, BN, STAGES, TRANSPOSED)
+    for t in range(gl.program_id(0), own * npn * TP, CTAS):
+        col = 0
+        if BIAS:
+            _, _, pn = _place(t, own, npn, own, rank, GROUP, TP, PUSH)
+            col = pn * BN
+        acc, slot, phase = multiply_tile(
+            sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS
+        )
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
 
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit"])
 def hopper_ag_gemm_kernel(
-    a, xd, b, c, x, data_table, flag_table, flags, entered_off, ctrl, epochs, err, limit, slot, next_slot, flag_off,
-    buf_off, n, k, mp, chunk_k, rank,
+    a, xd, b, c, x, bias, data_table, flag_table, flags, entered_off, ctrl, epochs, err, limit, slot, next_slot,
+    flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, PUSH: gl.constexpr, KEEP: gl.constexpr, CTAS: gl.constexpr,
-    STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, ENTER: gl.constexpr, DTYPE: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, ENTER: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``."""
+    """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read."""
     epoch = gl.load(epochs + slot)
     own = mp // BM
     npn = gl.cdiv(n, BN)
@@ -209,8 +217,8 @@ def hopper_ag_gemm_kernel(
         mbarrier.init(free.index(i), count=1)
     gl.warp_specialize(
         [
-            (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, BM, BN, TP, CTAS, STAGES, RING,
-                         TRANSPOSED, DTYPE)),
+            (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank, BM, BN, GROUP, TP,
+                         PUSH, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE)),
             (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
                      mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, CTAS, STAGES, TRANSPOSED)),
             (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, CTAS, RING)),

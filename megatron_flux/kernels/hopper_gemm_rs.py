@@ -185,7 +185,9 @@ def _multiply(
     slot_d = 0
     phase_d = 0
     for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
-        acc, slot, phase = multiply_tile(sa, sb, full, empty, slot, phase, kt, BM, BN, STAGES, TRANSPOSED)
+        acc, slot, phase = multiply_tile(
+            sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, TRANSPOSED, False
+        )
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
     _reduce(
         flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 4096, 50,

@@ -47,19 +47,20 @@ class _ColumnParallelLinear(torch.autograd.Function):
         gradient_accumulation_fusion: bool,
         overwrite_main_grad: bool,
         backends: Backends,
+        epilogue_bias: bool,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
         ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
-        return ops.all_gather_gemm(x, weight, group, bias=bias, backend=backends.forward)
+        return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx, dw, db = column_backward(dy, x, weight, ctx.weight, need_dx=need_dx, need_dw=need_dw, need_db=need_db)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def column_backward(
@@ -107,6 +108,7 @@ def column_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
+    epilogue_bias: bool = False,
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T + bias``, differentiable.
 
@@ -118,10 +120,11 @@ def column_parallel_linear(
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
+        epilogue_bias: see there.
 
     Returns:
         ``[s, b, n]``.
     """
     return _ColumnParallelLinear.apply(
-        x, weight, bias, group, gradient_accumulation_fusion, overwrite_main_grad, Backends.of(backend)
+        x, weight, bias, group, gradient_accumulation_fusion, overwrite_main_grad, Backends.of(backend), epilogue_bias
     )

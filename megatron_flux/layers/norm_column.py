@@ -55,6 +55,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         gradient_accumulation_fusion: bool,
         overwrite_main_grad: bool,
         backends: Backends,
+        epilogue_bias: bool,
     ) -> torch.Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
         normed, mean, reciprocal_deviation = norm.forward(rows, norm_weight, norm_bias)
@@ -70,7 +71,9 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         ctx.norm = norm
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
         ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
-        return ops.all_gather_gemm(normed, weight, group, bias=bias, backend=backends.forward)
+        return ops.all_gather_gemm(
+            normed, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -97,6 +100,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -112,6 +116,7 @@ def norm_column_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
+    epilogue_bias: bool = False,
 ) -> torch.Tensor:
     """``all_gather(norm(x)) @ weight.T + bias``, differentiable.
 
@@ -128,6 +133,7 @@ def norm_column_parallel_linear(
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
+        epilogue_bias: see there.
 
     Returns:
         ``[s, b, n]``.
@@ -143,4 +149,5 @@ def norm_column_parallel_linear(
         gradient_accumulation_fusion,
         overwrite_main_grad,
         Backends.of(backend),
+        epilogue_bias,
     )

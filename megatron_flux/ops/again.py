@@ -41,8 +41,12 @@ def key_of(
     group: dist.ProcessGroup,
     transposed: bool,
     backend: str,
+    *added: torch.Tensor,
 ) -> Hashable | None:
-    """What a call depends on, beside contiguity; None on CPUs and while calls are watched."""
+    """What a call depends on, beside contiguity; None on CPUs and while calls are watched.
+
+    ``added``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
+    """
     if not x.is_cuda or observe.watching():
         return None
     return (
@@ -55,6 +59,7 @@ def key_of(
         x.get_device(),
         None if weight is None else (weight.shape, weight.dtype, weight.get_device()),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device()),
+        *((other.shape, other.dtype, other.get_device()) for other in added),
     )
 
 
@@ -83,6 +88,7 @@ def remember(
     transposed: bool,
     shape: tuple[int, ...],
     nbytes: int,
+    bias: bool = False,
 ) -> None:
     """Have the backend that has just made a call make it ready for the next time."""
     if key is None or not x.is_contiguous():
@@ -94,4 +100,4 @@ def remember(
     if make_ready is None or found.attempts >= _ATTEMPTS or (found.ready is not None and found.ready.complete):
         return
     found.attempts += 1
-    found.ready = make_ready(operator, x, weight, group, transposed, shape)
+    found.ready = make_ready(operator, x, weight, group, transposed, shape, bias)

@@ -45,11 +45,17 @@ class GemmAlone:
         return True
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The GEMM over this rank's rows, repeated to the gathered size."""
         assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, weight, transposed=transposed), self._gathered
+        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
 
     def gemm_reduce_scatter(
         self,

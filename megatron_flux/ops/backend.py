@@ -24,9 +24,15 @@ class Backend(Protocol):
         """None if this backend can take these operands, else the reason; ``weight`` is None for a plain all_gather."""
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``([m, n], gathered x [m, k])``."""
+        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded."""
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -48,6 +54,7 @@ class ReadyingBackend(Protocol):
         group: dist.ProcessGroup,
         transposed: bool,
         shape: tuple[int, ...],
+        bias: bool = False,
     ) -> ReadyCall | None:
         """A call like the one just made, whose result has ``shape``; None where it must be decided anew every time.
 

@@ -66,7 +66,13 @@ class FusedBackend:
         return None
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         from megatron_flux.ops import launch
@@ -82,7 +88,7 @@ class FusedBackend:
         work, plan = self._gather_work(x, weight, group, n, captured)
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
-        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed)
+        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
 
     def _gather_work(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
@@ -129,12 +135,13 @@ class FusedBackend:
         group: dist.ProcessGroup,
         transposed: bool,
         shape: tuple[int, ...],
+        bias: bool = False,
     ) -> ReadyCall | None:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         # A plan that somebody set is his for as long as he likes: it must be looked at in every call.
         if self.twin or self.plan is not None or capturing(x):
             return None
-        call = self.ready_with_plan(operator, x, weight, group, transposed, shape)
+        call = self.ready_with_plan(operator, x, weight, group, transposed, shape, bias)
         if call is not None:
             call.allowed = lambda: self.plan is None
         return call
@@ -147,6 +154,7 @@ class FusedBackend:
         group: dist.ProcessGroup,
         transposed: bool,
         shape: tuple[int, ...],
+        bias: bool = False,
     ) -> ReadyCall | None:
         """As :meth:`ready`, with the plan that is set: the caller answers for it."""
         from megatron_flux.ops import make_ready
@@ -158,7 +166,7 @@ class FusedBackend:
         n = weight.shape[1] if transposed else weight.shape[0]
         if operator == "all_gather_gemm":
             work, plan = self._gather_work(x2d, weight, group, n, False)
-            return make_ready.all_gather_gemm(x, weight, work, plan, transposed, shape)
+            return make_ready.all_gather_gemm(x, weight, work, plan, transposed, shape, bias)
         work, plan = self._scatter_work(x2d, weight, group, n, False)
         return make_ready.gemm_reduce_scatter(x, weight, work, plan, transposed, shape)
 

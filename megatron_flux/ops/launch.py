@@ -19,6 +19,7 @@ from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
 from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.relaunch import by_triton
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
@@ -47,16 +48,22 @@ def without_copy_engine(plan: Plan, mp: int, sms: int) -> Plan:
 
 
 def all_gather_gemm(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, *, transposed: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    work: Slab,
+    plan: Plan,
+    *,
+    transposed: bool,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``."""
+    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding."""
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
     if plan.ws and hopper_kernels(x, weight, n, k) and mp % plan.bm == 0:
-        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed)
+        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias)
     plan = replace(plan, comm=min(plan.comm, sms - 1))
     block = plan.block or mp
     blocks = cdiv(mp, block)
@@ -103,13 +110,16 @@ def all_gather_gemm(
         cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
     else:
         a = gathered
-    ag_gemm_kernel[(sms,)](
+    by_triton(
+        ag_gemm_kernel,
+        sms,
         a,
         b,
         cd,
         c,
         *peers,
         x,
+        x if bias is None else bias,
         work.data_table,
         work.flag_table,
         work.flags[rank],
@@ -147,6 +157,7 @@ def all_gather_gemm(
         TMA=tma,
         MASK_ROWS=mask_rows,
         SPLIT=plan.split,
+        BIAS=bias is not None,
         ENTER=turn.enter,
         CPU=not cuda,
         THREADS=32 * plan.warps,
@@ -161,7 +172,13 @@ def all_gather_gemm(
 
 
 def _hopper_all_gather_gemm(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, sms: int, transposed: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    work: Slab,
+    plan: Plan,
+    sms: int,
+    transposed: bool,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron_flux.ops import launch_hopper
 
@@ -171,7 +188,7 @@ def _hopper_all_gather_gemm(
     finish = None
     if plan.comm == 0:
         finish = copy_engine_push(x, work, turn, buffers, turn.half * FLAG_WORDS + ENTER_WORDS, mp, plan.pace)
-    c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed)
+    c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
     if finish is not None:
         finish()
     work.end()
@@ -213,7 +230,9 @@ def gemm_reduce_scatter(
             lambda: [_desc(s, plan.bm, width) for s in spaces],
         )
         sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
-    gemm_rs_kernel[(sms,)](
+    by_triton(
+        gemm_rs_kernel,
+        sms,
         a,
         b,
         *sinks,

@@ -50,7 +50,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     constants = {"TP": tp, "CPU": not x.is_cuda, "THREADS": 32}
 
     def launch() -> relaunch.Launch:
-        return gather_wait_kernel[(1,)](*arguments, **constants, num_warps=1), arguments
+        return relaunch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
 
     def wait() -> None:
         if x.is_cuda:

@@ -30,13 +30,14 @@ def all_gather_gemm(
     plan: Plan,
     sms: int,
     transposed: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``[m, n]`` for x ``[mp, k]``; ``mp`` must be a multiple of the tile's rows. Copies are enqueued by the caller."""
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    key = ag_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
+    key = ag_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms, bias is not None)
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
@@ -47,6 +48,7 @@ def all_gather_gemm(
             _weight(weight, plan, transposed),
             _desc(c, plan.bm, PIECE),
             x,
+            x if bias is None else bias,
             work.data_table,
             work.flag_table,
             work.flags[rank],
@@ -79,22 +81,24 @@ def all_gather_gemm(
             "STAGES": plan.stages,
             "RING": plan.ring,
             "TRANSPOSED": transposed,
+            "BIAS": bias is not None,
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
-        return hopper_ag_gemm_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+        return relaunch.by_triton(hopper_ag_gemm_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
-    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, xd=x, b=weight, c=c, x=x)
+    operands = {"xd": x, "b": weight, "c": c, "x": x} | ({} if bias is None else {"bias": bias})
+    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, **operands)
     return c
 
 
 def ag_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs."""
+    """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs, whether it adds a bias."""
     return ("ag", half, enter, mp, n, k, *others)
 
 
 def rs_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """As :func:`ag_key`."""
+    """As :func:`ag_key`; never a bias."""
     return ("rs", half, enter, mp, n, k, *others)
 
 
@@ -147,7 +151,7 @@ def gemm_reduce_scatter(
             "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
-        return hopper_gemm_rs_kernel[(sms,)](*arguments, **constants, num_warps=8), arguments
+        return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
     return out

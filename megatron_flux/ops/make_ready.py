@@ -19,7 +19,13 @@ HALVES = (0, 1)
 
 
 def all_gather_gemm(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, transposed: bool, shape: tuple[int, ...]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    work: Slab,
+    plan: Plan,
+    transposed: bool,
+    shape: tuple[int, ...],
+    bias: bool = False,
 ) -> ReadyAllGatherGemm | None:
     """The call made ready for operands like these; None where the plain kernels run it.
 
@@ -30,13 +36,14 @@ def all_gather_gemm(
         plan: the plan of the call.
         transposed: as of the call.
         shape: of the result.
+        bias: whether the kernel adds one.
     """
     k = x.shape[-1]
     mp, tp, sms = x.numel() // k, work.group.size(), sm_count(x.device)
     n = weight.shape[1] if transposed else weight.shape[0]
     if not plan.ws or plan.pace or not hopper_kernels(x, weight, n, k) or mp % plan.bm:
         return None
-    keys = [launch_hopper.ag_key(half, False, mp, n, k, x.dtype, transposed, plan, sms) for half in HALVES]
+    keys = [launch_hopper.ag_key(half, False, mp, n, k, x.dtype, transposed, plan, sms, bias) for half in HALVES]
     launches = [work.views.get(key) or None for key in keys]
     pushes = _pushes(work, mp, k, x.dtype) if plan.comm == 0 else None
     gathered = [buffers_of(work, half, mp * tp, k, x.dtype)[work.rank].view(-1, *x.shape[1:]) for half in HALVES]

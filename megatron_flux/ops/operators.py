@@ -53,6 +53,7 @@ def all_gather_gemm(
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False,
     transposed: bool = False,
     return_gathered: Literal[False] = False,
     backend: str = "auto",
@@ -64,6 +65,7 @@ def all_gather_gemm(
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False,
     transposed: bool = False,
     return_gathered: Literal[True],
     backend: str = "auto",
@@ -75,6 +77,7 @@ def all_gather_gemm(
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False,
     transposed: bool = False,
     return_gathered: bool = False,
     backend: str = "auto",
@@ -86,6 +89,9 @@ def all_gather_gemm(
         weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Never copied.
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added to every row.
+        epilogue_bias: add the bias in fp32 before the result is rounded, as cuBLASLt's epilogue does and so
+            TransformerEngine's linears, not to the rounded result as Megatron's own linears do: a bias that is smaller
+            than the result's last bit is not lost.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next call of an operator on the same group.
@@ -99,25 +105,32 @@ def all_gather_gemm(
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
-    key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend)
+    added = ()
+    if epilogue_bias and bias is not None:
+        added, bias = (_aligned(bias),), None
+    key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend, *added)
     ready = again.find(key, x, weight)
     if ready is not None:
-        y, gathered = ready.ready(x, weight)
+        y, gathered = ready.ready(x, weight, *added)
         stats.count("all_gather_gemm", ready.backend, ready.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
-    k, n = _check("all_gather_gemm", x, weight, bias, transposed)
+    inside = added[0] if added else None
+    k, n = _check("all_gather_gemm", x, weight, bias if inside is None else inside, transposed)
     tp = group.size()
     x2d = _matrix(x)
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x2d.numel() * x2d.element_size()
     if tp == 1:
-        y, gathered, used = gemm(x2d, weight, transposed=transposed), x2d, "none"
+        y, gathered, used = gemm(x2d, weight, transposed=transposed, bias=inside), x2d, "none"
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
         with observe.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
-            y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed)
-        again.remember(key, "all_gather_gemm", chosen, x, weight, group, transposed, (*lead, n), received)
+            options = {} if inside is None else {"bias": inside}
+            y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed, **options)
+        again.remember(
+            key, "all_gather_gemm", chosen, x, weight, group, transposed, (*lead, n), received, inside is not None
+        )
     stats.count("all_gather_gemm", used, received)
     if bias is not None:
         y = y.add_(bias)
@@ -247,6 +260,11 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         pending = chosen.all_gather(x2d, group, async_op=True)
     again.remember(key, "all_gather", chosen, x, None, group, False, shape, received)
     return seen.pending(pending).map(lambda t: _shaped(t, *shape))
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """``bias`` where kernels that were compiled for aligned addresses can read it."""
+    return bias if bias.data_ptr() % 16 == 0 else bias.clone()
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -42,13 +42,19 @@ class PipelinedBackend:
         return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`; but ``bias`` is added to the rounded result."""
         importlib.import_module("torch.distributed._symmetric_memory")  # registers the operators
         b = weight if transposed else weight.t()
         gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [b], 0, group.group_name)
-        return y, gathered
+        return y if bias is None else y.add_(bias), gathered
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool

@@ -83,16 +83,16 @@ class ReadyAllGatherGemm(ReadyCall):
         super().__init__(work, launches)
         self._shape, self._gathered, self._pushes, self._side = shape, gathered, pushes, side
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Result and gathered ``x``."""
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result and gathered ``x``; ``bias`` where the kernel adds one."""
         half, stream = self._work.step()
         y = x.new_empty(self._shape)
         side = self._side
         if side is None:
-            self._launches[half](stream, x, weight, y, x)
+            self._launches[half](stream, x, weight, y, x, *bias)
         else:
             _push(x.data_ptr(), self._pushes[half], side, stream)
-            self._launches[half](stream, x, weight, y, x)
+            self._launches[half](stream, x, weight, y, x, *bias)
             driver.wait(stream, side.after)
         return y, self._gathered[half]
 

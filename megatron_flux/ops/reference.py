@@ -13,9 +13,13 @@ from megatron_flux.comm import collectives
 from megatron_flux.comm.pending import Pending
 
 
-def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``."""
-    return torch.matmul(x, weight if transposed else weight.t())
+def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``.
+
+    ``bias`` ``[n]`` is added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
+    """
+    wt = weight if transposed else weight.t()
+    return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
 
 
 class ReferenceBackend:
@@ -30,11 +34,17 @@ class ReferenceBackend:
         return None
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         gathered = collectives.all_gather(x, group).wait()
-        return gemm(gathered, weight, transposed=transposed), gathered
+        return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool

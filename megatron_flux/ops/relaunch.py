@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from triton import knobs
 
-from megatron_flux.ops import driver
+from megatron_flux.ops import driver, signals
 
 logger = logging.getLogger("megatron_flux")
 
@@ -149,6 +149,15 @@ class Relaunch:
                 else:
                     parameters[at] = maps.at(tensor.data_ptr())
             driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
+
+
+def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
+    """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel.
+
+    The program's signal handlers stay (:mod:`megatron_flux.ops.signals`): no kernel is launched by Triton otherwise.
+    """
+    with signals.kept:
+        return kernel[(grid,)](*arguments, **constants)
 
 
 def first_or_again(

@@ -126,12 +126,20 @@ class TunedBackend:
         return self.fused.why_not(x, weight, group)
 
     def all_gather_gemm(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
 
         def run(backend: Any) -> Any:
-            return backend.all_gather_gemm(x, weight, group, transposed=transposed)
+            if backend is self.pipelined and bias is not None:
+                backend = self.reference  # pipelined rounds before it adds
+            return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
 
         m = x.shape[0] * group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
@@ -160,6 +168,7 @@ class TunedBackend:
         group: dist.ProcessGroup,
         transposed: bool,
         shape: tuple[int, ...],
+        bias: bool = False,
     ) -> ReadyCall | None:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         if weight is None:
@@ -171,7 +180,7 @@ class TunedBackend:
         if choice is None or choice[1] is None or capturing(x):
             return None
         return self._with_plan(
-            lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape), choice[1]
+            lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape, bias), choice[1]
         )
 
     def _run(

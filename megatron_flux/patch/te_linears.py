@@ -50,7 +50,15 @@ class TELinearPatch:
             bias = layer.bias if layer.apply_bias else None
             norm_weight, norm_bias = layer.layer_norm_weight, layer.layer_norm_bias
             y = norm_column_parallel_linear(
-                x, norm_weight, norm_bias, weight, bias, layer.tp_group, norm=te.norm(layer), **options
+                x,
+                norm_weight,
+                norm_bias,
+                weight,
+                bias,
+                layer.tp_group,
+                norm=te.norm(layer),
+                epilogue_bias=True,
+                **options,
             )
             return y, layer.bias if layer.te_return_bias else None
 
@@ -61,7 +69,7 @@ class TELinearPatch:
 
         def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
-            y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)
+            y = column_parallel_linear(x, weight, bias, layer.tp_group, epilogue_bias=True, **options)
             return y, layer.bias if layer.te_return_bias else None
 
         return self._forward(COLUMN, stock, run)

@@ -9,11 +9,13 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,6 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
+
+AGAIN_SECONDS = 1.0
+"""Between one passing on of a signal and the next."""
 
 
 def launched() -> bool:
@@ -58,7 +63,8 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
         arguments: the same for every rank.
         nproc: ranks.
         left: the last words of an error: what a failed run leaves, and where.
-        pass_on: a signal (``USR1``) that this process hands to the ranks instead of dying of it.
+        pass_on: a signal (``USR1``) that this process hands to the ranks instead of dying of it, and goes on handing to
+            them every second.
 
     Raises:
         UserError: all ranks refused their input.
@@ -69,8 +75,6 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if pass_on is not None:
-        signal.signal(signal.Signals[f"SIG{pass_on}"], _to_ranks)
     # What torch.distributed.run --standalone does: one node, a free port.
     config = LaunchConfig(
         min_nodes=1,
@@ -85,7 +89,8 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        with _passing_on(pass_on):
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         raise failure_of(error, left) from None
     except SignalException as error:
@@ -93,7 +98,40 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
         raise InterruptedRunError(f"stopped by {name}; {left}", int(error.sigval)) from None
 
 
-def _to_ranks(number: int, frame: FrameType | None) -> None:
+@contextlib.contextmanager
+def _passing_on(name: str | None) -> Iterator[None]:
+    """Hand the signal ``name`` to the ranks, again and again once it has come; afterwards it is ignored.
+
+    Again, since a rank may not hear it: see :mod:`megatron_flux.train.stop`.
+    """
+    if name is None:
+        yield
+        return
+    number = signal.Signals[f"SIG{name}"]
+    # Whether to go on. Of all queues, this one a handler may fill whatever it has interrupted.
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def repeat() -> None:
+        seconds = None
+        while True:
+            with contextlib.suppress(queue.Empty):
+                if not asked.get(timeout=seconds):
+                    return
+            _to_ranks(number)
+            seconds = AGAIN_SECONDS
+
+    repeater = threading.Thread(target=repeat, name="signal to ranks", daemon=True)
+    repeater.start()
+    signal.signal(number, lambda *_: asked.put(True))
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_IGN)
+        asked.put(False)
+        repeater.join()
+
+
+def _to_ranks(number: int) -> None:
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)

@@ -70,7 +70,7 @@ class RunConfig(BaseModel):
     layer_backend: list[str] = []
     strict: bool
     timeout: float
-    exit_signal: Literal["USR1", "USR2"] | None = None
+    exit_signal: Literal["USR1"] | None = None
     out: Path
     overwrite: bool
     log_interval: int

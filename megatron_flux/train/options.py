@@ -77,7 +77,7 @@ class TrainOptions(BaseModel):
     )
     strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
-    exit_signal: Literal["USR1", "USR2"] | None = Field(
+    exit_signal: Literal["USR1"] | None = Field(
         None, description="On this signal the run saves (with --save) and ends in order after the step it is at."
     )
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")

@@ -1,7 +1,9 @@
 """Ending a run on a signal: after the step that it arrives in, on all ranks alike, with a checkpoint.
 
 A cluster says some minutes ahead that a job's time is up. The signal reaches the ranks at different moments, some of
-them a step apart, so they agree after every step; the handler itself only takes a note.
+them a step apart, so they agree after every step; the handler itself only takes a note. Compilers may have taken the
+signal over meanwhile (:mod:`megatron_flux.ops.signals` says how, and watches Triton's, but not torch.compile's): it is
+taken back after every step, and who sends it sends it again until the run has ended.
 """
 
 from __future__ import annotations
@@ -13,26 +15,30 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from megatron_flux.ops.signals import Dispositions
+
 
 class StopRequest:
     """Notes a signal. Without one to listen to, nobody ever stops and the ranks need not agree.
 
-    A context manager, after which the signal is ignored: who sends it sends it again until the run has ended, and
-    Python, when it ends, puts signals that have handlers back to what kills a process.
+    A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
+    when it ends, puts signals that have handlers back to what kills a process.
     """
 
     def __init__(self, name: str | None, device: torch.device) -> None:
         """Listen from now on.
 
         Args:
-            name: ``USR1`` or ``USR2``, or None.
+            name: ``USR1``, or None.
             device: where the ranks' agreement is computed.
         """
         self.name = name
         self._device = device
         self._noted = False
         if name is not None:
-            signal.signal(signal.Signals[f"SIG{name}"], self._note)
+            number = signal.Signals[f"SIG{name}"]
+            signal.signal(number, self._note)
+            self._listening = Dispositions([number])
 
     def __enter__(self) -> Self:
         """Return the request itself."""
@@ -41,15 +47,22 @@ class StopRequest:
     def __exit__(self, *exc: object) -> None:
         """Ignore the signal from here on."""
         if self.name is not None:
-            signal.signal(signal.Signals[f"SIG{self.name}"], signal.SIG_IGN)
+            self._ignore()
+
+    def _ignore(self) -> None:
+        signal.signal(signal.Signals[f"SIG{self.name}"], signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
 
     def agreed(self) -> bool:
-        """Whether any rank has been asked to stop. A collective call."""
+        """Whether any rank has been asked to stop; then the signal is ignored. A collective call."""
         if self.name is None:
             return False
+        self._listening.put_back()
         noted = torch.tensor([self._noted], dtype=torch.int32, device=self._device)
         dist.all_reduce(noted, op=dist.ReduceOp.MAX)
-        return bool(noted.item())
+        if not noted.item():
+            return False
+        self._ignore()  # it comes again, and need not interrupt the writing of the checkpoint
+        return True

@@ -83,6 +83,23 @@ def all_shapes(plan: Plan, tma: bool) -> None:
         compare(backend, 1, 8, 8, torch.bfloat16, False)
 
 
+def bias_before_rounding() -> None:
+    """257 is no number of bf16 and becomes 256, to which 1 cannot be added; 258 is one."""
+    from megatron_flux.ops.reference import ReferenceBackend
+
+    for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
+        backend = twin()
+        backend.plan = plan
+        for transposed in (False, True):
+            x, w = torch.ones(32, 257, dtype=torch.bfloat16), torch.ones(40, 257, dtype=torch.bfloat16)
+            w = w.t().contiguous() if transposed else w
+            bias = torch.arange(40).remainder(2).bfloat16()
+            for runner in (backend, ReferenceBackend()):
+                y, _ = runner.all_gather_gemm(x, w, dist.group.WORLD, transposed=transposed, bias=bias)
+                assert y.shape == (32 * dist.get_world_size(), 40)
+                assert torch.equal(y, (256 + 2 * bias).expand_as(y)), y
+
+
 def captured_between_eager() -> None:
     from megatron_flux.ops.capture import captured_calls
 
@@ -92,6 +109,14 @@ def captured_between_eager() -> None:
         with captured_calls():
             compare(backend, 32, 32, 32, torch.float16, False)
         compare(backend, 32, 32, 32, torch.float16, False)
+
+
+def with_tma(function: Any, tma: bool) -> None:
+    from megatron_flux.ops import launch
+
+    os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
+    launch._hopper.cache_clear()
+    function()
 
 
 def one_rank_late() -> None:
@@ -181,6 +206,11 @@ def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: Plan, tma
 @pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes, chunks, join"]], ids=["copy engine", "pushes"])
 def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: Plan) -> None:
     world4.run(all_shapes, plan, True)
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+def test_a_bias_is_added_before_rounding(world2: WorkerPool, tma: bool) -> None:
+    world2.run(with_tma, bias_before_rounding, tma)
 
 
 def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:

@@ -234,6 +234,22 @@ def test_default_group_and_rows_that_do_not_divide(world: WorkerPool) -> None:
         assert all(f"divisible by the group size {world.size}" in message for message in messages)
 
 
+def bias_before_or_after_rounding() -> None:
+    """257 rounds to 256 in bf16, and half of one is then lost; 257.5 rounds to 258."""
+    x, weight = torch.ones(4, 257, dtype=torch.bfloat16), torch.ones(8, 257, dtype=torch.bfloat16)
+    bias = torch.full((9,), 0.5, dtype=torch.bfloat16)[1:]  # at an address that is no multiple of 16
+    for epilogue, want in ((False, 256.0), (True, 258.0)):
+        y, gathered = ops.all_gather_gemm(x, weight, bias=bias, epilogue_bias=epilogue, return_gathered=True)
+        assert torch.equal(y, torch.full_like(y, want))
+        assert torch.equal(gathered, torch.ones_like(gathered))
+    with pytest.raises(UserError, match="bias must be"):
+        ops.all_gather_gemm(x, weight, bias=bias.float(), epilogue_bias=True)
+
+
+def test_a_bias_is_added_before_or_after_rounding(world2: WorkerPool) -> None:
+    world2.run(bias_before_or_after_rounding)
+
+
 def rank_operands_are_left_alone() -> None:
     group = dist.group.WORLD
     x, weight, bias = normals(4, K, seed=1), normals(N, K, seed=2), normals(N, seed=3)

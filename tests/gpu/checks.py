@@ -13,9 +13,12 @@ import argparse
 import json
 import os
 import random
+import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,6 +105,27 @@ def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=Fal
     return f"mp={mp} n={n} k={k} {dtype} {transposed=} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
 
 
+def signals(group):
+    """Python's handlers are still called after kernels were compiled. The first check: LLVM takes them over once."""
+    heard, numbers = [], (signal.SIGUSR1, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    try:
+        with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
+            compare(group, 256, 1024, 512)
+            compare(group, 37, 100, 77)  # no shape for TMA
+            ops.all_gather(operands(group, 256, 64, 512, torch.bfloat16, False)[0], group, backend="fused").wait()
+            torch.cuda.synchronize()
+            kernels = len(list(Path(cache).rglob("*.cubin")))
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert kernels >= 5, f"only {kernels} kernels were compiled"
+    assert heard == list(numbers), f"heard {heard} of {list(numbers)}"
+    return f"{kernels} kernels"
+
+
 def shapes(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16):
@@ -161,6 +185,25 @@ def repeated(group):
         differ += (ops.gemm_reduce_scatter(xl, w, group, backend=NAME) != z0).sum()
     assert differ.item() == 0, f"{differ.item()} elements differ over 100 repetitions"
     return "100 x 2"
+
+
+def bias(group):
+    """A bias in the epilogue: as near to fp32 as torch's own, with another bias in every call of the same kind."""
+    for mp, n, k, transposed in ((256, 1024, 512, False), (256, 520, 1032, True), (100, 520, 264, False)):
+        xs, _, w = operands(group, mp, n, k, torch.bfloat16, transposed)
+        product = gather(xs, group).float() @ (w if transposed else w.t()).float()
+        for call in range(6):
+            added = torch.randn(n, device="cuda").mul(10.0**-call).bfloat16()
+            poison(group)
+            y = ops.all_gather_gemm(xs, w, group, bias=added, epilogue_bias=True, transposed=transposed, backend=NAME)
+            torchs = torch.addmm(added, gather(xs, group), w if transposed else w.t())
+            want = product + added.float()
+            mine, theirs = error(y, want), error(torchs, want)
+            assert mine <= 2 * theirs + 1e-6, f"call {call} of {mp} x {n} x {k}: {mine} against torch's {theirs}"
+    x, w = torch.ones(128, 4112, device="cuda").bfloat16(), torch.ones(256, 4112, device="cuda").bfloat16()
+    y = ops.all_gather_gemm(x, w, group, bias=w[:, 0] * 8.125, epilogue_bias=True, backend=NAME)
+    assert (y == 4128).all(), f"4112 + 8.125 is {y.unique().tolist()}, not 4128: rounded before it was added"
+    return "6 calls each of three shapes"
 
 
 def random_shapes(group, rounds=200):
@@ -282,9 +325,11 @@ def bench_shapes(group):
 
 
 CHECKS: dict[str, Check] = {
+    "signals": signals,
     "shapes": shapes,
     "plans": plans,
     "more_plans": more_plans,
+    "bias": bias,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,
     "streams": streams,

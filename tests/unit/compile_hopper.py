@@ -28,8 +28,8 @@ from megatron_flux.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.ops import driver, relaunch
 
 POINTERS = {
-    "x": "*bf16", "recv": "*bf16", "out": "*bf16", "data_table": "*i64", "flag_table": "*i64", "flags": "*i32",
-    "ctrl": "*i32", "epochs": "*i32", "err": "*i32", "limit": "i64",
+    "x": "*bf16", "bias": "*bf16", "recv": "*bf16", "out": "*bf16", "data_table": "*i64", "flag_table": "*i64",
+    "flags": "*i32", "ctrl": "*i32", "epochs": "*i32", "err": "*i32", "limit": "i64",
 }  # fmt: skip
 DIVISIBLE = ("n", "k", "mp", "chunk_k", "buf_off", "row_off")
 
@@ -53,7 +53,8 @@ def build(op: str, given: dict[str, int]) -> Any:
     else:
         kernel = hopper_ag_gemm_kernel
         constants = {**common, "GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": True,
-                     "PUSH": bool(given.get("PUSH", 0)), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
+                     "BIAS": bool(given.get("BIAS", 0)), "PUSH": bool(given.get("PUSH", 0)),
+                     "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     attributes = {
@@ -100,7 +101,7 @@ class Recorded:
         )
 
 
-def check_relaunch(compiled: Any, op: str) -> None:
+def check_relaunch(compiled: Any, op: str, bias: bool) -> None:
     """Parameters come where the compiled kernel has them, and only the operands change from launch to launch."""
     recorded = Recorded()
     relaunch.driver = recorded
@@ -121,7 +122,7 @@ def check_relaunch(compiled: Any, op: str) -> None:
             arguments.append(torch.empty(4))
         else:
             arguments.append(1000 + position if name != "limit" else 1 << 40)
-    operands = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x"]}[op]
+    operands = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x", *(["bias"] if bias else [])]}[op]
     again = relaunch.Relaunch(about, 132, arguments, operands)
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
@@ -138,7 +139,8 @@ def check_relaunch(compiled: Any, op: str) -> None:
 
 def main() -> None:
     op, *rest = sys.argv[1:]
-    compiled = build(op, {name: int(value) for name, value in (item.split("=") for item in rest)})
+    given = {name: int(value) for name, value in (item.split("=") for item in rest)}
+    compiled = build(op, given)
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -148,7 +150,7 @@ def main() -> None:
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
     spilled = re.search(r"(\d+) bytes spill stores", said)
-    check_relaunch(compiled, op)
+    check_relaunch(compiled, op, bool(given.get("BIAS", 0)))
     print("shared", compiled.metadata.shared)
     print("spilled", spilled[1] if spilled else -1)
     print("wgmma", ptx.count("wgmma.mma_async"))

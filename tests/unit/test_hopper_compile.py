@@ -39,6 +39,7 @@ def compile_kernel(*arguments: str) -> dict[str, str]:
         ["ag_gemm", "TP=8", "TRANSPOSED=1"],
         ["ag_gemm", "PUSH=1", "KCH=8", "ENTER=1"],
         ["ag_gemm", "BN=128", "STAGES=6", "TP=2"],
+        ["ag_gemm", "BIAS=1"],
     ],
     ids=" ".join,
 )

@@ -13,18 +13,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
 from megatron_flux.train.compare import remaining, schedule
+from megatron_flux.train.options import TrainOptions
 from megatron_flux.train.stop import StopRequest
 
 RANK = """
 import os, pathlib, signal, sys, time
 out = pathlib.Path(sys.argv[1])
-signal.signal(signal.SIGUSR1, lambda *_: (out / f"asked-{os.environ['RANK']}").touch())
+asked = out / f"asked-{os.environ['RANK']}"
+heard = []  # as a rank whose compiler has the signal when it first comes
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1) or (len(heard) == 2 and asked.touch()))
 (out / f"ready-{os.environ['RANK']}").touch()
-while not (out / f"asked-{os.environ['RANK']}").exists():
+deadline = time.monotonic() + 60
+while not asked.exists():
+    assert time.monotonic() < deadline
     time.sleep(0.02)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 """
 
 
@@ -63,7 +70,12 @@ def test_without_a_signal_nobody_needs_to_agree(handlers_back: None) -> None:
         assert not stop.agreed()  # no process group: a collective would fail
 
 
-def test_the_launcher_passes_the_signal_to_its_ranks(
+def test_another_signal_is_refused() -> None:
+    with pytest.raises(ValidationError, match="'USR1'"):
+        TrainOptions(exit_signal="USR2")
+
+
+def test_the_launcher_passes_the_signal_on_until_its_ranks_have_ended(
     handlers_back: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank_that_waits.py").write_text(RANK)
@@ -80,6 +92,7 @@ def test_the_launcher_passes_the_signal_to_its_ranks(
     launcher.launch("rank_that_waits", [str(tmp_path)], 2, left="", pass_on="USR1")
     assert {file.name for file in tmp_path.glob("asked-*")} == {"asked-0", "asked-1"}
     assert "rank_that_waits" not in sys.modules
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
 def test_a_run_that_begins_again_has_not_ended(tmp_path: Path) -> None:

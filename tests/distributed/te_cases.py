@@ -181,3 +181,29 @@ def rank_recompute(kind: str) -> dict[str, int]:
         with flux(STRICT):
             require_same(case, stock, recomputed(build(case)))
             return {name: ops.stats.total(name) for name in ("all_gather_gemm", "gemm_reduce_scatter")}
+
+
+def rank_small_bias(kind: str) -> None:
+    """A result of 257 lies between two numbers of bf16: a bias of 1/64 decides, unless it comes after the rounding."""
+    case, small = Case(kind, dtype=torch.bfloat16), 1 / 64
+
+    def forward(bias: float) -> torch.Tensor:
+        layer = build(case)
+        with torch.no_grad():
+            layer.weight.zero_()
+            layer.weight[:, 0], layer.weight[:, 1] = 255, 2
+            layer.bias.fill_(bias)
+            if kind == "norm column":  # every normed element is 1, as x is without a norm
+                layer.layer_norm_weight.zero_()
+                layer.layer_norm_bias.fill_(1)
+            return layer(torch.ones_like(input_of(case, 7)))[0].float()
+
+    with te_megatron(dist.get_world_size()):
+        stock = forward(small)
+        with flux(STRICT) as seen:
+            ours, rounded = forward(small), forward(0)
+        assert seen.calls == {"all_gather_gemm/reference": 2}
+    after = (rounded + small).bfloat16().float()
+    assert (stock.mean(), after.mean()) == (258, 256)
+    assert ours.mean() == stock.mean(), f"TE {kind}: mean {ours.mean()}, stock's {stock.mean()}: bias after rounding?"
+    assert torch.equal(ours, stock)

@@ -1,9 +1,9 @@
 """megatron-core's layers over TransformerEngine, patched against stock: TransformerEngine's own Python, real ranks.
 
 Covered, for tp 2 and 4: forward, dx, the gradients of weight, bias and norm; LayerNorm and RMSNorm to the bit, with
-zero-centred gamma; bias added or returned; wgrad into main_grad over two micro-batches, the first of which replaces
-what is there; frozen parameters; bf16; recompute; a layer built before patch(); what is saved for backward; state
-dicts; reasons to run stock; unpatch(). Whole models: test_te_gpt.py. On GPUs: tests/gpu.
+zero-centred gamma; bias added, before rounding, or returned; wgrad into main_grad over two micro-batches, the first of
+which replaces what is there; frozen parameters; bf16; recompute; a layer built before patch(); what is saved for
+backward; state dicts; reasons to run stock; unpatch(). Whole models: test_te_gpt.py. On GPUs: tests/gpu.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.distributed.te_cases import (
     numbers,
     rank_case,
     rank_recompute,
+    rank_small_bias,
     require_same,
     run,
     sizes,
@@ -93,6 +94,11 @@ def test_the_norm_is_stocks_to_the_bit(te_world2: WorkerPool, norm: str, dtype: 
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_bf16(te_world2: WorkerPool, kind: str) -> None:
     te_world2.run(rank_case, Case(kind, dtype=torch.bfloat16, fusion=True))
+
+
+@pytest.mark.parametrize("kind", ["norm column", "column"])
+def test_a_bias_below_the_last_bit(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_small_bias, kind)
 
 
 # main_grad

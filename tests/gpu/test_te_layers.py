@@ -28,6 +28,7 @@ from tests.distributed.te_cases import (
     numbers,
     rank_case,
     rank_recompute,
+    rank_small_bias,
     te_megatron,
 )
 
@@ -58,6 +59,11 @@ def test_norms(nccl2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
     nccl2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
     if dtype == torch.bfloat16:
         nccl2.run(layers.rank_norm_exact, norm, dtype)
+
+
+@pytest.mark.parametrize("kind", ["norm column", "column"])
+def test_a_bias_below_the_last_bit(nccl2: WorkerPool, kind: str) -> None:
+    nccl2.run(rank_small_bias, kind)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))

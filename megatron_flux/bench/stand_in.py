@@ -60,11 +60,21 @@ class StandInGroup(dist.ProcessGroup):
         known = dist.distributed_c10d._world
         known.pg_group_ranks[self] = ranks
         known.pg_map[self] = known.pg_map[pair]
+        known.pg_names[self] = self._name
+        known.pg_backend_config[self] = known.pg_backend_config[pair]  # the profiler lists all groups
 
     @property
     def group_name(self) -> str:
         """Of slabs, agreements and links."""
         return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What profiles call it."""
+        return "stand-in"
+
+    def shutdown(self) -> None:
+        """Nothing of its own to end."""
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         """As :attr:`group_name`."""

@@ -120,6 +120,9 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         first = rs_plan(mp, n, k, tp, sms, ws)
         narrow = replace(first, bn=128, stages=5)
         found = [first, replace(first, spread=40), replace(first, spread=0), narrow]
+        if _link_bound(k, tp):
+            # The link takes longer than the product: own tiles kept for the end come on top of it.
+            found.insert(1, replace(first, band=1))
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]

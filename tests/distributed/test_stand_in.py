@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def collectives(size: int) -> None:
     assert largest.item() == 1
     with pytest.raises(UserError, match="largest or smallest"):
         dist.all_reduce(largest, group=group)
+
+
+def profiled(out: Path) -> None:
+    from megatron_flux.comm import collectives
+
+    group = opened(4)
+    with torch.profiler.profile() as profile:
+        collectives.all_gather(torch.ones(2, 3), group).wait()
+    trace = out / f"{dist.get_rank()}.json"
+    profile.export_chrome_trace(str(trace))
+    groups = json.loads(trace.read_text())["distributedInfo"]["pg_config"]
+    assert [len(found["ranks"]) for found in groups if found["pg_desc"] == "stand-in"][-1] == 4
+
+
+def test_a_profile_can_be_taken(world2: WorkerPool, tmp_path: Path) -> None:
+    world2.run(profiled, tmp_path)
 
 
 @pytest.mark.parametrize("size", [4, 8])

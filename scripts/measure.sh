@@ -4,19 +4,21 @@
 #   ./scripts/measure.sh [--dry-run] OUT [STAGE...]
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
-# default: checks groups tests ops layer connections graphs parity parity_dp compare metrics megatron_lm. Uses the active
-# environment and all GPUs of this host (2, 4 or 8). megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+# default: checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
+# compare metrics megatron_lm. Uses the active environment and all GPUs of this host (2, 4 or 8), of which two stand in
+# for eight in stand_in_*. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-STAGES=(checks groups tests ops layer connections graphs parity parity_dp compare metrics megatron_lm)
+STAGES=(checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
+    compare metrics megatron_lm)
 DRY=0
 if [[ ${1:-} == --dry-run ]]; then
     DRY=1
     shift
 fi
 if (($# == 0)) || [[ $1 == -* ]]; then
-    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
 OUT=$1
@@ -80,6 +82,18 @@ for stage in "${STAGES[@]}"; do
         graphs)
             limited 200 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b --seq 2048 --micro-batch 1 \
                 --cuda-graphs --rounds 5 --no-trace --out "$to"
+            ;;
+        stand_in_checks) # two GPUs as eight, wherever there are more
+            CUDA_VISIBLE_DEVICES=0,1 limited 150 python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+                tests/gpu/checks.py --stand-in 8 --rounds 10 --out "$to.jsonl"
+            ;;
+        stand_in_ops)
+            CUDA_VISIBLE_DEVICES=0,1 MEGATRON_FLUX_TUNE_SECONDS=4 limited 200 "${FLUX[@]}" bench ops --stand-in-for 8 \
+                --models gpt3-175b,llama-70b --tokens 8192,2048 --directions forward --out "$to"
+            ;;
+        stand_in_layer)
+            CUDA_VISIBLE_DEVICES=0,1 MEGATRON_FLUX_TUNE_SECONDS=4 limited 250 "${FLUX[@]}" bench layer --stand-in-for 8 \
+                --models gpt3-175b,llama-70b --arms te,local,flux_local,flux_te,floor --rounds 7 --out "$to"
             ;;
         parity) limited 400 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" "${SMALL[@]}" ;;
         parity_dp)

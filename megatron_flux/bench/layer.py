@@ -10,6 +10,8 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
   saves. 0 is stock, 1 is the floor; negative is slower than stock. Communication that te hides already counts in
   neither. None without te or floor, or where the floor is not faster than te.
 * ``host_ms_per_step``: median over rounds of the slowest rank's time to enqueue one step.
+* ``sm_clock_mhz``: median over rounds of the slowest GPU's clock in the middle of a burst, and ``throttle_reasons``
+  seen there (NVML); null and none where NVML does not tell. At a lower clock than the floor's every GEMM takes longer.
 * ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights and main gradients, plus what the arm has
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.

@@ -11,10 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "peak GB", "agrees")
+COLUMNS = ("arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
 EXPLANATION = (
     "ms per layer: median (quartiles), slowest rank. hidden: share of what the floor saves over te. exposed, idle: ms "
     "per layer of communication beside which nothing ran, and of nothing at all (rank 0). host ms: to enqueue one step."
+    " MHz: the slowest GPU's clock in the middle of a burst."
 )
 
 ROW, LEFT, WIDTH, TOP = 22, 190, 520, 46
@@ -34,6 +35,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         _number(parts.get("communication_exposed_ms"), "{:.3f}"),
         _number(parts.get("idle_ms"), "{:.3f}"),
         f"{row['host_ms_per_step']:.2f}",
+        _number(row.get("sm_clock_mhz"), "{:.0f}"),  # absent from earlier runs
         _number(row["peak_memory_gb"], "{:.2f}"),
         "-" if agreement is None else "yes" if agreement["ok"] else "NO",
     )

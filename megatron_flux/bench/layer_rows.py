@@ -37,12 +37,20 @@ def row(
         "speedup_vs_te": None,
         "hidden_share": None,
         "host_ms_per_step": round(quartiles(samples.host_ms)[1], 3),
+        "sm_clock_mhz": _clock(samples),
+        "throttle_reasons": sorted({reason for reasons in samples.throttle_reasons for reason in reasons}),
         "peak_memory_gb": None if peak is None else round(peak, 3),
         "breakdown": dict(breakdown or {}),
         "trace": trace,
         "agreement": None if agreement is None else dict(agreement),
         **facts,
     }
+
+
+def _clock(samples: Samples) -> float | None:
+    """Median over the rounds that know it."""
+    known = [clock for clock in samples.sm_clock_mhz if clock is not None]
+    return quartiles(known)[1] if known else None
 
 
 def complete(rows: list[dict[str, Any]]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux import nvml
 from megatron_flux.bench import floor, layer_arms, layer_blocks, stand_in, stand_in_fused
 from megatron_flux.bench.graphs import capture
 from megatron_flux.bench.layer_agreement import Agreement, Result
@@ -69,6 +71,7 @@ class WorkloadBench:
                     rounds=self.config.rounds,
                     burst=self.config.burst,
                     deadline=deadline,
+                    gpu=self._gpu(),
                 )
                 rows = [self._row(arm, samples[arm.name], results, check) for arm in arms]
             complete(rows)
@@ -77,10 +80,7 @@ class WorkloadBench:
             arms.clear()
             results.clear()
         self._forget()
-        raw = [
-            {**self.workload.model_dump(), "arm": name, "step_ms": s.step_ms, "host_ms": s.host_ms}
-            for name, s in samples.items()
-        ]
+        raw = [{**self.workload.model_dump(), "arm": name, **asdict(s)} for name, s in samples.items()]
         return rows, self.skipped, raw
 
     def _forget(self) -> None:
@@ -131,6 +131,13 @@ class WorkloadBench:
             else:
                 self._skip(name, reason)
         return arms
+
+    def _gpu(self) -> nvml.Gpu | None:
+        """The GPU of this rank, where NVML tells of it."""
+        try:
+            return nvml.of_device(self.device)
+        except LookupError:
+            return None
 
     def _backend(self) -> str:
         """Of the flux arms."""

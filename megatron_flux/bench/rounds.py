@@ -4,6 +4,9 @@ One round times every arm once. Per arm: all ranks meet with idle GPUs; one step
 (nothing waits for the GPU, so it is the time Python and the driver need to enqueue a step); behind it, while the GPU
 is still busy with it, ``burst`` steps are enqueued between two events, so that neither the start nor an empty queue is
 in the time. Python's garbage collector runs between arms, not inside them.
+
+From the second round on each rank looks at its GPU's clock in the middle of a burst: arms that move data while they
+multiply may be held at lower clocks.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_flux import nvml
 from megatron_flux.bench.together import Together
 
 Runnable = tuple[Callable[[], object], Callable[[], AbstractContextManager[None]]]
@@ -30,6 +34,10 @@ class Samples:
 
     step_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
+    sm_clock_mhz: list[float | None] = field(default_factory=list)
+    """Of the slowest GPU in the middle of the burst, None where none told."""
+    throttle_reasons: list[list[str]] = field(default_factory=list)
+    """What held any GPU's clock down at that moment, as :func:`megatron_flux.nvml.throttle_reasons` names it."""
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -49,6 +57,7 @@ def interleave(
     burst: int,
     deadline: float | None = None,
     seed: int = 0,
+    gpu: nvml.Gpu | None = None,
 ) -> dict[str, Samples]:
     """Time every arm ``rounds`` times.
 
@@ -60,6 +69,7 @@ def interleave(
         burst: back-to-back steps per arm and round.
         deadline: no round begins after this ``time.monotonic()`` of the first rank.
         seed: decides the order of the arms in every round.
+        gpu: this rank's, for its clock; None looks at nothing.
 
     Returns:
         The samples of every arm, the same on all ranks.
@@ -67,6 +77,7 @@ def interleave(
     order = random.Random(seed)  # noqa: S311 - the same order on all ranks
     steps: dict[str, list[float]] = {name: [] for name in arms}
     hosts: dict[str, list[float]] = {name: [] for name in arms}
+    seen: dict[str, list[nvml.Reading | None]] = {name: [] for name in arms}
     collecting = gc.isenabled()
     try:
         for turn in range(rounds):
@@ -77,25 +88,52 @@ def interleave(
                 step, active = arms[name]
                 gc.collect()
                 gc.disable()
+                # In the middle of what the last round took: one step and the burst.
+                delay = steps[name][-1] * (burst + 1) / 2e3 if steps[name] else None
                 with active():
-                    host, spent = _once(step, together, device, burst)
+                    host, spent, reading = _once(step, together, device, burst, gpu, delay)
                 if collecting:
                     gc.enable()
                 steps[name].append(spent)
                 hosts[name].append(host)
+                seen[name].append(reading)
     finally:
         if collecting:
             gc.enable()
     slow_steps, slow_hosts = together.slowest(list(steps.values())), together.slowest(list(hosts.values()))
-    return {name: Samples(s, h) for name, s, h in zip(arms, slow_steps, slow_hosts, strict=True)}
+    ranks = together.all(seen)
+    return {
+        name: Samples(s, h, *_clocks([readings[name] for readings in ranks]))
+        for name, s, h in zip(arms, slow_steps, slow_hosts, strict=True)
+    }
 
 
-def _once(step: Callable[[], object], together: Together, device: torch.device, burst: int) -> tuple[float, float]:
-    """Host milliseconds of one step, and milliseconds per step of a burst."""
+def _clocks(ranks: list[list[nvml.Reading | None]]) -> tuple[list[float | None], list[list[str]]]:
+    """Round by round: the lowest clock of all ranks, and what held any of them down."""
+    clocks: list[float | None] = []
+    reasons: list[list[str]] = []
+    for readings in zip(*ranks, strict=True):
+        known = [reading for reading in readings if reading is not None]
+        told = [reading.sm_clock_mhz for reading in known if reading.sm_clock_mhz is not None]
+        clocks.append(min(told, default=None))
+        reasons.append(sorted({name for reading in known for name in nvml.throttle_reasons(reading.throttle)}))
+    return clocks, reasons
+
+
+def _once(
+    step: Callable[[], object],
+    together: Together,
+    device: torch.device,
+    burst: int,
+    gpu: nvml.Gpu | None,
+    delay: float | None,
+) -> tuple[float, float, nvml.Reading | None]:
+    """Host milliseconds of one step, milliseconds per step of a burst, and what was seen after ``delay`` seconds."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)
     together.barrier()
+    glance = nvml.Glance(gpu, delay) if gpu is not None and delay is not None else None
     began = time.perf_counter()
     step()
     host = (time.perf_counter() - began) * 1e3
@@ -103,11 +141,12 @@ def _once(step: Callable[[], object], together: Together, device: torch.device, 
         began = time.perf_counter()
         for _ in range(burst):
             step()
-        return host, (time.perf_counter() - began) * 1e3 / burst
+        spent = (time.perf_counter() - began) * 1e3 / burst
+        return host, spent, glance.result() if glance is not None else None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(burst):
         step()
     end.record()
     torch.cuda.synchronize(device)
-    return host, start.elapsed_time(end) / burst
+    return host, start.elapsed_time(end) / burst, glance.result() if glance is not None else None

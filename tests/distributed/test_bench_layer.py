@@ -129,6 +129,39 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
     return turns, {name: len(s.step_ms) for name, s in samples.items()}
 
 
+class Gpu:
+    """As NVML would tell of a GPU."""
+
+    def read(self) -> Any:
+        import torch.distributed as dist
+
+        from megatron_flux.nvml import Reading
+
+        return Reading(1500.0 - 100 * dist.get_rank(), None, None, None, 0)
+
+
+def clocks() -> list[float | None]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_flux.bench.rounds import interleave
+    from megatron_flux.bench.together import Together
+
+    found = interleave(
+        {"a": (lambda: time.sleep(0.05), nullcontext)},
+        Together(dist.group.WORLD, 30.0),
+        torch.device("cpu"),
+        rounds=3,
+        burst=2,
+        gpu=Gpu(),
+    )
+    return found["a"].sm_clock_mhz
+
+
+def test_clocks_are_the_slowest_gpus_from_the_second_round_on(world2: WorkerPool) -> None:
+    assert world2.run(clocks) == [[None, 1400.0, 1400.0]] * 2
+
+
 def test_rounds_are_shuffled_alike_on_all_ranks(world2: WorkerPool) -> None:
     (turns, counts), other = world2.run(count_steps, 8, False)
     assert other == (turns, counts)

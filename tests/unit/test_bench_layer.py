@@ -79,7 +79,12 @@ def test_quartiles() -> None:
 
 def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
     made = layer_arms.Arm(arm, "local", step=lambda: None, active=lambda: None, facts={"peak_memory_gb": 7.0})
-    samples = Samples(step_ms=[ms * 4 * f for f in (0.9, 1.0, 1.1)], host_ms=[8.0, 9.0, 10.0])
+    samples = Samples(
+        step_ms=[ms * 4 * f for f in (0.9, 1.0, 1.1)],
+        host_ms=[8.0, 9.0, 10.0],
+        sm_clock_mhz=[None, 1500.0, 1400.0],
+        throttle_reasons=[[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
+    )
     agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
     return row(GPT, made, samples, agreement, **more)
 
@@ -108,6 +113,8 @@ def test_rows_have_what_others_rely_on(summary: dict[str, Any]) -> None:
     assert (floor["hidden_share"], floor["training"], floor["agreement"]) == (1.0, False, None)
     assert (te["ms_per_layer"], te["ms_per_layer_low"], te["ms_per_layer_high"]) == (20.0, 19.0, 21.0)
     assert te["host_ms_per_step"] == 9.0
+    assert te["sm_clock_mhz"] == 1450.0
+    assert te["throttle_reasons"] == ["hw_slowdown", "sw_power_cap"]
     json.dumps(summary, allow_nan=False)
 
 
@@ -126,7 +133,7 @@ def test_table_and_picture(summary: dict[str, Any], tmp_path: Path) -> None:
     layer_report.print_summary(summary, text)
     said = text.getvalue()
     for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x", "60%", "NO", "floor, no training",
-                 "te_ub skipped: <it> [did] not start", "5.000", "4 calls ran stock: row: [fp8]"):  # fmt: skip
+                 "te_ub skipped: <it> [did] not start", "5.000", "1450", "4 calls ran stock: row: [fp8]"):  # fmt: skip
         assert part in said
     layer_report.write_plot(summary, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()

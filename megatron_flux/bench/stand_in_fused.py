@@ -122,20 +122,13 @@ def _make(group: StandInGroup, stride: int, words: int, device: torch.device) ->
     )
 
 
-class _NotPipelined(ReferenceBackend):
-    """In the tuner's place for ``pipelined``, which takes a group that torch knows."""
-
-    def release(self, group: dist.ProcessGroup) -> None:
-        """Nothing is held."""
-
-
 fused = StandInFused()
 
 
 def register() -> None:
     """Make ``stand-in-fused`` and ``stand-in`` (tuned) known; harmless the second time."""
     if FUSED not in backend_names():
-        tuned = TunedBackend(ReferenceBackend(), _NotPipelined(), fused)  # type: ignore[arg-type]
+        tuned = TunedBackend(ReferenceBackend(), None, fused)  # pipelined takes groups that torch knows
         tuned.name, tuned.automatic = TUNED, False
         register_backend(fused)
         register_backend(tuned)

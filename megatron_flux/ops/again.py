@@ -43,7 +43,7 @@ def key_of(
     backend: str,
     *added: torch.Tensor,
 ) -> Hashable | None:
-    """What a call depends on, beside contiguity; None on CPUs and while calls are watched.
+    """What a call depends on, beside contiguity and alignment; None on CPUs and while calls are watched.
 
     ``added``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
     """
@@ -75,7 +75,12 @@ def find(key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> 
     found = _table.get(key)
     if found is None or found.ready is None or not found.ready.usable():
         return None
-    return found if x.is_contiguous() and (weight is None or weight.is_contiguous()) else None
+    # Another layer's operands may lie where TMA cannot address them; the way through Triton has kernels for those.
+    if not x.is_contiguous() or x.data_ptr() & 15:
+        return None
+    if weight is not None and (not weight.is_contiguous() or weight.data_ptr() & 15):
+        return None
+    return found
 
 
 def remember(

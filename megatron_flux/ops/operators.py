@@ -91,7 +91,7 @@ def all_gather_gemm(
         bias: ``[n]``, added to every row.
         epilogue_bias: add the bias in fp32 before the result is rounded, as cuBLASLt's epilogue does and so
             TransformerEngine's linears, not to the rounded result as Megatron's own linears do: a bias that is smaller
-            than the result's last bit is not lost.
+            than the result's last bit is not lost. All backends do so but ``pipelined``, which adds it afterwards.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next call of an operator on the same group.
@@ -263,8 +263,10 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """``bias`` where kernels that were compiled for aligned addresses can read it."""
-    return bias if bias.data_ptr() % 16 == 0 else bias.clone()
+    """``bias`` as kernels read it: one element behind the other, from an address they were compiled for."""
+    if bias.is_contiguous() and bias.data_ptr() % 16 == 0:
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ work takes the driver. All of it depends on the shapes, dtypes, group and backen
 left for later calls of the same kind is here. Only warp-specialised kernels are made ready: others are not worth it.
 
 Contract: who looks a ready call up has compared all it depends on (:mod:`megatron_flux.ops.operators`), operands are
-contiguous, and :meth:`ReadyCall.usable` has said yes. Results and protocol are those of
+contiguous at multiples of 16 bytes, and :meth:`ReadyCall.usable` has said yes. Results and protocol are those of
 :mod:`megatron_flux.ops.launch`; a gathered operand is valid as long, and as in :meth:`Slab.begin` a time-out of an
 earlier call is an OperatorError.
 """

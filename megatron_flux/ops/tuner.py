@@ -1,9 +1,9 @@
 """The ``tuned`` backend: measures once per call shape which backend and plan is fastest, and keeps the answer.
 
 Contract
-    * Candidates are ``reference``, ``pipelined`` and a short list of fused plans; what is kept is the fastest by the
-      slowest rank's median, so a tuned call is never slower than ``reference`` was in that measurement. Others must win
-      by 1 %.
+    * Candidates are ``reference``, ``pipelined`` and a short list of fused plans. ``pipelined`` rounds before it adds a
+      bias: where the GEMM adds one it is not measured, and takes nothing. What is kept is the fastest by the slowest
+      rank's median, so a tuned call is never slower than ``reference`` was in that measurement. Others must win by 1 %.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. One collective per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
@@ -112,8 +112,8 @@ class TunedBackend:
     needs_cuda = True
     automatic = True
 
-    def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend, fused: FusedBackend) -> None:
-        """``fused`` also answers what this backend can run."""
+    def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend | None, fused: FusedBackend) -> None:
+        """``fused`` also answers what this backend can run; None for ``pipelined`` leaves it out."""
         self.reference = reference
         self.pipelined = pipelined
         self.fused = fused
@@ -137,13 +137,11 @@ class TunedBackend:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
 
         def run(backend: Any) -> Any:
-            if backend is self.pipelined and bias is not None:
-                backend = self.reference  # pipelined rounds before it adds
             return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
 
         m = x.shape[0] * group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
-        return self._run("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed)
+        return self._run("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, bias is None)
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -193,11 +191,14 @@ class TunedBackend:
         k: int,
         group: dist.ProcessGroup,
         transposed: bool,
+        pipelines: bool = True,
     ) -> Any:
-        name, plan = self._choice(op, run, x, m, n, k, group, transposed)
+        """``pipelines``: whether ``pipelined`` may run this call."""
+        pipelines = pipelines and self.pipelined is not None
+        name, plan = self._choice(op, run, x, m, n, k, group, transposed, pipelines)
         if plan is not None:
             return self._with_plan(run, plan)
-        if name == "pipelined" and not torch.cuda.is_current_stream_capturing():
+        if name == "pipelined" and pipelines and not torch.cuda.is_current_stream_capturing():
             return run(self.pipelined)
         return run(self.reference)
 
@@ -218,12 +219,13 @@ class TunedBackend:
         k: int,
         group: dist.ProcessGroup,
         transposed: bool,
+        pipelines: bool,
     ) -> tuple[str, Plan | None]:
         """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
         call = (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
         choice = self._quick.get(call)
         if choice is None:
-            found = self._find(op, run, x, m, n, k, group, transposed)
+            found = self._find(op, run, x, m, n, k, group, transposed, pipelines)
             choice = found["backend"], Plan(**found["plan"]) if found["plan"] is not None else None
             if not torch.cuda.is_current_stream_capturing():
                 self._quick[call] = choice
@@ -239,6 +241,7 @@ class TunedBackend:
         k: int,
         group: dist.ProcessGroup,
         transposed: bool,
+        pipelines: bool,
     ) -> dict[str, Any]:
         """``{"backend", "plan", "ms", "gemm_ms"}`` for this call: ``ms`` by candidate, ``gemm_ms`` of the GEMM alone
         (absent from answers of earlier versions, and where memory was short).
@@ -254,10 +257,10 @@ class TunedBackend:
         dist.broadcast_object_list(kept, group=group, group_src=0)
         found = kept[0]
         if found is None:
-            found = self._measure(op, run, x, m, n, k, group)
+            found = self._measure(op, run, x, m, n, k, group, pipelines)
             if found["ms"] and group.rank() == 0:
                 store(cache_path(), key, found)
-            if found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
+            if pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
                 self.pipelined.release(group)
         self.answers[group.group_name, key] = found
         return found
@@ -276,7 +279,15 @@ class TunedBackend:
         )
 
     def _measure(
-        self, op: str, run: Callable[[Any], Any], x: torch.Tensor, m: int, n: int, k: int, group: dist.ProcessGroup
+        self,
+        op: str,
+        run: Callable[[Any], Any],
+        x: torch.Tensor,
+        m: int,
+        n: int,
+        k: int,
+        group: dist.ProcessGroup,
+        pipelines: bool,
     ) -> dict[str, Any]:
         limit = float(os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30"))
         if limit <= 0:
@@ -286,11 +297,10 @@ class TunedBackend:
 
         device, mp, tp = x.device, m // group.size(), group.size()
         ws = hopper_kernels(x, x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
-        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {
-            "reference": (None, lambda: run(self.reference)),
-            "pipelined": (None, lambda: run(self.pipelined)),
-        }
-        ways["pipelined"][1]()  # allocates its workspace
+        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
+        if pipelines:
+            ways["pipelined"] = (None, lambda: run(self.pipelined))
+            ways["pipelined"][1]()  # allocates its workspace
         for plan in candidates(op, mp, n, k, tp, sm_count(device), ws):
 
             def way(plan: Plan = plan) -> Any:

@@ -100,6 +100,26 @@ def bias_before_rounding() -> None:
                 assert torch.equal(y, (256 + 2 * bias).expand_as(y)), y
 
 
+def bias_that_is_a_column() -> None:
+    """Kernels read a bias one element behind the other: the operator has to give them one that lies so."""
+    from megatron_flux import ops
+    from megatron_flux.ops import registry
+
+    backend = twin()
+    backend.plan = PLANS["copy engine"]
+    ops.register_backend(backend)
+    try:
+        x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
+        column = torch.stack([torch.arange(40.0), torch.full((40,), 99.0)], 1).bfloat16()[:, 0]
+        for bias in (column, column[:1].expand(40), torch.arange(41.0).bfloat16()[1:]):
+            y, want = (
+                ops.all_gather_gemm(x, w, bias=bias, epilogue_bias=True, backend=name) for name in ("twin", "reference")
+            )
+            assert torch.equal(y, want)
+    finally:
+        del registry._backends["twin"]
+
+
 def captured_between_eager() -> None:
     from megatron_flux.ops.capture import captured_calls
 
@@ -211,6 +231,10 @@ def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: Plan) ->
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 def test_a_bias_is_added_before_rounding(world2: WorkerPool, tma: bool) -> None:
     world2.run(with_tma, bias_before_rounding, tma)
+
+
+def test_a_bias_may_lie_anywhere(world2: WorkerPool) -> None:
+    world2.run(bias_that_is_a_column)
 
 
 def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:

@@ -143,8 +143,9 @@ class Operand:
 
     is_cuda, dtype, shape = True, torch.bfloat16, torch.Size([4, 4])
 
-    def __init__(self, contiguous: bool = True) -> None:
+    def __init__(self, contiguous: bool = True, address: int = 4096) -> None:
         self.is_contiguous = lambda: contiguous
+        self.data_ptr = lambda: address
 
     def get_device(self) -> int:
         return 0
@@ -155,7 +156,7 @@ def remembered(chosen: Any, x: Any, key: Any) -> None:
     again.remember(key, "all_gather_gemm", chosen, x, x, None, False, (8, 4), 99)
 
 
-def test_the_table_forgets_with_the_slabs_and_keeps_to_contiguous_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_forgets_with_the_slabs_and_keeps_to_operands_that_lie_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "_table", {})
     x = Operand()
     key = again.key_of("all_gather_gemm", x, x, None, "group", False, "auto")
@@ -164,6 +165,8 @@ def test_the_table_forgets_with_the_slabs_and_keeps_to_contiguous_operands(monke
     found = again.find(key, x, x)
     assert (found.ready, found.backend, found.nbytes) == (call, "tuned", 99)
     assert again.find(key, Operand(contiguous=False), x) is None
+    for operands in ((Operand(address=4104), x), (x, Operand(address=4104))):  # no address for TMA
+        assert again.find(key, *operands) is None
     assert again.find(again.key_of("all_gather_gemm", x, x, x, "group", False, "auto"), x, x) is None  # with a bias
     with observe.ranges(profiler=True):
         assert again.key_of("all_gather_gemm", x, x, None, "group", False, "auto") is None

@@ -34,6 +34,10 @@ class Recorder:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log, self.plan = name, log, None
 
+    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Any:
+        self.log.append((self.name, self.plan))
+        return x, x
+
     def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Pending:
         self.log.append((self.name, self.plan))
         return Pending(x)
@@ -79,6 +83,38 @@ def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
     keep("fused", Plan(reducers=7))
     assert call(tuned) == ("fused", Plan(reducers=7))
     assert tuned.fused.plan is None
+
+
+def gather(backend: TunedBackend, bias: torch.Tensor | None) -> Any:
+    backend.all_gather_gemm(X, W, Group(), transposed=False, bias=bias)
+    return backend.log[-1]
+
+
+def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_one(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fastest_last(ways: dict[str, Any], *_: Any) -> dict[str, list[float]]:
+        return {name: [1.0 / place] for place, name in enumerate(ways, 1)}
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setattr(tuner.timing, "interleaved", fastest_last)
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
+    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
+    assert gather(tuned, torch.zeros(6)) == ("reference", None)
+    (answer,) = tuner.load(tuner.cache_path()).values()
+    assert (answer["backend"], list(answer["ms"])) == ("reference", ["reference"])
+    tuner.cache_path().unlink()
+    tuned.answers.clear()
+    tuned._quick.clear()
+    tuned.pipelined.release = lambda group: None
+    assert gather(tuned, None) == ("pipelined", None)
+    assert gather(tuned, torch.zeros(6)) == ("reference", None)
+
+
+def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:
+    keep("pipelined", None)
+    tuned.pipelined = None
+    assert call(tuned) == ("reference", None)
 
 
 def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:

@@ -34,7 +34,8 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
     if given.stand_in_for is None:
         tp = launcher.world_size(given.nproc, gpus=gpus, otherwise=8)
     else:
-        tp = checked_stand_in(given.stand_in_for, given.nproc, launcher.started())
+        visible = None if dry_run else gpus
+        tp = checked_stand_in(given.stand_in_for, given.nproc, launcher.started(), gpus=visible)
     config = resolve(given, tp)
     out = given.out or folder.default_folder("bench", "layer")
     if rank.is_first():

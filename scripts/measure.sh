@@ -84,15 +84,15 @@ for stage in "${STAGES[@]}"; do
                 --cuda-graphs --rounds 5 --no-trace --out "$to"
             ;;
         stand_in_checks) # two GPUs as eight, wherever there are more
-            CUDA_VISIBLE_DEVICES=0,1 limited 150 python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+            limited 150 python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
                 tests/gpu/checks.py --stand-in 8 --rounds 10 --out "$to.jsonl"
             ;;
         stand_in_ops)
-            CUDA_VISIBLE_DEVICES=0,1 MEGATRON_FLUX_TUNE_SECONDS=4 limited 200 "${FLUX[@]}" bench ops --stand-in-for 8 \
+            MEGATRON_FLUX_TUNE_SECONDS=4 limited 200 "${FLUX[@]}" bench ops --stand-in-for 8 \
                 --models gpt3-175b,llama-70b --tokens 8192,2048 --directions forward --out "$to"
             ;;
         stand_in_layer)
-            CUDA_VISIBLE_DEVICES=0,1 MEGATRON_FLUX_TUNE_SECONDS=4 limited 250 "${FLUX[@]}" bench layer --stand-in-for 8 \
+            MEGATRON_FLUX_TUNE_SECONDS=4 limited 250 "${FLUX[@]}" bench layer --stand-in-for 8 \
                 --models gpt3-175b,llama-70b --arms te,local,flux_local,flux_te,floor --rounds 7 --out "$to"
             ;;
         parity) limited 400 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" "${SMALL[@]}" ;;

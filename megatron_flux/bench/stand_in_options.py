@@ -11,16 +11,17 @@ HELP = (
 )
 
 
-def checked_stand_in(size: int, nproc: int | None, started: int | None) -> int:
+def checked_stand_in(size: int, nproc: int | None, started: int | None, *, gpus: int | None = None) -> int:
     """``size``, if two processes can stand in for a group of so many.
 
     Args:
         size: of the tensor-parallel group.
         nproc: processes asked for, if any.
         started: processes that a launcher has started, if any.
+        gpus: GPUs that are visible here; None in a dry run, which speaks of some other machine.
 
     Raises:
-        UserError: another size, or another number of processes than two.
+        UserError: another size, another number of processes than two, or fewer GPUs.
     """
     if size not in SIZES:
         raise UserError(f"--stand-in-for {size}: two GPUs can stand in for {' or '.join(map(str, SIZES))}")
@@ -28,4 +29,6 @@ def checked_stand_in(size: int, nproc: int | None, started: int | None) -> int:
         raise UserError(f"--stand-in-for {size} takes two GPUs, not --nproc {nproc}; leave --nproc out")
     if started not in (None, 2):
         raise UserError(f"--stand-in-for {size} takes two processes, the launcher has started {started}")
+    if started is None and gpus is not None and gpus < 2:
+        raise UserError(f"--stand-in-for {size} takes two GPUs, {gpus} is visible here; --dry-run works without")
     return size

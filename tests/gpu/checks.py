@@ -113,7 +113,7 @@ def signals(group):
         with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
             compare(group, 256, 1024, 512)
             compare(group, 37, 100, 77)  # no shape for TMA
-            ops.all_gather(operands(group, 256, 64, 512, torch.bfloat16, False)[0], group, backend="fused").wait()
+            ops.all_gather(operands(group, 256, 64, 512, torch.bfloat16, False)[0], group, backend=NAME).wait()
             torch.cuda.synchronize()
             kernels = len(list(Path(cache).rglob("*.cubin")))
         for number in numbers:

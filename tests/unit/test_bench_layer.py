@@ -201,6 +201,28 @@ def test_dry_run_of_standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert refusal in str(error)
 
 
+def test_one_gpu_stands_in_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    words = [
+        "bench",
+        "layer",
+        "--models",
+        "gpt3-175b",
+        "--arms",
+        "te",
+        "--stand-in-for",
+        "8",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, UserError)
+    assert "--stand-in-for 8 takes two GPUs, 1 is visible here" in str(error)
+    assert not (tmp_path / "run").exists()
+    assert CliRunner().invoke(app, [*words, "--dry-run"]).exit_code == 0
+
+
 def test_what_stood_in_is_named_in_table_and_picture() -> None:
     found = json.loads((STAND_IN / "layer" / "summary.json").read_text())
     text = io.StringIO()

@@ -289,8 +289,8 @@ def test_a_program_past_its_limit_is_ended(script: Any, tmp_path: Path) -> None:
 # measure.sh and parity.py
 
 
-def measure(*arguments: str, gpus: str = "8") -> tuple[int, str, str]:
-    environment = {**os.environ, "MEGATRON_FLUX_GPUS": gpus}
+def measure(*arguments: str, gpus: str = "8", **more: str) -> tuple[int, str, str]:
+    environment = {**os.environ, "MEGATRON_FLUX_GPUS": gpus, **more}
     environment.pop("MEGATRON_LM", None)
     done = subprocess.run(
         ["bash", str(SCRIPTS / "measure.sh"), *arguments], capture_output=True, text=True, env=environment, timeout=60
@@ -324,6 +324,19 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
     code, out, _ = measure("--dry-run", str(tmp_path), "groups", "parity_dp", "ops", gpus="2")
     assert [line.partition(",")[0] for line in out.splitlines()[:2]] == ["groups: left out", "parity_dp: left out"]
+
+
+def test_measure_stays_on_the_gpus_it_was_given(tmp_path: Path) -> None:
+    """Two that stand in for eight are the first two of those."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "on $CUDA_VISIBLE_DEVICES"\n')
+    python.chmod(0o755)
+    stages = ("checks", "stand_in_checks", "stand_in_ops", "stand_in_layer")
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    code, _, _ = measure(str(tmp_path / "out"), *stages, PATH=path, CUDA_VISIBLE_DEVICES="4,5,6,7")
+    assert code == 0
+    assert {(tmp_path / "out" / f"{stage}.log").read_text() for stage in stages} == {"on 4,5,6,7\n"}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def multiply_tile(
 ):
     """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase.
 
-    With ``BIAS`` the sum begins with ``bias[col:col+BN]``: loading it here costs registers nothing.
+    With ``BIAS`` the sum begins with ``bias[col:col+BN]``, which then needs no registers of its own.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
     acc = gl.zeros((BM, BN), gl.float32, layout=mma)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -102,7 +103,7 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
 def _passing_on(name: str | None) -> Iterator[None]:
     """Hand the signal ``name`` to the ranks, again and again once it has come; afterwards it is ignored.
 
-    Again, since a rank may not hear it: see :mod:`megatron_flux.train.stop`.
+    Again, since a rank may not hear it, see :mod:`megatron_flux.train.stop`, or may not have begun to listen.
     """
     if name is None:
         yield
@@ -134,7 +135,18 @@ def _passing_on(name: str | None) -> Iterator[None]:
 def _to_ranks(number: int) -> None:
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+            if _survives(process.pid, number):
+                process.send_signal(number)
+
+
+def _survives(pid: int, number: int) -> bool:
+    """Whether the process handles or ignores the signal; a rank that is starting does not yet, and would die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has ended, or this is no Linux
+        return True
+    masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)$", status, re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def failure_of(error: ChildFailedError, left: str) -> FluxError:

@@ -265,33 +265,41 @@ def streams(group):
 
 
 def graphs(group):
-    """Three captured calls of each operator, replayed, with eager calls in between."""
+    """Three captured calls of each operator and of one with a bias, replayed, with eager calls in between."""
     xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False)
+    added = torch.empty(1024, dtype=torch.bfloat16, device="cuda").normal_()
+
+    def calls():
+        return (
+            ops.all_gather_gemm(xs, w, group, backend=NAME),
+            ops.gemm_reduce_scatter(xl, w, group, backend=NAME),
+            ops.all_gather_gemm(xs, w, group, bias=added, epilogue_bias=True, backend=NAME),
+        )
+
     for _ in range(4):  # made ready: the warm-up must not take that way
-        ops.all_gather_gemm(xs, w, group, backend=NAME)
-        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+        calls()
     with captured_calls():
-        ops.all_gather_gemm(xs, w, group, backend=NAME)
-        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+        calls()
     torch.cuda.synchronize()
     dist.barrier(group=group)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [(ops.all_gather_gemm(xs, w, group, backend=NAME),
-                ops.gemm_reduce_scatter(xl, w, group, backend=NAME)) for _ in range(3)]  # fmt: skip
+        got = [calls() for _ in range(3)]
     for _ in range(5):
         xs.normal_()
         xl.normal_()
+        added.normal_()
         graph.replay()
-        y = ops.all_gather_gemm(xs, w, group, backend=NAME)
-        z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+        y, z, biased = calls()
         graph.replay()
         torch.cuda.synchronize()
-        for yg, zg in got:
+        for yg, zg, bg in got:
             assert torch.equal(zg, z)
             assert error(yg, y.float()) < 1e-2
+            assert error(bg, biased.float()) < 1e-2
+        assert error(biased, y.float() + added.float()) < 1e-2
         assert error(z, scatter_sum(xl.float() @ w.float().t(), group)) < 1e-2
-    return "5 x 2 replays of 3 calls"
+    return "5 x 2 replays of 3 x 3 calls"
 
 
 def gather_async(group):

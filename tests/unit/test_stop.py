@@ -24,9 +24,10 @@ RANK = """
 import os, pathlib, signal, sys, time
 out = pathlib.Path(sys.argv[1])
 asked = out / f"asked-{os.environ['RANK']}"
+(out / f"ready-{os.environ['RANK']}").touch()
+time.sleep(0.5)  # as a rank that is still importing
 heard = []  # as a rank whose compiler has the signal when it first comes
 signal.signal(signal.SIGUSR1, lambda *_: heard.append(1) or (len(heard) == 2 and asked.touch()))
-(out / f"ready-{os.environ['RANK']}").touch()
 deadline = time.monotonic() + 60
 while not asked.exists():
     assert time.monotonic() < deadline

@@ -51,6 +51,7 @@ class StandInFused(FusedBackend):
         mp, k = x.shape
         ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
         plan = self.plan or self._gather_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
+        plan = launch.within_flags(plan, mp * group.size())
         words = _gather_flags(plan, mp, k, ws and plan.ws)
         return self._slab("gemm", group, mp * k * x.element_size(), words, x.device, captured), plan
 

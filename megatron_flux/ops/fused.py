@@ -88,6 +88,7 @@ class FusedBackend:
         work, plan = self._gather_work(x, weight, group, n, captured)
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
+            plan = launch.within_flags(plan, mp * group.size())
         return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
 
     def _gather_work(
@@ -99,7 +100,8 @@ class FusedBackend:
         mp, k = x.shape
         work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
         ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
-        return work, self.plan or ag_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
+        plan = self.plan or ag_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
+        return work, launch.within_flags(plan, mp * group.size())
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool

@@ -23,6 +23,8 @@ from megatron_flux.ops.relaunch import by_triton
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
+FLAGS = FLAG_WORDS - ENTER_WORDS
+"""What there is for the data of a call, in a half of a slab."""
 
 
 @functools.cache
@@ -45,6 +47,25 @@ def without_copy_engine(plan: Plan, mp: int, sms: int) -> Plan:
     if plan.ws:
         return replace(plan, comm=1, chunks=8)
     return replace(plan, comm=max(1, min(16, sms // 4)), skip=1, block=0)
+
+
+def within_flags(plan: Plan, m: int) -> Plan:
+    """The plan with no more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
+
+    Args:
+        plan: of an all_gather_gemm.
+        m: gathered rows.
+
+    Raises:
+        UserError: there are more rows than flags.
+    """
+    if not plan.ws or plan.comm == 0 or m * plan.chunks <= FLAGS:
+        return plan
+    if m > FLAGS:
+        raise UserError(
+            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {FLAGS}; shorten the sequence"
+        )
+    return replace(plan, chunks=FLAGS // m)
 
 
 def all_gather_gemm(
@@ -70,7 +91,7 @@ def all_gather_gemm(
     lanes = triton.next_power_of_2(max(1, plan.comm))
     chunk_k = cdiv(cdiv(k, plan.chunks), plan.bk) * plan.bk
     chunks = cdiv(k, chunk_k)
-    if tp * blocks * chunks * lanes > FLAG_WORDS - ENTER_WORDS:
+    if tp * blocks * chunks * lanes > FLAGS:
         raise UserError(f"all_gather_gemm: too many blocks for x {tuple(x.shape)} with plan {plan.label()}")
     if plan.comm == 0 and chunks > 1:
         raise UserError("all_gather_gemm: the copy engine moves whole rows; chunks need comm > 0")
@@ -205,6 +226,8 @@ def gemm_reduce_scatter(
     cuda = x.is_cuda
     sms = sm_count(x.device)
     reducers = min(plan.reducers, sms - 1)
+    if rs_tiles(mp, n, plan) * tp > FLAGS:
+        raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
     if plan.ws and hopper_kernels(x, weight, n, k):
         from megatron_flux.ops import launch_hopper
 
@@ -212,8 +235,6 @@ def gemm_reduce_scatter(
         out = launch_hopper.gemm_reduce_scatter(x, weight, work, turn, plan, sms, transposed)
         work.end()
         return out
-    if rs_tiles(mp, n, plan) * tp > FLAG_WORDS - ENTER_WORDS:
-        raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
     turn = work.begin()
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
     tma = _tma(x, weight, n, k)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS
+
 
 def cdiv(a: int, b: int) -> int:
     """``ceil(a / b)``; Triton's own takes 1.5 us."""
@@ -108,6 +110,8 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, comm=1, chunks=8), replace(first, group=16), second]
+        if mp * tp > FLAG_WORDS - ENTER_WORDS:  # each row that an SM pushes has a flag
+            found = [plan for plan in found if plan.comm == 0]
     elif op == "all_gather_gemm":
         found = [
             ag_plan(mp, n, k, tp, sms),

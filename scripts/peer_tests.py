@@ -7,7 +7,8 @@
 Each test file is run by torchrun with pytest on every rank, stock then flux, with a time limit for each run; with
 --together all files are one run, which starts once. A test passes when it passes on every rank. A file that cannot be
 imported is one failed test of that arm, and the others go on. OUT/comparison.json has every test, OUT/comparison.md the
-table; exit code 1: flux failed something that stock passes, or a file did not run in one of the arms.
+table; exit code 1: flux failed something that stock passes, a file did not run in one of the arms, or a run was cut
+short.
 """
 
 from __future__ import annotations
@@ -157,6 +158,11 @@ def _not_run(result: dict[str, Any], files: list[str], options: argparse.Namespa
     return found
 
 
+def _cut_short(ended: dict[str, str]) -> dict[str, str]:
+    """Runs that did not come to their end, where failed tests are no error: what they left out, nobody can compare."""
+    return {name: how for name, how in ended.items() if how != "exit code 0"}
+
+
 def _compare(results: dict[str, dict[str, Any]], files: list[str], out: Path, options: argparse.Namespace) -> int:
     stock, flux = (results[arm]["tests"] for arm in ARMS)
     absent = {"outcome": "not run", "why": ""}
@@ -171,6 +177,7 @@ def _compare(results: dict[str, dict[str, Any]], files: list[str], out: Path, op
         "counts": {arm: dict(Counter(t["outcome"] for t in results[arm]["tests"].values())) for arm in ARMS},
         "failed_by_flux_only": worse,
         "files_not_run": {arm: _not_run(results[arm], files, options) for arm in ARMS},
+        "runs_cut_short": {arm: _cut_short(results[arm]["ended"]) for arm in ARMS},
         "flux_calls": dict(results["flux"]["flux"]),
         "stock_calls_of_patched_layers": dict(results["flux"]["stock"]),
         "ended": {arm: results[arm]["ended"] for arm in ARMS},
@@ -187,7 +194,11 @@ def _compare(results: dict[str, dict[str, Any]], files: list[str], out: Path, op
         if missing:
             names = ", ".join(missing)
             print(f"peer_tests.py: {len(missing)} of {len(files)} files did not run in the {arm} arm: {names}")
-    return 0 if stock and not worse and not any(comparison["files_not_run"].values()) else 1
+    for arm, runs in comparison["runs_cut_short"].items():
+        for name, how in runs.items():
+            print(f"peer_tests.py: {name} in the {arm} arm ended with {how}: what it had not run is not compared")
+    all_ran = not any(found for kind in ("files_not_run", "runs_cut_short") for found in comparison[kind].values())
+    return 0 if stock and not worse and all_ran else 1
 
 
 def _table(comparison: dict[str, Any]) -> str:
@@ -212,6 +223,11 @@ def _table(comparison: dict[str, Any]) -> str:
         f"- {name.removeprefix('tests/unit_tests/')}, {arm}: {why}"
         for arm, found in comparison["files_not_run"].items()
         for name, why in found.items()
+    ]
+    missing += [
+        f"- the rest of {name}, {arm}: the run ended with {how}"
+        for arm, found in comparison["runs_cut_short"].items()
+        for name, how in found.items()
     ]
     return "\n".join([*lines, "", said, "", *(["Not run:", "", *missing, ""] if missing else [])])
 

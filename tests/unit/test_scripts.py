@@ -130,7 +130,7 @@ def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
     (folder / arm / f"f.rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def peers(script: Any, out: Path, *files: str, ended: int = 0, only: str = "") -> tuple[int, dict[str, Any]]:
+def peers(script: Any, out: Path, *files: str, ended: int | None = 0, only: str = "") -> tuple[int, dict[str, Any]]:
     module = script("peer_tests")
     results = {
         arm: {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter()} for arm in module.ARMS
@@ -168,6 +168,21 @@ def test_a_test_that_a_rank_did_not_finish_has_failed(script: Any, tmp_path: Pat
     code, found = peers(script, tmp_path)
     assert code == 0
     assert found["tests"]["hangs"]["flux"] == {"outcome": "failed", "why": "not finished"}
+
+
+def test_a_run_that_was_cut_short_is_no_comparison(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever stock did not come to would otherwise count as passed by flux."""
+    for arm in ("stock", "flux"):
+        for rank in (0, 1):
+            outcomes(tmp_path, arm, rank, **{"c.py::t": "passed"})
+    assert peers(script, tmp_path, "c.py")[0] == 0
+    code, found = peers(script, tmp_path, "c.py", ended=None)
+    assert (code, found["failed_by_flux_only"], found["files_not_run"]["stock"]) == (1, {}, {})
+    said = capsys.readouterr().out
+    assert "- the rest of together, stock: the run ended with the time limit" in said
+    assert "together in the stock arm ended with the time limit: what it had not run is not compared" in said
 
 
 def test_no_test_at_all_is_a_failure(script: Any, tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def gather(backend: TunedBackend, bias: torch.Tensor | None) -> Any:
 def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_one(
     tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton")
+
     def fastest_last(ways: dict[str, Any], *_: Any) -> dict[str, list[float]]:
         return {name: [1.0 / place] for place, name in enumerate(ways, 1)}
 

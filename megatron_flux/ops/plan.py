@@ -110,8 +110,6 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, comm=1, chunks=8), replace(first, group=16), second]
-        if mp * tp > FLAG_WORDS - ENTER_WORDS:  # each row that an SM pushes has a flag
-            found = [plan for plan in found if plan.comm == 0]
     elif op == "all_gather_gemm":
         found = [
             ag_plan(mp, n, k, tp, sms),
@@ -130,4 +128,6 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
+    if mp * tp > FLAG_WORDS - ENTER_WORDS:  # each row that is pushed by the SM of a warp-specialised kernel has a flag
+        found = [plan for plan in found if not (plan.ws and plan.comm)]
     return list(dict.fromkeys(found))

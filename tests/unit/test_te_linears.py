@@ -231,6 +231,8 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     assert len(args) == len(wanted)
     assert all(one is other for one, other in zip(args, wanted, strict=True))
     options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
+    if kind != "TE row":
+        options["epilogue_bias"] = True  # as stock's GEMM
     assert kwargs == ({**options, "norm": "norm"} if kind == "TE norm column" else options)
     assert world.linears.active_layers == 1
     assert not world.linears.fallbacks.counts

@@ -206,6 +206,26 @@ def bias(group):
     return "6 calls each of three shapes"
 
 
+def many_rows(group):
+    """16384 rows in eight chunks would have more flags than a half of a slab: none may reach the other half's data."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "no Hopper"
+    xs, _, w = operands(group, 16384 // group.size(), 512, 1024, torch.bfloat16, False)
+    want, before = gather(xs, group), None
+    backend().plan = Plan(ws=True, comm=1, chunks=8)
+    try:
+        for call in range(4):
+            _, full = ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME)
+            torch.cuda.synchronize()
+            dist.barrier(group=group)
+            assert torch.equal(full, want), f"call {call}: the gathered input differs"
+            assert before is None or torch.equal(before, want), f"call {call} wrote into what the one before gathered"
+            before = full
+    finally:
+        backend().plan = None
+    return "4 calls of 16384 rows"
+
+
 def random_shapes(group, rounds=200):
     seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
     dist.broadcast(seed, group=group, group_src=0)
@@ -338,6 +358,7 @@ CHECKS: dict[str, Check] = {
     "plans": plans,
     "more_plans": more_plans,
     "bias": bias,
+    "many_rows": many_rows,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,
     "streams": streams,

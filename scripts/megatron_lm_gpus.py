@@ -74,6 +74,13 @@ def main() -> int:
     return 0 if good and all(found["flux logged"] for found in found["against stock"].values()) else 1
 
 
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a Megatron-LM source tree, as released")
@@ -90,7 +97,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backend", help="--flux-backend of the runs with flux; default: tuned, auto with --cpu")
     parser.add_argument("--tune-seconds", type=int, default=4, help="bound of tuning one call shape")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
-    parser.add_argument("--more", default="", help="more of Megatron-LM's arguments: --more='--disable-bias-linear'")
+    parser.add_argument(
+        "--more", type=_words, default=[], help="more of Megatron-LM's arguments: --more='--disable-bias-linear'"
+    )
     parser.add_argument("--deterministic", action="store_true", help="only deterministic kernels of TransformerEngine")
     parser.add_argument("--cpu", action="store_true", help="try it on CPU processes over gloo (megatron_lm_on_cpu.py)")
     options = parser.parse_args()
@@ -135,7 +144,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         --log-timers-to-tensorboard --no-one-logger --distributed-timeout-minutes 2
         --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
     """.split()
-    words += shlex.split(options.more)
+    words += options.more
     if options.cpu:
         return [*words, "--distributed-backend", "gloo", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]
     return [*words, "--bf16", "--no-create-attention-mask-in-dataloader"]

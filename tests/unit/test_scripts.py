@@ -99,6 +99,7 @@ def test_a_run_in_which_flux_never_ran_counts_as_failed(script: Any, tmp_path: P
         (["--runs", "local:fast"], "--runs local:fast: give local or transformer_engine, a colon and one of stock"),
         (["--runs", "stock"], "--runs stock: give local or transformer_engine"),
         (["--nproc", "1"], "tensor parallelism needs 2 GPUs or more, this machine has 1"),
+        (["--more='a b"], """--more: "'a b": No closing quotation"""),
     ],
 )
 def test_bad_options(

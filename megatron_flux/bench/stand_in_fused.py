@@ -84,7 +84,7 @@ class StandInFused(FusedBackend):
             raise UserError("a stand-in group runs no CUDA graphs")
         if not isinstance(group, StandInGroup):
             raise UserError(f"backend {self.name!r} runs on stand-in groups only; use fused")
-        key = (group.group_name, purpose, stride, words)
+        key = (group, purpose, stride, words)  # not its name, which a later group may have again
         if key not in self._slabs:
             self._slabs[key] = _make(group, stride, words, device)
         return self._slabs[key]

@@ -24,6 +24,8 @@ POLLS_PER_SECOND = 2000  # of the CPU twin
 
 _log = logging.getLogger("megatron_flux")
 _alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
+_lock = threading.Lock()
+"""Around changes of the set and walks through it: one beside the other would end the watching thread."""
 _timeouts = 0
 _thread: threading.Thread | None = None
 
@@ -56,7 +58,7 @@ class Alarm:
         self._counted = False
         self.limit = int(timeout_s() * (1e9 if cuda else POLLS_PER_SECOND))
         if cuda:
-            _alarms.add(self)
+            self.open()
             _start()
 
     def message(self) -> str | None:
@@ -83,15 +85,26 @@ class Alarm:
             _log.error(text)
             print(text, file=sys.stderr, flush=True)
 
+    def open(self) -> None:
+        """Have it watched for as long as it lives, or until it is closed."""
+        with _lock:
+            _alarms.add(self)
+
     def close(self) -> None:
         """Stop watching."""
-        _alarms.discard(self)
+        with _lock:
+            _alarms.discard(self)
+
+
+def _watched() -> list[Alarm]:
+    with _lock:
+        return list(_alarms)
 
 
 def _watch() -> None:
     while True:
         time.sleep(0.2)
-        for alarm in list(_alarms):
+        for alarm in _watched():
             alarm.tell()
 
 

@@ -65,14 +65,11 @@ def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     group = parallel_state.get_tensor_model_parallel_group()
-    stands_in = isinstance(group, stand_in.StandInGroup)
-    together = Together(group.pair if stands_in else group, config.timeout)
+    together = Together(stand_in.real(group), config.timeout)
     first = together.first
     say = log if first else _silent
     summary: dict[str, Any] = {
-        "device": environment.device_name() + (stand_in.label(group) if stands_in else ""),
-        "tp": group.size(),
-        "stand_in": group.pair.size() if stands_in else None,
+        **stand_in.about(group, environment.device_name()),
         "link": topology.probe(group, device).kind,
         "versions": environment.versions(),
         "config": config.model_dump(mode="json"),

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.bench.shapes import MODELS, Model
-from megatron_flux.bench.stand_in_options import HELP
+from megatron_flux.bench.stand_in_options import HELP, processes
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 
@@ -137,7 +137,7 @@ class LayerConfig(BaseModel):
     @property
     def processes(self) -> int:
         """Ranks that are started."""
-        return self.tp if self.stand_in_for is None else 2
+        return processes(self.tp, self.stand_in_for)
 
     def layout(self) -> ProcessLayout:
         """The process groups of those ranks, for :func:`megatron_flux.train.distributed.process_groups`."""

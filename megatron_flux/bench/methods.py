@@ -19,6 +19,11 @@ STAND_IN_BACKENDS = {"fused": stand_in_fused.FUSED, "tuned": stand_in_fused.TUNE
 """Measured through the public operators, so that their host time counts: method and name of its backend."""
 
 
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Those that ``group`` can be measured with."""
+    return STAND_IN_BACKENDS if isinstance(group, StandInGroup) else BACKENDS
+
+
 def operands(
     case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,11 +60,9 @@ def methods(
     y = x.new_empty(case.m, case.n)
     importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
     found = _gather(x, wt, y, group) if case.op == "all_gather_gemm" else _scatter(x, wt, y, group)
-    backends = BACKENDS
     if isinstance(group, StandInGroup):
         del found["async_tp"]
-        backends = STAND_IN_BACKENDS
-    return found | {name: call(case, x, weight, group, backend) for name, backend in backends.items()}
+    return found | {name: call(case, x, weight, group, backend) for name, backend in backends(group).items()}
 
 
 def _gather(

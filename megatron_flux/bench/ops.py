@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_flux import environment
 from megatron_flux.bench import choices, plot, stand_in, world
-from megatron_flux.bench.methods import STAND_IN_BACKENDS, methods, operands, tuning_key
+from megatron_flux.bench.methods import backends, methods, operands, tuning_key
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing, interleaved
 from megatron_flux.comm import slab
@@ -67,14 +67,11 @@ def run(
     """
     group = group or dist.group.WORLD
     device, link = world.checked("bench ops", group, dtype)
-    stands_in = isinstance(group, stand_in.StandInGroup)
-    real = group.pair if stands_in else group
+    real = stand_in.real(group)
     first = real.rank() == 0  # both processes are rank 0 of a stand-in group
     rate = _link_rate(real, device)
     summary: dict[str, Any] = {
-        "device": environment.device_name() + (stand_in.label(group) if stands_in else ""),
-        "tp": group.size(),
-        "stand_in": real.size() if stands_in else None,
+        **stand_in.about(group, environment.device_name()),
         "link": link.kind,
         "link_gb_per_s": round(rate, 1),
         "versions": environment.versions(),
@@ -101,7 +98,7 @@ def run(
                 file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
             (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
             plot.write(summary, out / "plot.svg")
-        if stands_in:
+        if real is not group:
             group.clear()
         torch.cuda.empty_cache()
     return summary
@@ -134,10 +131,8 @@ def _case(
     burst: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     x, weight = operands(case, group, dtype, device)
-    real = group
-    tuned = "tuned"
-    if isinstance(group, stand_in.StandInGroup):
-        real, tuned = group.pair, STAND_IN_BACKENDS["tuned"]
+    real = stand_in.real(group)
+    tuned = backends(group)["tuned"]
     with stand_in.timed(group):
         times = interleaved(methods(case, x, weight, group), real, rounds=rounds, burst=burst)
     ms = {name: round(t.median, 4) for name, t in times.items()}

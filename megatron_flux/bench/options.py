@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.bench.shapes import LAYERS, MODELS, Case, cases
-from megatron_flux.bench.stand_in_options import HELP
+from megatron_flux.bench.stand_in_options import HELP, processes
 from megatron_flux.errors import UserError
 
 
@@ -90,7 +90,7 @@ class OpsRun(Calls):
     @property
     def processes(self) -> int:
         """GPUs that are needed: of the group, or those that stand in for it."""
-        return self.tp if self.stand_in_for is None else 2
+        return processes(self.tp, self.stand_in_for)
 
 
 class TuneRun(Calls):

@@ -7,11 +7,10 @@ gather gives ``[mine, other's, other's, ...]``, a reduce-scatter ``mine[shard 0]
 ...``, in the fused kernels (:mod:`megatron_flux.bench.stand_in_fused`) as in the collectives here, and can be compared.
 
 What it does not show, so that its figures are no measurement of the large group
-    * Several writers at one receiver: the copy engines of a drifting group slow down to half of what one pair reaches
-      (8 x H200: 170-195 of 352 GB/s).
+    * Several writers at one receiver, which slow each other's copies down when the ranks of a group drift.
     * Waiting for the slowest of ``size`` ranks, and GPUs of a full host that throttle together.
     * NCCL's collectives of that many. Here they are one exchange of ``size - 1`` shards each way, no ring: latency is
-      that of two ranks, and on 2 x H200 large tensors moved slower than on eight (``results/stand-in-8-h200x2``). So
+      that of two ranks, and on 2 x H200 they reach 54 to 76 % of the link (``results/stand-in-8-h200x2``). So
       stock is not stock's time on the large group, and speed-ups over it, overlap efficiencies too, may be too large:
       compare with the GEMM alone, the bound, or the floor.
 
@@ -187,9 +186,18 @@ def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> StandInG
     return group
 
 
-def label(group: StandInGroup) -> str:
-    """What belongs behind the device's name wherever figures are shown."""
-    return f" ({group.pair.size()} standing in for {group.size()})"
+def real(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The processes that stand in for ``group``; itself where none do."""
+    return group.pair if isinstance(group, StandInGroup) else group
+
+
+def about(group: dist.ProcessGroup, device: str) -> dict[str, Any]:
+    """``device``, ``tp`` and ``stand_in`` of a summary: figures are never shown without the device's name."""
+    there = real(group)
+    if there is group:
+        return {"device": device, "tp": group.size(), "stand_in": None}
+    label = f"{device} ({there.size()} standing in for {group.size()})"
+    return {"device": label, "tp": group.size(), "stand_in": there.size()}
 
 
 @contextmanager

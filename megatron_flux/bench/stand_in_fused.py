@@ -21,7 +21,7 @@ from megatron_flux.comm import slab
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, register_backend
 from megatron_flux.ops.fused import FusedBackend
-from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.plan import Plan, ag_plan, cdiv
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.ops.tuner import TunedBackend
 
@@ -43,35 +43,18 @@ class StandInFused(FusedBackend):
         self._slabs.clear()
         slab.pool.generation += 1  # calls made ready hold slabs
 
-    def _gather_work(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
-    ) -> tuple[slab.Slab, Plan]:
-        from megatron_flux.ops import launch
-
-        mp, k = x.shape
-        ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
-        plan = self.plan or self._gather_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
-        plan = launch.within_flags(plan, mp * group.size())
-        words = _gather_flags(plan, mp, k, ws and plan.ws)
-        return self._slab("gemm", group, mp * k * x.element_size(), words, x.device, captured), plan
-
     @staticmethod
-    def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool) -> Plan:
-        from megatron_flux.ops.plan import ag_plan
-
+    def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
         return ag_plan(mp, n, k, tp, sms, ws) if ws else Plan()
 
-    def _scatter_work(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
-    ) -> tuple[slab.Slab, Plan]:
-        from megatron_flux.ops import launch
-        from megatron_flux.ops.plan import rs_plan
+    def _gather_slab(
+        self, x: torch.Tensor, group: dist.ProcessGroup, plan: Plan, ws: bool, captured: bool
+    ) -> slab.Slab:
+        words = _gather_flags(plan, *x.shape, ws and plan.ws)
+        return self._slab("gemm", group, x.numel() * x.element_size(), words, x.device, captured)
 
-        (m, k), tp = x.shape, group.size()
-        ws = launch.hopper_kernels(x, weight, n, k)
-        plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
-        stride = launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
-        return self._slab("gemm", group, stride, 1, x.device, captured), plan
+    def _scatter_slab(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, captured: bool) -> slab.Slab:
+        return self._slab("gemm", group, nbytes, 1, device, captured)
 
     def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup) -> slab.Slab:
         return self._slab("gather", group, x.numel() * x.element_size(), 1, x.device, False)
@@ -98,8 +81,7 @@ def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
         return cdiv(mp, plan.block or mp)
     if plan.comm == 0:
         return 1
-    chunk = cdiv(cdiv(k, plan.chunks), plan.bk) * plan.bk
-    return mp * cdiv(k, chunk)
+    return mp * cdiv(k, plan.chunk_k(k))
 
 
 def _make(group: StandInGroup, stride: int, words: int, device: torch.device) -> slab.Slab:

@@ -11,6 +11,11 @@ HELP = (
 )
 
 
+def processes(tp: int, stand_in_for: int | None) -> int:
+    """How many are a group of ``tp``, or stand in for it."""
+    return tp if stand_in_for is None else 2
+
+
 def checked_stand_in(size: int, nproc: int | None, started: int | None, *, gpus: int | None = None) -> int:
     """``size``, if two processes can stand in for a group of so many.
 

@@ -49,6 +49,9 @@ FLAG_WORDS = 1 << 17
 ENTER_WORDS = 64
 """The first words of a half's flags tell that a rank has begun a call."""
 
+CALL_FLAGS = FLAG_WORDS - ENTER_WORDS
+"""What is left of a half's flags for the data of a call."""
+
 MIB = 1 << 20
 
 

@@ -98,10 +98,18 @@ class FusedBackend:
         from megatron_flux.ops import launch
 
         mp, k = x.shape
-        work = slab.pool.get(group, "gemm", mp * group.size() * k * x.element_size(), x.device, captured)
         ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
-        plan = self.plan or ag_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
-        return work, launch.within_flags(plan, mp * group.size())
+        plan = self.plan or self._gather_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
+        plan = launch.within_flags(plan, mp * group.size())
+        return self._gather_slab(x, group, plan, ws, captured), plan
+
+    _gather_plan = staticmethod(ag_plan)
+
+    def _gather_slab(
+        self, x: torch.Tensor, group: dist.ProcessGroup, plan: Plan, ws: bool, captured: bool
+    ) -> slab.Slab:
+        """``ws``: whether warp-specialised kernels can run the call."""
+        return slab.pool.get(group, "gemm", group.size() * x.numel() * x.element_size(), x.device, captured)
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -126,8 +134,12 @@ class FusedBackend:
         (m, k), tp = x.shape, group.size()
         ws = launch.hopper_kernels(x, weight, n, k)
         plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
-        nbytes = tp * launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
-        return slab.pool.get(group, "gemm", nbytes, x.device, captured), plan
+        nbytes = launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
+        return self._scatter_slab(group, nbytes, x.device, captured), plan
+
+    def _scatter_slab(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, captured: bool) -> slab.Slab:
+        """``nbytes``: what one source sends."""
+        return slab.pool.get(group, "gemm", group.size() * nbytes, device, captured)
 
     def ready(
         self,

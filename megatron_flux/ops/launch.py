@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab
+from megatron_flux.comm.slab import CALL_FLAGS, ENTER_WORDS, FLAG_WORDS, Slab
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
@@ -23,8 +23,6 @@ from megatron_flux.ops.relaunch import by_triton
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
-FLAGS = FLAG_WORDS - ENTER_WORDS
-"""What there is for the data of a call, in a half of a slab."""
 
 
 @functools.cache
@@ -59,13 +57,13 @@ def within_flags(plan: Plan, m: int) -> Plan:
     Raises:
         UserError: there are more rows than flags.
     """
-    if not plan.ws or plan.comm == 0 or m * plan.chunks <= FLAGS:
+    if not plan.ws or plan.comm == 0 or m * plan.chunks <= CALL_FLAGS:
         return plan
-    if m > FLAGS:
+    if m > CALL_FLAGS:
         raise UserError(
-            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {FLAGS}; shorten the sequence"
+            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {CALL_FLAGS}; shorten the sequence"
         )
-    return replace(plan, chunks=FLAGS // m)
+    return replace(plan, chunks=CALL_FLAGS // m)
 
 
 def all_gather_gemm(
@@ -89,9 +87,9 @@ def all_gather_gemm(
     block = plan.block or mp
     blocks = cdiv(mp, block)
     lanes = triton.next_power_of_2(max(1, plan.comm))
-    chunk_k = cdiv(cdiv(k, plan.chunks), plan.bk) * plan.bk
+    chunk_k = plan.chunk_k(k)
     chunks = cdiv(k, chunk_k)
-    if tp * blocks * chunks * lanes > FLAGS:
+    if tp * blocks * chunks * lanes > CALL_FLAGS:
         raise UserError(f"all_gather_gemm: too many blocks for x {tuple(x.shape)} with plan {plan.label()}")
     if plan.comm == 0 and chunks > 1:
         raise UserError("all_gather_gemm: the copy engine moves whole rows; chunks need comm > 0")
@@ -226,7 +224,7 @@ def gemm_reduce_scatter(
     cuda = x.is_cuda
     sms = sm_count(x.device)
     reducers = min(plan.reducers, sms - 1)
-    if rs_tiles(mp, n, plan) * tp > FLAGS:
+    if rs_tiles(mp, n, plan) * tp > CALL_FLAGS:
         raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
     if plan.ws and hopper_kernels(x, weight, n, k):
         from megatron_flux.ops import launch_hopper

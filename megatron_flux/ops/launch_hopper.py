@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def all_gather_gemm(
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
-        chunk_k = cdiv(cdiv(k, plan.chunks if push else 1), plan.bk) * plan.bk
+        chunk_k = (plan if push else replace(plan, chunks=1)).chunk_k(k)
         arguments = (
             _desc(gathered, plan.bm, plan.bk),
             _desc(x, plan.bm, plan.bk),

@@ -105,9 +105,10 @@ def all_gather_gemm(
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
-    added = ()
+    inside = None
     if epilogue_bias and bias is not None:
-        added, bias = (_aligned(bias),), None
+        inside, bias = _aligned(bias), None
+    added = () if inside is None else (inside,)
     key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend, *added)
     ready = again.find(key, x, weight)
     if ready is not None:
@@ -115,7 +116,6 @@ def all_gather_gemm(
         stats.count("all_gather_gemm", ready.backend, ready.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
-    inside = added[0] if added else None
     k, n = _check("all_gather_gemm", x, weight, bias if inside is None else inside, transposed)
     tp = group.size()
     x2d = _matrix(x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS
+from megatron_flux.comm.slab import CALL_FLAGS
 
 
 def cdiv(a: int, b: int) -> int:
@@ -60,6 +60,10 @@ class Plan:
     def __hash__(self) -> int:
         """Equal plans have equal hashes."""
         return self._hash  # type: ignore[attr-defined]
+
+    def chunk_k(self, k: int) -> int:
+        """Columns of a chunk of an all_gather_gemm: whole k blocks."""
+        return cdiv(cdiv(k, self.chunks), self.bk) * self.bk
 
     def label(self) -> str:
         """Differences from the defaults, short."""
@@ -128,6 +132,6 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
-    if mp * tp > FLAG_WORDS - ENTER_WORDS:  # each row that is pushed by the SM of a warp-specialised kernel has a flag
+    if mp * tp > CALL_FLAGS:  # each row that is pushed by the SM of a warp-specialised kernel has a flag
         found = [plan for plan in found if not (plan.ws and plan.comm)]
     return list(dict.fromkeys(found))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.comm import slab
 from megatron_flux.errors import UserError
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.plan import Plan, candidates, cdiv
@@ -43,8 +44,8 @@ def test_rows_that_are_pushed_have_flags(on_hopper: None, m: int, k: int) -> Non
         backend = FusedBackend()
         backend.plan = wanted
         _, plan = backend._gather_work(x, w, group_of(2), 4608, False)
-        assert 0 < flags(plan, m, k) <= launch.FLAGS
-        assert (plan == wanted) is (8 * m <= launch.FLAGS)
+        assert 0 < flags(plan, m, k) <= slab.CALL_FLAGS
+        assert (plan == wanted) is (8 * m <= slab.CALL_FLAGS)
 
 
 def test_a_captured_call_has_flags(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

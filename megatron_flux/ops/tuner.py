@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,34 @@ def store(path: Path, key: str, answer: dict[str, Any]) -> None:
         os.close(folder)  # and with it the lock
 
 
+def _kind(
+    op: str, x: torch.Tensor, m: int, n: int, k: int, group: dist.ProcessGroup, transposed: bool
+) -> tuple[Any, ...]:
+    """What calls with one choice have in common."""
+    return (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
+
+
+class _Call(NamedTuple):
+    """An operator call that is to be run, or measured first."""
+
+    op: str
+    run: Callable[[Any], Any]
+    """Makes the call on a backend."""
+    x: torch.Tensor
+    m: int
+    n: int
+    k: int
+    group: dist.ProcessGroup
+    transposed: bool
+    pipelines: bool
+    """Whether ``pipelined`` may run it."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """See :func:`_kind`."""
+        return _kind(self.op, self.x, self.m, self.n, self.k, self.group, self.transposed)
+
+
 class TunedBackend:
     """See the module."""
 
@@ -141,7 +169,8 @@ class TunedBackend:
 
         m = x.shape[0] * group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
-        return self._run("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, bias is None)
+        pipelines = self.pipelined is not None and bias is None
+        return self._run(_Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines))
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -152,7 +181,8 @@ class TunedBackend:
             return backend.gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
 
         n = weight.shape[1] if transposed else weight.shape[0]
-        return self._run("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed)
+        pipelines = self.pipelined is not None
+        return self._run(_Call("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed, pipelines))
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
@@ -174,33 +204,20 @@ class TunedBackend:
         k = x.shape[-1]
         m = x.numel() // k * (group.size() if operator == "all_gather_gemm" else 1)
         n = weight.shape[1] if transposed else weight.shape[0]
-        choice = self._quick.get((group.group_name, operator, m, n, k, x.dtype, x.device, transposed))
+        choice = self._quick.get(_kind(operator, x, m, n, k, group, transposed))
         if choice is None or choice[1] is None or capturing(x):
             return None
         return self._with_plan(
             lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape, bias), choice[1]
         )
 
-    def _run(
-        self,
-        op: str,
-        run: Callable[[Any], Any],
-        x: torch.Tensor,
-        m: int,
-        n: int,
-        k: int,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        pipelines: bool = True,
-    ) -> Any:
-        """``pipelines``: whether ``pipelined`` may run this call."""
-        pipelines = pipelines and self.pipelined is not None
-        name, plan = self._choice(op, run, x, m, n, k, group, transposed, pipelines)
+    def _run(self, call: _Call) -> Any:
+        name, plan = self._choice(call)
         if plan is not None:
-            return self._with_plan(run, plan)
-        if name == "pipelined" and pipelines and not torch.cuda.is_current_stream_capturing():
-            return run(self.pipelined)
-        return run(self.reference)
+            return self._with_plan(call.run, plan)
+        if name == "pipelined" and call.pipelines and not torch.cuda.is_current_stream_capturing():
+            return call.run(self.pipelined)
+        return call.run(self.reference)
 
     def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
         before, self.fused.plan = self.fused.plan, plan
@@ -209,45 +226,22 @@ class TunedBackend:
         finally:
             self.fused.plan = before
 
-    def _choice(
-        self,
-        op: str,
-        run: Callable[[Any], Any],
-        x: torch.Tensor,
-        m: int,
-        n: int,
-        k: int,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        pipelines: bool,
-    ) -> tuple[str, Plan | None]:
+    def _choice(self, call: _Call) -> tuple[str, Plan | None]:
         """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
-        call = (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
-        choice = self._quick.get(call)
+        choice = self._quick.get(call.kind)
         if choice is None:
-            found = self._find(op, run, x, m, n, k, group, transposed, pipelines)
+            found = self._find(call)
             choice = found["backend"], Plan(**found["plan"]) if found["plan"] is not None else None
             if not torch.cuda.is_current_stream_capturing():
-                self._quick[call] = choice
+                self._quick[call.kind] = choice
         return choice
 
-    def _find(
-        self,
-        op: str,
-        run: Callable[[Any], Any],
-        x: torch.Tensor,
-        m: int,
-        n: int,
-        k: int,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        pipelines: bool,
-    ) -> dict[str, Any]:
+    def _find(self, call: _Call) -> dict[str, Any]:
         """``{"backend", "plan", "ms", "gemm_ms"}`` for this call: ``ms`` by candidate, ``gemm_ms`` of the GEMM alone
         (absent from answers of earlier versions, and where memory was short).
         """
-        tp = group.size()
-        key = describe(op, m, n, k, x, transposed, tp, topology.probe(group, x.device).kind)
+        op, x, m, n, k, group = call.op, call.x, call.m, call.n, call.k, call.group
+        key = describe(op, m, n, k, x, call.transposed, group.size(), topology.probe(group, x.device).kind)
         found = self.answers.get((group.group_name, key))
         if found is not None:
             return found
@@ -257,10 +251,10 @@ class TunedBackend:
         dist.broadcast_object_list(kept, group=group, group_src=0)
         found = kept[0]
         if found is None:
-            found = self._measure(op, run, x, m, n, k, group, pipelines)
+            found = self._measure(call)
             if found["ms"] and group.rank() == 0:
                 store(cache_path(), key, found)
-            if pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
+            if call.pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
                 self.pipelined.release(group)
         self.answers[group.group_name, key] = found
         return found
@@ -278,27 +272,18 @@ class TunedBackend:
             name == group.group_name and answer["backend"] == "pipelined" for (name, _), answer in self.answers.items()
         )
 
-    def _measure(
-        self,
-        op: str,
-        run: Callable[[Any], Any],
-        x: torch.Tensor,
-        m: int,
-        n: int,
-        k: int,
-        group: dist.ProcessGroup,
-        pipelines: bool,
-    ) -> dict[str, Any]:
+    def _measure(self, call: _Call) -> dict[str, Any]:
         limit = float(os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30"))
         if limit <= 0:
             return {"backend": "reference", "plan": None, "ms": {}}
         began = time.monotonic()
         from megatron_flux.ops.launch import hopper_kernels, sm_count
 
+        op, run, x, m, n, k, group = call.op, call.run, call.x, call.m, call.n, call.k, call.group
         device, mp, tp = x.device, m // group.size(), group.size()
         ws = hopper_kernels(x, x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
         ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
-        if pipelines:
+        if call.pipelines:
             ways["pipelined"] = (None, lambda: run(self.pipelined))
             ways["pipelined"][1]()  # allocates its workspace
         for plan in candidates(op, mp, n, k, tp, sm_count(device), ws):

@@ -51,21 +51,25 @@ def environment() -> dict[str, str]:
     }
 
 
+def run_checks(size: int, *arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(HERE / "checks.py")]
+    done = subprocess.run([*command, *arguments], env=environment(), timeout=900, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_checks(groups: int, tmp_path: Path) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(HERE / "checks.py")]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "checks.jsonl"), "--split", str(groups)],
-        env=environment(),
-        timeout=900,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_checks(size, "--out", str(tmp_path / "checks.jsonl"), "--split", str(groups))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
+def test_checks_of_two_that_stand_in(size: int, tmp_path: Path) -> None:
+    run_checks(2, "--out", str(tmp_path / "checks.jsonl"), "--stand-in", str(size), "--rounds", "10")
 
 
 def test_killed_rank_ends_the_others_in_time() -> None:

@@ -80,7 +80,7 @@ def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
             raise UserError(f"a stand-in group's plain kernels gather by copy engine, unpaced; not {plan.label()}")
         return cdiv(mp, plan.block or mp)
     if plan.comm == 0:
-        return 1
+        return plan.edges(k).flags
     return mp * cdiv(k, plan.chunk_k(k))
 
 

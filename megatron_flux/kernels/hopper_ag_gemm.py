@@ -3,7 +3,8 @@
 
 * Own tiles read ``x`` itself, so nothing is copied before the kernel. *aux* puts the own shard into the gather buffer
   when the caller wants the gathered input.
-* Who moves the shards: the copy engine (PUSH off; one flag per shard, enqueued before the kernel), or *aux* of every
+* Who moves the shards: the copy engine (PUSH off; enqueued before the kernel; flags ``[tp]``, or ``[tp, 2]`` where
+  shards at the edges come in two pieces of columns, the first two with EARLY, the last with LATE), or *aux* of every
   SM (PUSH on), row by row through registers, to all peers in turn: no SM is lost to communication. Blocks of BM rows
   travel in KCH chunks of columns. Flags: ``[tp, blocks, KCH, BM]``, one per row, set by rank ``r`` in ``[r]``.
 * *load* waits for a chunk when it comes to it; the product goes on with what has arrived.
@@ -67,14 +68,32 @@ def _place(t, own, npn, blocks, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUS
 
 
 @gluon.jit
+def _piece(
+    src, kc, rank, KCH: gl.constexpr, TP: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr
+):  # fmt: skip
+    """The piece of a copied shard that chunk ``kc`` of its columns is in; :func:`megatron_flux.ops.copies.order`."""
+    step = (src + TP - rank) % TP
+    piece = kc * 0
+    if EARLY:
+        if step <= 2:
+            piece = gl.minimum(kc, 1)
+    if LATE:
+        if (step == TP - 1) & ((step > 2) | (not EARLY)):
+            piece = kc // (KCH - 1)
+    return piece
+
+
+@gluon.jit
 def _load(
     a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr,
-    PUSH: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+    PUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
+    per_source: gl.constexpr = 2 if EARLY or LATE else 1
     slot = 0
     phase = 1
-    arrived = rank + 0  # its own value: an alias would not be carried through the loop
+    arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         src, rb, pn = _place(t, own, npn, own, rank, GROUP, TP, PUSH)
         if src == rank:
@@ -94,10 +113,12 @@ def _load(
                     unit = (src * own + rb) * KCH + kc
                     wait_flags(flags + flag_off + unit * BM, BM, epoch, err, limit, OP_AG, src, rb * KCH + kc, 50)
                     fence_proxy(epoch)
-                elif src != arrived:
-                    wait_flags(flags + flag_off + src, 1, epoch, err, limit, OP_AG, src, 0, 50)
-                    fence_proxy(epoch)
-                    arrived = src
+                else:
+                    unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
+                    if unit != arrived:
+                        wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
+                        fence_proxy(epoch)
+                        arrived = unit
                 for ki in range(kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt)):
                     mbarrier.wait(empty.index(slot), phase)
                     load_block(
@@ -191,9 +212,9 @@ def hopper_ag_gemm_kernel(
     a, xd, b, c, x, bias, data_table, flag_table, flags, entered_off, ctrl, epochs, err, limit, slot, next_slot,
     flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
-    WIDTH: gl.constexpr, PUSH: gl.constexpr, KEEP: gl.constexpr, CTAS: gl.constexpr,
-    STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, ENTER: gl.constexpr,
-    DTYPE: gl.constexpr,
+    WIDTH: gl.constexpr, PUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, KEEP: gl.constexpr,
+    CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    ENTER: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read."""
     epoch = gl.load(epochs + slot)
@@ -220,7 +241,7 @@ def hopper_ag_gemm_kernel(
             (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank, BM, BN, GROUP, TP,
                          PUSH, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE)),
             (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
-                     mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, CTAS, STAGES, TRANSPOSED)),
+                     mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, EARLY, LATE, CTAS, STAGES, TRANSPOSED)),
             (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, CTAS, RING)),
             (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
                      TP, PUSH, KEEP, CTAS, DTYPE)),

@@ -20,6 +20,8 @@ _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """``CUtensorMapDataType``."""
 _L2_PROMOTION_128B = 2
 _INVALID_CONTEXT = 201
+_ANYWHERE = 4
+"""``CU_MEMORYTYPE_UNIFIED``."""
 _WAIT_REACHED = 0
 """``CU_STREAM_WAIT_VALUE_GEQ``."""
 
@@ -35,6 +37,7 @@ def _driver() -> ctypes.CDLL:
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint
     lib.cuLaunchKernel.argtypes = [pointer, *[u32] * 7, pointer, pointer, pointer]
     lib.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    lib.cuMemcpy2DAsync_v2.argtypes = [pointer, pointer]
     lib.cuEventRecord.argtypes = [pointer, pointer]
     lib.cuStreamWaitEvent.argtypes = [pointer, pointer, u32]
     lib.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, u32, u32]
@@ -81,6 +84,44 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     status = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
     if status:
         raise OperatorError(f"CUDA refused a copy of {nbytes} bytes between GPUs: {_words(status)}")
+
+
+_COPY_SIDE = (
+    ("x", ctypes.c_size_t),
+    ("y", ctypes.c_size_t),
+    ("type", ctypes.c_int),
+    ("host", ctypes.c_void_p),
+    ("device", ctypes.c_uint64),
+    ("array", ctypes.c_void_p),
+    ("pitch", ctypes.c_size_t),
+)
+
+
+class _Copy2D(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` of cuda.h, for device addresses."""
+
+    _fields_ = (
+        *((f"src_{name}", kind) for name, kind in _COPY_SIDE),
+        *((f"dst_{name}", kind) for name, kind in _COPY_SIDE),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, stream: int) -> None:
+    """As :func:`copy`, of ``rows`` of ``width`` bytes that begin ``pitch`` bytes apart on both sides.
+
+    Raises:
+        OperatorError: CUDA refused it.
+    """
+    wanted = _Copy2D(
+        src_type=_ANYWHERE, src_device=source, src_pitch=pitch,
+        dst_type=_ANYWHERE, dst_device=target, dst_pitch=pitch,
+        width=width, height=rows,
+    )  # fmt: skip
+    status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(wanted), stream)
+    if status:
+        raise OperatorError(f"CUDA refused a copy of {rows} x {width} bytes between GPUs: {_words(status)}")
 
 
 def record(event: int, stream: int) -> None:

@@ -206,7 +206,8 @@ def _hopper_all_gather_gemm(
     buffers = buffers_of(work, turn.half, mp * work.group.size(), k, x.dtype)
     finish = None
     if plan.comm == 0:
-        finish = copy_engine_push(x, work, turn, buffers, turn.half * FLAG_WORDS + ENTER_WORDS, mp, plan.pace)
+        flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
+        finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
     c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
     if finish is not None:
         finish()

@@ -15,7 +15,8 @@ from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.ops import driver, relaunch
-from megatron_flux.ops.plan import cdiv
+from megatron_flux.ops.copies import Copy, enqueue, order
+from megatron_flux.ops.plan import WHOLE, Edges, cdiv
 
 TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
 
@@ -75,41 +76,43 @@ def copy_engine_push(
     flag_off: int,
     block: int,
     pace: bool = False,
+    edges: Edges = WHOLE,
 ) -> Callable[[], None]:
     """Enqueue the shard's blocks to all peers, in reverse ring order so that a receiver has one writer at a time.
 
     Behind each block travels the epoch. With ``pace`` (whole shards only) the order is enforced: rank r begins step d
     when rank r-1, which wrote to the same receiver in step d-1, says that it has finished. Without it ranks drift,
-    several write to one receiver and the copy engines slow down. Returns what makes the current stream wait for the
-    copies.
+    several write to one receiver and the copy engines slow down. With ``edges`` (whole shards only) the shards
+    that a receiver gets first and last come in two pieces, see :func:`megatron_flux.ops.copies.order`. Returns what
+    makes the current stream wait for the copies.
     """
-    mp = x.shape[0]
+    mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     blocks = cdiv(mp, block)
     pace = pace and x.is_cuda and blocks == 1 and tp > 2
     base = turn.half * FLAG_WORDS + TOKENS
 
-    def views() -> list[tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def views() -> list[tuple[torch.Tensor, tuple[slice, slice], torch.Tensor, torch.Tensor, torch.Tensor]]:
         found = []
         for j in range(blocks):
-            for step in range(1, tp):
+            for step, piece, columns in order(tp, k, edges):
                 peer, follower = (rank - step) % tp, (rank + 1) % tp
                 rows = slice(j * block, min((j + 1) * block, mp))
-                target = buffers[peer][rank * mp + rows.start : rank * mp + rows.stop]
-                word = flag_off + rank * blocks + j
+                target = buffers[peer][rank * mp + rows.start : rank * mp + rows.stop, columns]
+                word = flag_off + (rank * blocks + j) * edges.flags + piece
                 mine = work.flags[rank][base + step : base + step + 1]
                 theirs = work.flags[follower][base + step + 1 : base + step + 2]
-                found.append((target, rows, work.flags[peer][word : word + 1], mine, theirs))
+                found.append((target, (rows, columns), work.flags[peer][word : word + 1], mine, theirs))
         return found
 
     epoch = view(work, ("epoch", turn.half), lambda: work.epochs[turn.half : turn.half + 1])
-    moves = view(work, ("ce", turn.half, mp, x.shape[1], x.dtype, block), views)
+    moves = view(work, ("ce", turn.half, mp, k, x.dtype, block, edges), views)
 
     def push(side: torch.cuda.Stream | None) -> None:
-        for i, (target, rows, flag, mine, theirs) in enumerate(moves):
+        for i, (target, part, flag, mine, theirs) in enumerate(moves):
             if pace and side is not None and i > 0:
                 driver.hold(side.cuda_stream, mine.data_ptr(), work.calls)
-            target.copy_(x[rows])
+            target.copy_(x[part])
             flag.copy_(epoch)
             if pace and i < len(moves) - 1:
                 theirs.copy_(epoch)
@@ -121,11 +124,8 @@ def copy_engine_push(
     before.record()
     side.wait_event(before)
     if not pace:
-        key = ("addresses", turn.half, mp, x.shape[1], x.dtype, block)
-        stream, source, value = side.cuda_stream, x.data_ptr(), epoch.data_ptr()
-        for target, offset, nbytes, flag in view(work, key, lambda: _addresses(moves, x)):
-            driver.copy(target, source + offset, nbytes, stream)
-            driver.copy(flag, value, 4, stream)
+        key = ("addresses", turn.half, mp, k, x.dtype, block, edges)
+        enqueue(view(work, key, lambda: _copies(moves, x)), x.data_ptr(), epoch.data_ptr(), side.cuda_stream)
     else:
         with torch.cuda.stream(side):
             push(side)
@@ -133,12 +133,19 @@ def copy_engine_push(
     return after.wait
 
 
-def _addresses(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[tuple[int, int, int, int]]:
-    """The moves as (target, offset in x, bytes, flag), in bytes."""
-    row = x.shape[1] * x.element_size()
+def _copies(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[Copy]:
+    size = x.element_size()
+    pitch = x.shape[1] * size
     return [
-        (target.data_ptr(), rows.start * row, (rows.stop - rows.start) * row, flag.data_ptr())
-        for target, rows, flag, _, _ in moves
+        Copy(
+            target.data_ptr(),
+            rows.start * pitch + columns.start * size,
+            (columns.stop - columns.start) * size,
+            rows.stop - rows.start,
+            pitch,
+            flag.data_ptr(),
+        )
+        for target, (rows, columns), flag, _, _ in moves
     ]
 
 

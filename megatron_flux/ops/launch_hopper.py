@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.ops import relaunch
-from megatron_flux.ops.plan import Plan, cdiv
+from megatron_flux.ops.plan import WHOLE, Plan, cdiv
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 PIECE = 64
@@ -42,7 +41,8 @@ def all_gather_gemm(
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
-        chunk_k = (plan if push else replace(plan, chunks=1)).chunk_k(k)
+        edges = WHOLE if push else plan.edges(k)
+        chunk_k = plan.chunk_k(k) if push else edges.columns or cdiv(k, plan.bk) * plan.bk
         arguments = (
             _desc(gathered, plan.bm, plan.bk),
             _desc(x, plan.bm, plan.bk),
@@ -77,6 +77,8 @@ def all_gather_gemm(
             "KCH": cdiv(k, chunk_k),
             "WIDTH": 1024,
             "PUSH": push,
+            "EARLY": edges.early,
+            "LATE": edges.late,
             "KEEP": True,
             "CTAS": sms,
             "STAGES": plan.stages,

@@ -12,7 +12,7 @@ from megatron_flux.comm.slab import Slab
 from megatron_flux.ops import launch_hopper
 from megatron_flux.ops.launch import hopper_kernels, sm_count
 from megatron_flux.ops.launch_copies import buffers_of
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.plan import WHOLE, Edges, Plan
 from megatron_flux.ops.ready import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
 
 HALVES = (0, 1)
@@ -45,7 +45,7 @@ def all_gather_gemm(
         return None
     keys = [launch_hopper.ag_key(half, False, mp, n, k, x.dtype, transposed, plan, sms, bias) for half in HALVES]
     launches = [work.views.get(key) or None for key in keys]
-    pushes = _pushes(work, mp, k, x.dtype) if plan.comm == 0 else None
+    pushes = _pushes(work, mp, k, x.dtype, plan.edges(k)) if plan.comm == 0 else None
     gathered = [buffers_of(work, half, mp * tp, k, x.dtype)[work.rank].view(-1, *x.shape[1:]) for half in HALVES]
     return ReadyAllGatherGemm(work, launches, shape, gathered, pushes, None if pushes is None else _side(work))
 
@@ -72,9 +72,9 @@ def all_gather(x: torch.Tensor, work: Slab) -> ReadyAllGather | None:
     return ReadyAllGather(work, waits, gathered, _pushes(work, mp, k, x.dtype), _side(work))
 
 
-def _pushes(work: Slab, mp: int, k: int, dtype: torch.dtype) -> list[Push | None]:
+def _pushes(work: Slab, mp: int, k: int, dtype: torch.dtype, edges: Edges = WHOLE) -> list[Push | None]:
     """What the copy engine is given for whole shards, by half."""
-    found = [work.views.get(("addresses", half, mp, k, dtype, mp)) for half in HALVES]
+    found = [work.views.get(("addresses", half, mp, k, dtype, mp, edges)) for half in HALVES]
     return [None if copies is None else Push(copies, work.epochs[half].data_ptr()) for half, copies in enumerate(found)]
 
 

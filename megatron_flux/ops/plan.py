@@ -10,6 +10,7 @@ four of 132 SMs are free for moving or adding data at no cost in rounds.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from megatron_flux.comm.slab import CALL_FLAGS
 
@@ -17,6 +18,23 @@ from megatron_flux.comm.slab import CALL_FLAGS
 def cdiv(a: int, b: int) -> int:
     """``ceil(a / b)``; Triton's own takes 1.5 us."""
     return -(-a // b)
+
+
+class Edges(NamedTuple):
+    """Shards that the copy engine sends in two pieces of columns, each with its flag; see :attr:`Plan.early`."""
+
+    early: bool = False
+    late: bool = False
+    columns: int = 0
+    """Of the smaller piece and, in whole numbers, of the other; the last of them may be cut short by k."""
+
+    @property
+    def flags(self) -> int:
+        """Flags of a shard."""
+        return 2 if self.early or self.late else 1
+
+
+WHOLE = Edges()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +60,10 @@ class Plan:
     """all_gather_gemm: rows that travel together; 0 is a shard."""
     chunks: int = 1
     """all_gather_gemm: chunks of columns of a block, each with its own flag."""
+    early: bool = False
+    """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
+    late: bool = False
+    """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the last shard to come comes by itself."""
     band: int = 1
     """gemm_reduce_scatter: row blocks per destination and step."""
     reducers: int = 4
@@ -64,6 +86,11 @@ class Plan:
     def chunk_k(self, k: int) -> int:
         """Columns of a chunk of an all_gather_gemm: whole k blocks."""
         return cdiv(cdiv(k, self.chunks), self.bk) * self.bk
+
+    def edges(self, k: int) -> Edges:
+        """What of a shard with ``k`` columns goes by itself where the copy engine moves it."""
+        columns = cdiv(cdiv(k, 4), self.bk) * self.bk
+        return Edges(self.early, self.late, columns) if (self.early or self.late) and columns < k else WHOLE
 
     def label(self) -> str:
         """Differences from the defaults, short."""
@@ -113,7 +140,8 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     """Plans worth measuring, the likeliest first."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
-        found = [first, replace(first, comm=1, chunks=8), replace(first, group=16), second]
+        found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
+        found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
         found = [
             ag_plan(mp, n, k, tp, sms),

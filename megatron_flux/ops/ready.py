@@ -21,15 +21,16 @@ from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import driver
 from megatron_flux.ops.capture import capturing_on_gpu
+from megatron_flux.ops.copies import Copy, enqueue
 
 if TYPE_CHECKING:
     from megatron_flux.ops.relaunch import Relaunch
 
 
 class Push(NamedTuple):
-    """What the copy engine is given for one half: copies as (target, offset in x, bytes, flag), and the epoch."""
+    """What the copy engine is given for one half: the copies, and where the epoch lies."""
 
-    copies: list[tuple[int, int, int, int]]
+    copies: list[Copy]
     epoch: int
 
 
@@ -157,7 +158,5 @@ def _push(source: int, push: Push, side: Side, stream: int) -> None:
     """Enqueue the copies behind what ``stream`` has been given so far, and ``side.after`` behind them."""
     driver.record(side.before, stream)
     driver.wait(side.stream, side.before)
-    for target, offset, nbytes, flag in push.copies:
-        driver.copy(target, source + offset, nbytes, side.stream)
-        driver.copy(flag, push.epoch, 4, side.stream)
+    enqueue(push.copies, source, push.epoch, side.stream)
     driver.record(side.after, side.stream)

@@ -171,6 +171,7 @@ def more_plans(group):
         Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(bm=64, bn=128, split=False), Plan(bn=128, band=4),
         Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
         Plan(ws=True, stages=3, ring=3, bk=32, spread=90, band=5), Plan(ws=True, comm=1, chunks=3, group=1),
+        Plan(ws=True, early=True, late=True, group=3),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import again, observe, ready
 from megatron_flux.ops.capture import captured_calls
+from megatron_flux.ops.copies import Copy
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.plan import Plan
 from megatron_flux.ops.ready import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
@@ -54,7 +55,7 @@ def kernel(seen: list[tuple[Any, ...]], name: str) -> Any:
     return lambda stream, *operands: seen.append((name, stream, *operands))
 
 
-PUSHES = [Push([(1000 + half, 0, 64, 2000 + half)], 3000 + half) for half in (0, 1)]
+PUSHES = [Push([Copy(1000 + half, 0, 64, 1, 64, 2000 + half)], 3000 + half) for half in (0, 1)]
 ON_THE_SIDE = Side(SIDE, BEFORE, AFTER, None)
 
 

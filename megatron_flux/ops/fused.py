@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, slab, topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops.agree import agree
+from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.capture import capturing
 from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
 from megatron_flux.ops.ready import ReadyCall
@@ -84,21 +85,20 @@ class FusedBackend:
             ("all_gather_gemm", "m", mp * group.size(), "n", n, "k", k, "dtype", x.dtype, "transposed", transposed),
             x.device,
         )
+        x, weight = aligned(x), aligned(weight)
         captured = capturing(x)
-        work, plan = self._gather_work(x, weight, group, n, captured)
+        work, plan = self._gather_work(x, group, n, captured)
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
             plan = launch.within_flags(plan, mp * group.size())
         return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
 
-    def _gather_work(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
-    ) -> tuple[slab.Slab, Plan]:
+    def _gather_work(self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool) -> tuple[slab.Slab, Plan]:
         """Slab and plan of an all_gather_gemm."""
         from megatron_flux.ops import launch
 
         mp, k = x.shape
-        ws = launch.hopper_kernels(x, weight, n, k) and mp % 128 == 0
+        ws = launch.hopper_kernels(x, n, k) and mp % 128 == 0
         plan = self.plan or self._gather_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
         plan = launch.within_flags(plan, mp * group.size())
         return self._gather_slab(x, group, plan, ws, captured), plan
@@ -122,17 +122,18 @@ class FusedBackend:
         agree(
             group, ("gemm_reduce_scatter", "m", m, "n", n, "k", k, "dtype", x.dtype, "transposed", transposed), x.device
         )
-        work, plan = self._scatter_work(x, weight, group, n, capturing(x))
+        x, weight = aligned(x), aligned(weight)
+        work, plan = self._scatter_work(x, group, n, capturing(x))
         return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
 
     def _scatter_work(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
+        self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
     ) -> tuple[slab.Slab, Plan]:
         """Slab and plan of a gemm_reduce_scatter."""
         from megatron_flux.ops import launch
 
         (m, k), tp = x.shape, group.size()
-        ws = launch.hopper_kernels(x, weight, n, k)
+        ws = launch.hopper_kernels(x, n, k)
         plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
         nbytes = launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
         return self._scatter_slab(group, nbytes, x.device, captured), plan
@@ -179,9 +180,9 @@ class FusedBackend:
         assert weight is not None  # noqa: S101 - both other operators have one
         n = weight.shape[1] if transposed else weight.shape[0]
         if operator == "all_gather_gemm":
-            work, plan = self._gather_work(x2d, weight, group, n, False)
+            work, plan = self._gather_work(x2d, group, n, False)
             return make_ready.all_gather_gemm(x, weight, work, plan, transposed, shape, bias)
-        work, plan = self._scatter_work(x2d, weight, group, n, False)
+        work, plan = self._scatter_work(x2d, group, n, False)
         return make_ready.gemm_reduce_scatter(x, weight, work, plan, transposed, shape)
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:

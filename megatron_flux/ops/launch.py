@@ -17,6 +17,7 @@ from megatron_flux.comm.slab import CALL_FLAGS, ENTER_WORDS, FLAG_WORDS, Slab
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
+from megatron_flux.ops.alignment import BYTES
 from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
 from megatron_flux.ops.plan import Plan, cdiv
 from megatron_flux.ops.relaunch import by_triton
@@ -81,7 +82,7 @@ def all_gather_gemm(
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
-    if plan.ws and hopper_kernels(x, weight, n, k) and mp % plan.bm == 0:
+    if plan.ws and hopper_kernels(x, n, k) and mp % plan.bm == 0:
         return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias)
     plan = replace(plan, comm=min(plan.comm, sms - 1))
     block = plan.block or mp
@@ -107,7 +108,7 @@ def all_gather_gemm(
     early = sms - plan.comm
     per = cdiv(block, plan.bm) * cdiv(n, plan.bn)
     skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
-    tma = _tma(x, weight, n, k)
+    tma = _tma(x, n, k)
     mask_rows = mp % plan.bm != 0
     a = b = cd = weight
     push_rows, push_cols = (64, 256) if cuda else (16, 16)
@@ -227,7 +228,7 @@ def gemm_reduce_scatter(
     reducers = min(plan.reducers, sms - 1)
     if rs_tiles(mp, n, plan) * tp > CALL_FLAGS:
         raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
-    if plan.ws and hopper_kernels(x, weight, n, k):
+    if plan.ws and hopper_kernels(x, n, k):
         from megatron_flux.ops import launch_hopper
 
         turn = work.begin()
@@ -236,7 +237,7 @@ def gemm_reduce_scatter(
         return out
     turn = work.begin()
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
-    tma = _tma(x, weight, n, k)
+    tma = _tma(x, n, k)
     width = plan.bn // 2 if plan.split else plan.bn
     rows = 2 * work.half_bytes // (plan.bn * x.element_size())
     spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
@@ -309,9 +310,9 @@ def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
-def hopper_kernels(x: torch.Tensor, weight: torch.Tensor, n: int, k: int) -> bool:
+def hopper_kernels(x: torch.Tensor, n: int, k: int) -> bool:
     """Whether the warp-specialised kernels can take these operands."""
-    return x.is_cuda and _capability(x.device) == (9, 0) and _tma(x, weight, n, k)
+    return x.is_cuda and _capability(x.device) == (9, 0) and _tma(x, n, k)
 
 
 @functools.cache
@@ -326,8 +327,7 @@ def _hopper(device: torch.device) -> bool:
     return _capability(device) >= (9, 0)
 
 
-def _tma(x: torch.Tensor, weight: torch.Tensor, n: int, k: int) -> bool:
-    """Whether TMA can address the operands: Hopper, rows of whole 16 bytes, aligned."""
+def _tma(x: torch.Tensor, n: int, k: int) -> bool:
+    """Whether TMA can address aligned operands: Hopper, rows of whole 16 bytes."""
     size = x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return _hopper(x.device) and aligned and n * size % 16 == 0 and k * size % 16 == 0
+    return _hopper(x.device) and n * size % BYTES == 0 and k * size % BYTES == 0

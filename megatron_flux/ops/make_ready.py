@@ -41,7 +41,7 @@ def all_gather_gemm(
     k = x.shape[-1]
     mp, tp, sms = x.numel() // k, work.group.size(), sm_count(x.device)
     n = weight.shape[1] if transposed else weight.shape[0]
-    if not plan.ws or plan.pace or not hopper_kernels(x, weight, n, k) or mp % plan.bm:
+    if not plan.ws or plan.pace or not hopper_kernels(x, n, k) or mp % plan.bm:
         return None
     keys = [launch_hopper.ag_key(half, False, mp, n, k, x.dtype, transposed, plan, sms, bias) for half in HALVES]
     launches = [work.views.get(key) or None for key in keys]
@@ -57,7 +57,7 @@ def gemm_reduce_scatter(
     k = x.shape[-1]
     mp, sms = x.numel() // k // work.group.size(), sm_count(x.device)
     n = weight.shape[1] if transposed else weight.shape[0]
-    if not plan.ws or not hopper_kernels(x, weight, n, k):
+    if not plan.ws or not hopper_kernels(x, n, k):
         return None
     keys = [launch_hopper.rs_key(half, False, mp, n, k, x.dtype, transposed, plan, sms) for half in HALVES]
     return ReadyGemmReduceScatter(work, [work.views.get(key) or None for key in keys], shape)

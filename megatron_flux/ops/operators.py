@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import again, observe
+from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.reference import gemm
 from megatron_flux.ops.registry import select
 from megatron_flux.ops.stats import stats
@@ -107,7 +108,7 @@ def all_gather_gemm(
     group = _group(group)
     inside = None
     if epilogue_bias and bias is not None:
-        inside, bias = _aligned(bias), None
+        inside, bias = aligned(bias), None
     added = () if inside is None else (inside,)
     key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend, *added)
     ready = again.find(key, x, weight)
@@ -260,13 +261,6 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         pending = chosen.all_gather(x2d, group, async_op=True)
     again.remember(key, "all_gather", chosen, x, None, group, False, shape, received)
     return seen.pending(pending).map(lambda t: _shaped(t, *shape))
-
-
-def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """``bias`` as kernels read it: one element behind the other, from an address they were compiled for."""
-    if bias.is_contiguous() and bias.data_ptr() % 16 == 0:
-        return bias
-    return bias.clone(memory_format=torch.contiguous_format)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

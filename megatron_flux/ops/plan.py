@@ -152,11 +152,10 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         ]
     elif ws:
         first = rs_plan(mp, n, k, tp, sms, ws)
-        narrow = replace(first, bn=128, stages=5)
-        found = [first, replace(first, spread=40), replace(first, spread=0), narrow]
-        if _link_bound(k, tp):
-            # The link takes longer than the product: own tiles kept for the end come on top of it.
-            found.insert(1, replace(first, band=1))
+        spreads = (0, 40) if _link_bound(k, tp) else (75, 40)
+        # Own tiles kept for the end fill a round that others would leave, but nothing is sent in it.
+        found = [replace(first, band=band, spread=spread) for band in (first.band, 1) for spread in spreads]
+        found.append(replace(first, bn=128, stages=5))
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]

@@ -281,7 +281,7 @@ class TunedBackend:
 
         op, run, x, m, n, k, group = call.op, call.run, call.x, call.m, call.n, call.k, call.group
         device, mp, tp = x.device, m // group.size(), group.size()
-        ws = hopper_kernels(x, x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
+        ws = hopper_kernels(x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
         ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
         if call.pipelines:
             ways["pipelined"] = (None, lambda: run(self.pipelined))

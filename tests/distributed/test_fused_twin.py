@@ -120,6 +120,40 @@ def bias_that_is_a_column() -> None:
         del registry._backends["twin"]
 
 
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values two bytes behind an address that TMA takes."""
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def operands_of_one_rank_lie_elsewhere() -> None:
+    """Ranks agree on shapes, not on addresses: all must run the same kernel, for these two send other things."""
+    from megatron_flux.ops import launch
+    from megatron_flux.ops.reference import ReferenceBackend
+
+    group, stock = dist.group.WORLD, ReferenceBackend()
+    backend = twin()
+    chosen = []
+    tma = launch._tma
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
+        for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
+            backend.plan = plan
+            x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
+            if group.rank() == 0:
+                x, w = shifted(x), shifted(w)
+                assert x.data_ptr() % 16 == w.data_ptr() % 16 == 2
+            y, gathered = backend.all_gather_gemm(x, w, group, transposed=False)
+            want, want_gathered = stock.all_gather_gemm(x, w, group, transposed=False)
+            assert torch.equal(y, want)
+            assert torch.equal(gathered, want_gathered)
+            z = backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False).wait()
+            want = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=False, async_op=False).wait()
+            assert torch.equal(z, want.bfloat16())
+    assert chosen
+    assert all(chosen)
+
+
 def captured_between_eager() -> None:
     from megatron_flux.ops.capture import captured_calls
 
@@ -235,6 +269,10 @@ def test_a_bias_is_added_before_rounding(world2: WorkerPool, tma: bool) -> None:
 
 def test_a_bias_may_lie_anywhere(world2: WorkerPool) -> None:
     world2.run(bias_that_is_a_column)
+
+
+def test_ranks_run_the_same_kernel_wherever_their_operands_lie(world2: WorkerPool) -> None:
+    world2.run(with_tma, operands_of_one_rank_lie_elsewhere, True)
 
 
 def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:

@@ -107,10 +107,16 @@ def test_warp_specialised_plans_for_hopper() -> None:
     # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
     assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == Plan(ws=True, bn=128, stages=6)
     assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == Plan(ws=True)
-    # 132 SMs, 48 columns of tiles: three row blocks fill a round. Short products are bound by the link: no pacing.
-    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == Plan(ws=True, stages=3, ring=4, band=3, spread=75)
+    # Short products are bound by the link: no pacing.
+    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == Plan(ws=True, stages=3, ring=4, spread=75)
     assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
-    assert rs_plan(100, 12288, 4096, 4, 132, ws=True).band == 1
+
+
+def test_own_tiles_of_a_scatter_may_fill_the_last_round() -> None:
+    # 132 SMs, 48 columns of tiles: three row blocks fill a round.
+    found = candidates("gemm_reduce_scatter", 2048, 12288, 3072, 4, 132, ws=True)
+    assert {plan.band for plan in found} == {1, 3}
+    assert {plan.band for plan in candidates("gemm_reduce_scatter", 100, 12288, 4096, 4, 132, ws=True)} == {1}
 
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])

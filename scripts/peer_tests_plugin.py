@@ -18,6 +18,7 @@ import pytest
 _RANKING = ("passed", "skipped", "failed")  # over set-up, call and tear-down the last of these counts
 _path = f"{os.environ['PEER_TESTS_OUT']}.rank{os.environ.get('RANK', '0')}.jsonl"
 _worst: dict[str, str] = {}
+_told: dict[str, Any] = {}
 
 
 def _write(row: dict[str, Any]) -> None:
@@ -58,17 +59,27 @@ def pytest_runtest_logreport(report: Any) -> None:
         _write({"test": report.nodeid, "outcome": report.outcome, "why": _last_line(report)})
     elif report.when == "teardown" and _worst[report.nodeid] == "passed":
         _write({"test": report.nodeid, "outcome": "passed"})
+    if report.when == "teardown":
+        _tell_calls()
 
 
-def pytest_sessionfinish(session: Any) -> None:
-    """What flux did meanwhile, the proof that the patched arm was patched; and no error for tests that failed.
-
-    torchrun ends the ranks that are still at work as soon as one ends with an error. What failed is in the file.
-    """
+def _tell_calls() -> None:
+    """What flux has done so far, the proof that the patched arm was patched, whenever it has changed."""
+    global _told
     if os.environ["PEER_TESTS_ARM"] == "flux":
         import megatron_flux
 
-        _write({"flux": megatron_flux.report()})
+        report = megatron_flux.report()
+        if report != _told:
+            _told = report
+            _write({"flux": report})
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """No error for tests that failed: torchrun ends the ranks that are still at work as soon as one ends with an error.
+
+    What failed is in the file.
+    """
     if session.exitstatus in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.OK
 

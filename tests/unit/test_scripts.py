@@ -124,10 +124,8 @@ def test_bad_options(
 def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
     (folder / arm).mkdir(exist_ok=True)
     rows = [{"test": name, "outcome": outcome, "why": "because"} for name, outcome in tests.items()]
-    lines = [
-        json.dumps(row)
-        for row in [*rows, {"flux": {"calls": {"all_gather_gemm/reference": 2}, "fallbacks": {"row: tp = 1": 1}}}]
-    ]
+    counts = [{"calls": {"all_gather_gemm/reference": n}, "fallbacks": {"row: tp = 1": 1}} for n in (1, 2)]
+    lines = [json.dumps(row) for row in [{"flux": counts[0]}, *rows, {"flux": counts[1]}]]
     (folder / arm / f"f.rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -265,6 +263,7 @@ def test_the_plugin_writes_the_worst_phase_of_a_test(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEER_TESTS_OUT", str(tmp_path / "f"))
+    monkeypatch.setenv("PEER_TESTS_ARM", "stock")
     monkeypatch.setenv("RANK", "1")
     plugin = script("peer_tests_plugin")
     for test, phases in {
@@ -286,6 +285,22 @@ def test_the_plugin_writes_the_worst_phase_of_a_test(
         ("bad", "failed"),
         ("bad_tear_down", "failed"),
     ]
+
+
+def test_the_plugin_tells_the_calls_of_a_run_that_is_cut_short(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PEER_TESTS_OUT": str(tmp_path / "f"), "PEER_TESTS_ARM": "flux", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    plugin = script("peer_tests_plugin")
+    for test, calls in {"a": 0, "b": 2, "c": 2, "d": 5}.items():
+        counts = {"calls": {"all_gather_gemm/fused": calls}, "fallbacks": {}}
+        monkeypatch.setattr("megatron_flux.report", lambda counts=counts: counts)
+        for when in ("setup", "call", "teardown"):
+            plugin.pytest_runtest_logreport(SimpleNamespace(nodeid=test, when=when, outcome="passed", longrepr=""))
+    rows = [json.loads(line) for line in (tmp_path / "f.rank0.jsonl").read_text().splitlines()]
+    told = [row["flux"]["calls"]["all_gather_gemm/fused"] for row in rows if "flux" in row]
+    assert told == [0, 2, 5]
 
 
 # limited.py

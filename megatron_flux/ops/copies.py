@@ -37,7 +37,7 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     Tiles of the kernel's first round belong to the first two shards to come and begin at the same time: with ``early``
     the first columns of both go ahead. What is left to multiply when the last copy has arrived cannot be hidden: with
     ``late`` that is a quarter of the columns. Each piece costs 6 us of the copy engine's time beside its bytes
-    (2 x H200, results/copy-engine-h200x2), so nothing else is cut.
+    (2 x H200, results/stand-in-8-h200x2), so nothing else is cut.
     """
     small = edges.columns
     last = (k - 1) // small * small if small else 0

@@ -106,9 +106,10 @@ def answer(tuned: Json, case: Case, tp: int) -> tuple[float, float]:
     return kept["gemm_ms"], kept["ms"][chosen(kept)]
 
 
-def distance(summary: Json, tuned: Json, rate: float) -> str:
-    """How far flux is from the floor, and what of it the eight operator calls of a layer account for."""
+def distance(summary: Json, zeros: Json, tuned: Json, rate: float) -> str:
+    """How far flux is from the floor, with random numbers and with zeros, and what the operators account for."""
     rows = []
+    others = workloads(zeros)
     for title, arms in workloads(summary).items():
         row, tp = arms["flux_te"], summary["tp"]
         calls = cases([row["model"]], [row["seq"] * row["micro_batch"]], ["forward", "dgrad"], tp)
@@ -117,22 +118,49 @@ def distance(summary: Json, tuned: Json, rate: float) -> str:
             gemm, ms = answer(tuned, case, tp)
             over += max(0.0, ms - gemm)
             link += max(0.0, case.bytes_received(tp) / rate / 1e6 - gemm)
-        away = row["ms_per_layer"] - arms["floor"]["ms_per_layer"]
-        rows.append([title, f"{away:.2f}", f"{over:.2f}", f"{link:.2f}", f"{away - over:.2f}"])
-    head = ("layer", "flux on TE layers over no communication", "operators over their GEMMs",
-            "of that, link slower than GEMM", "not explained")  # fmt: skip
+        away, cool = (
+            there["flux_te"]["ms_per_layer"] - there["floor"]["ms_per_layer"] for there in (arms, others[title])
+        )
+        rows.append([title, *(f"{value:.2f}".replace("-", "\N{MINUS SIGN}") for value in (away, cool, over, link))])
+    head = ("layer", "flux on TE layers over no communication", "the same with zeros as operands",
+            "operators over their GEMMs", "of that, link slower than GEMM")  # fmt: skip
     return table(head, rows)
+
+
+KINDS = {
+    "the eight GEMMs that communicate": ("hopper_", "nvjet_sm90_tst"),
+    "the four wgrad GEMMs": ("nvjet_sm90_tss",),
+    "attention": ("cudnn", "void cudnn"),
+    "norms": ("void transformer_engine::normalization",),
+}
+
+
+def kernels(times: Json) -> str:
+    """Kernels of one layer by kind, with flux on TE layers and without communication."""
+    rows = []
+    for workload in ("gpt3-175b-2048x4", "llama-70b-4096x2"):
+        for kind, starts in KINDS.items():
+            flux, floor = (
+                sum(us for name, (us, _) in times[f"{workload} {arm}"].items() if name.startswith(starts)) / 1000
+                for arm in ("flux_te", "floor")
+            )
+            rows.append([workload, kind, f"{flux:.2f}", f"{floor:.2f}", f"{flux / floor:.2f}"])
+    return table(("layer", "kernels", "flux, TE layers", "no communication", "ratio"), rows)
 
 
 def tables() -> str:
     """All of them, with their headings."""
-    large, small, layer = (read(f"{name}/summary.json") for name in ("m8192", "m2048", "layer"))
+    names = ("m8192", "m2048", "layer", "layer-before", "layer-zeros")
+    large, small, layer, before, zeros = (read(f"{name}/summary.json") for name in names)
     rows = {**large, "rows": [*large["rows"], *small["rows"]]}
+    (times,) = read("kernels.json").values()
     return (
         f"### Operators, forward, milliseconds\n\n{operators(rows)}\n"
         f"### Layers, forward and backward\n\n{layers(layer)}\n"
-        f"### Where the rest is, milliseconds per layer\n\n"
-        f"{distance(layer, read('tuned.json'), large['link_gb_per_s'])}"
+        f"### Layers, an hour before on another machine (`layer-before`, five rounds)\n\n{layers(before)}\n"
+        f"### How far from no communication, milliseconds per layer (`layer-before`, `layer-zeros`)\n\n"
+        f"{distance(before, zeros, read('tuned.json'), large['link_gb_per_s'])}\n"
+        f"### Kernels of one step, milliseconds per layer (`layer`, `kernels.json`)\n\n{kernels(times)}"
     )
 
 

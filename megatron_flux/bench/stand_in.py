@@ -10,7 +10,7 @@ What it does not show, so that its figures are no measurement of the large group
     * Several writers at one receiver, which slow each other's copies down when the ranks of a group drift.
     * Waiting for the slowest of ``size`` ranks, and GPUs of a full host that throttle together.
     * NCCL's collectives of that many. Here they are one exchange of ``size - 1`` shards each way, no ring: latency is
-      that of two ranks, and on 2 x H200 they reach 54 to 76 % of the link (``results/stand-in-8-h200x2``). So
+      that of two ranks, and on 2 x H200 they reach 53 to 75 % of the link (``results/stand-in-8-h200x2``). So
       stock is not stock's time on the large group, and speed-ups over it, overlap efficiencies too, may be too large:
       compare with the GEMM alone, the bound, or the floor.
 

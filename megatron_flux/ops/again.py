@@ -75,7 +75,7 @@ def find(key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> 
     found = _table.get(key)
     if found is None or found.ready is None or not found.ready.usable():
         return None
-    # Another layer's operands may lie where TMA cannot address them; the way through Triton has kernels for those.
+    # Another layer's operands may lie where TMA cannot address them: the way through the backend copies those.
     if not x.is_contiguous() or x.data_ptr() & 15:
         return None
     if weight is not None and (not weight.is_contiguous() or weight.data_ptr() & 15):

@@ -87,7 +87,8 @@ def all_gather_gemm(
 
     Args:
         x: ``[m/tp, k]`` or ``[s/tp, ..., k]``; fp32, bf16 or fp16.
-        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Never copied.
+        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Copied only
+            where it does not begin at a multiple of 16 bytes.
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added to every row.
         epilogue_bias: add the bias in fp32 before the result is rounded, as cuBLASLt's epilogue does and so
@@ -176,7 +177,8 @@ def gemm_reduce_scatter(
 
     Args:
         x: ``[m, k]`` or ``[s, ..., k]`` with the first dimension divisible by ``tp``; fp32, bf16 or fp16.
-        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Never copied.
+        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Copied only
+            where it does not begin at a multiple of 16 bytes.
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).

@@ -3,7 +3,7 @@
 The rules come from measurements on four H200s. Warp-specialised kernels (results/ops-h200x4-nvlink): all SMs multiply,
 so what counts is the number of rounds of tiles; a tile's pieces are best sent over three quarters of the next tile's
 time. Partial tiles for the own rank, on which no peer waits, are best done in between: kept for the end, as one round
-of their own, they leave the link without work (two GPUs that stand in for eight, results/stand-in-8-h200x2: 0.595 ms
+of their own, they leave the link without work (two GPUs that stand in for eight, results/stand-in-8-h200x2: 0.596 ms
 instead of 0.575 for m=8192, n=12288, k=1536, 0.455 instead of 0.445 for m=2048, k=6144; as four it is even).
 Plain kernels (results/ops-h200x4-nvlink-triton): with 128 x 256 tiles the usual shapes make multiples of 128 tiles, so
 four of 132 SMs are free for moving or adding data at no cost in rounds.
@@ -92,7 +92,9 @@ class Plan:
     def edges(self, k: int) -> Edges:
         """What of a shard with ``k`` columns goes by itself where the copy engine moves it."""
         columns = cdiv(cdiv(k, 4), self.bk) * self.bk
-        return Edges(self.early, self.late, columns) if (self.early or self.late) and columns < k else WHOLE
+        if self.pace or columns >= k or not (self.early or self.late):  # whoever paces, counts whole shards
+            return WHOLE
+        return Edges(self.early, self.late, columns)
 
     def label(self) -> str:
         """Differences from the defaults, short."""
@@ -140,7 +142,8 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     """Plans worth measuring, the likeliest first."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
-        found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
+        cut = [replace(first, early=True), replace(first, late=True)], [replace(second, late=True)]
+        found = [first, *cut[0], second, *cut[1]] if first.bk < k else [first, second]
         found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
         found = [

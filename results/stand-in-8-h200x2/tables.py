@@ -140,12 +140,16 @@ def kernels(times: Json) -> str:
     rows = []
     for workload in ("gpt3-175b-2048x4", "llama-70b-4096x2"):
         for kind, starts in KINDS.items():
-            flux, floor = (
-                sum(us for name, (us, _) in times[f"{workload} {arm}"].items() if name.startswith(starts)) / 1000
-                for arm in ("flux_te", "floor")
-            )
-            rows.append([workload, kind, f"{flux:.2f}", f"{floor:.2f}", f"{flux / floor:.2f}"])
-    return table(("layer", "kernels", "flux, TE layers", "no communication", "ratio"), rows)
+            cells = []
+            for run in ("layer", "layer-before"):
+                flux, floor = (
+                    sum(us for name, (us, _) in times[f"{run} {workload} {arm}"].items() if name.startswith(starts))
+                    for arm in ("flux_te", "floor")
+                )
+                cells += [f"{flux / 1000:.2f}", f"{floor / 1000:.2f}", f"{flux / floor:.2f}"]
+            rows.append([workload, kind, *cells])
+    head = ("flux, TE layers", "no communication", "ratio")
+    return table(("layer", "kernels", *head, *(f"{name}, `layer-before`" for name in head)), rows)
 
 
 def tables() -> str:
@@ -157,10 +161,10 @@ def tables() -> str:
     return (
         f"### Operators, forward, milliseconds\n\n{operators(rows)}\n"
         f"### Layers, forward and backward\n\n{layers(layer)}\n"
-        f"### Layers, an hour before on another machine (`layer-before`, five rounds)\n\n{layers(before)}\n"
+        f"### Layers, a little before on another machine (`layer-before`, five rounds)\n\n{layers(before)}\n"
         f"### How far from no communication, milliseconds per layer (`layer-before`, `layer-zeros`)\n\n"
         f"{distance(before, zeros, read('tuned.json'), large['link_gb_per_s'])}\n"
-        f"### Kernels of one step, milliseconds per layer (`layer`, `kernels.json`)\n\n{kernels(times)}"
+        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n{kernels(times)}"
     )
 
 

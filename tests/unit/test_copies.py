@@ -72,6 +72,7 @@ def test_a_quarter_of_the_columns_in_whole_blocks(k: int, columns: int) -> None:
     """A shard of one block is not cut."""
     assert Plan(ws=True, early=True).edges(k) == (Edges(early=True, columns=columns) if columns else Edges())
     assert Plan(ws=True).edges(k) == Edges()
+    assert Plan(ws=True, early=True, pace=True).edges(k) == Edges()  # steps are counted by whole shards
 
 
 @pytest.mark.parametrize("edges", EDGES.values(), ids=list(EDGES))

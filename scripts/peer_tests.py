@@ -7,8 +7,8 @@
 Each test file is run by torchrun with pytest on every rank, stock then flux, with a time limit for each run; with
 --together all files are one run, which starts once. A test passes when it passes on every rank. A file that cannot be
 imported is one failed test of that arm, and the others go on. OUT/comparison.json has every test, OUT/comparison.md the
-table; exit code 1: flux failed something that stock passes, a file did not run in one of the arms, or a run was cut
-short.
+table; exit code 1: flux failed something that stock passes, a file did not run in one of the arms, a run was cut short,
+or a rank of the flux arm did not say that it was patched.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
         sys.exit(f"peer_tests.py: {out} exists; give a folder that does not")
     files = _files(checkout, options.tests)
     results: dict[str, dict[str, Any]] = {
-        arm: {"tests": {}, "ended": {}, "flux": Counter(), "stock": Counter()} for arm in ARMS
+        arm: {"tests": {}, "ended": {}, "flux": Counter(), "stock": Counter(), "patched": []} for arm in ARMS
     }
     for group in [files] if options.together else [[name] for name in files]:
         name = _slug(group[0]) if len(group) == 1 else "together"
@@ -131,10 +131,11 @@ def _collect(result: dict[str, Any], out: Path, arm: str, name: str, code: int |
         path = out / arm / f"{name}.rank{rank}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         ranks.append({row["test"]: row for row in rows if "test" in row})
-        told = [row["flux"] for row in rows if "flux" in row][-1:]  # counted from the start of the run
-        for report in told:
-            result["flux"].update(report["calls"])
-            result["stock"].update(report["fallbacks"])
+        told = [row["flux"] for row in rows if "flux" in row]
+        result["patched"].append(bool(told) and told[-1]["patched"])
+        if told:  # counted from the start of the run
+            result["flux"].update(told[-1]["calls"])
+            result["stock"].update(told[-1]["fallbacks"])
     result["ended"][name] = "the time limit" if code is None else f"exit code {code}"
     for test in sorted({test for rank in ranks for test in rank}):
         outcomes = [rank.get(test, {"outcome": "failed", "why": "not finished"}) for rank in ranks]
@@ -199,7 +200,11 @@ def _compare(results: dict[str, dict[str, Any]], files: list[str], out: Path, op
         for name, how in runs.items():
             print(f"peer_tests.py: {name} in the {arm} arm ended with {how}: what it had not run is not compared")
     all_ran = not any(found for kind in ("files_not_run", "runs_cut_short") for found in comparison[kind].values())
-    return 0 if stock and not worse and all_ran else 1
+    patched = results["flux"]["patched"]
+    if not all(patched):
+        stock_ranks = patched.count(False)
+        print(f"peer_tests.py: {stock_ranks} ranks of the flux arm were not patched: that compares stock to stock")
+    return 0 if stock and not worse and all_ran and all(patched) else 1
 
 
 def _table(comparison: dict[str, Any]) -> str:

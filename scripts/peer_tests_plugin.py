@@ -44,6 +44,7 @@ def pytest_configure(config: Any) -> None:
         import megatron_flux
 
         megatron_flux.patch()
+        _tell_calls()
 
 
 def pytest_collectreport(report: Any) -> None:

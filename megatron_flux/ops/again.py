@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.ops import observe
+from megatron_flux.ops.alignment import is_aligned
 from megatron_flux.ops.backend import Backend
 
 _ATTEMPTS = 8
@@ -76,11 +77,7 @@ def find(key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> 
     if found is None or found.ready is None or not found.ready.usable():
         return None
     # Another layer's operands may lie where TMA cannot address them: the way through the backend copies those.
-    if not x.is_contiguous() or x.data_ptr() & 15:
-        return None
-    if weight is not None and (not weight.is_contiguous() or weight.data_ptr() & 15):
-        return None
-    return found
+    return found if is_aligned(x) and (weight is None or is_aligned(weight)) else None
 
 
 def remember(

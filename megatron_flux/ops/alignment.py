@@ -12,8 +12,11 @@ BYTES = 16
 """TMA's, and what pointers are compiled for."""
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether it is contiguous and begins at a multiple of :data:`BYTES`."""
+    return tensor.is_contiguous() and tensor.data_ptr() % BYTES == 0
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` if it is contiguous and begins at a multiple of :data:`BYTES`, else a copy that is and does."""
-    if tensor.is_contiguous() and tensor.data_ptr() % BYTES == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    """``tensor`` if :func:`is_aligned`, else a copy that is."""
+    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)

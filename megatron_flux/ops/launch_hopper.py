@@ -13,7 +13,7 @@ from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.ops import relaunch
-from megatron_flux.ops.plan import WHOLE, Plan, cdiv
+from megatron_flux.ops.plan import Plan, cdiv
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 PIECE = 64
@@ -41,7 +41,7 @@ def all_gather_gemm(
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
-        edges = WHOLE if push else plan.edges(k)
+        edges = plan.edges(k)
         chunk_k = plan.chunk_k(k) if push else edges.columns or cdiv(k, plan.bk) * plan.bk
         arguments = (
             _desc(gathered, plan.bm, plan.bk),

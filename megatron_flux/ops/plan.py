@@ -90,9 +90,9 @@ class Plan:
         return cdiv(cdiv(k, self.chunks), self.bk) * self.bk
 
     def edges(self, k: int) -> Edges:
-        """What of a shard with ``k`` columns goes by itself where the copy engine moves it."""
+        """What of a shard with ``k`` columns goes by itself: nothing where SMs push, or where pacing counts shards."""
         columns = cdiv(cdiv(k, 4), self.bk) * self.bk
-        if self.pace or columns >= k or not (self.early or self.late):  # whoever paces, counts whole shards
+        if self.comm or self.pace or columns >= k or not (self.early or self.late):
             return WHOLE
         return Edges(self.early, self.late, columns)
 
@@ -142,8 +142,8 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     """Plans worth measuring, the likeliest first."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
-        cut = [replace(first, early=True), replace(first, late=True)], [replace(second, late=True)]
-        found = [first, *cut[0], second, *cut[1]] if first.bk < k else [first, second]
+        found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
+        found = [plan for plan in found if not (plan.early or plan.late) or plan.edges(k) != WHOLE]
         found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
         found = [

@@ -73,6 +73,7 @@ def test_a_quarter_of_the_columns_in_whole_blocks(k: int, columns: int) -> None:
     assert Plan(ws=True, early=True).edges(k) == (Edges(early=True, columns=columns) if columns else Edges())
     assert Plan(ws=True).edges(k) == Edges()
     assert Plan(ws=True, early=True, pace=True).edges(k) == Edges()  # steps are counted by whole shards
+    assert Plan(ws=True, early=True, comm=1).edges(k) == Edges()  # SMs have chunks of their own
 
 
 @pytest.mark.parametrize("edges", EDGES.values(), ids=list(EDGES))

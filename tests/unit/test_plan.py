@@ -126,3 +126,9 @@ def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(o
     assert found[0] == default
     assert len(found) == len(set(found)) == (6 if op == "all_gather_gemm" else 5)
     assert all(plan.ws for plan in found)
+
+
+def test_a_shard_of_one_block_of_columns_is_not_cut_and_measured_again() -> None:
+    found = candidates("all_gather_gemm", 2048, 12288, 64, 4, 132, ws=True)
+    assert len(found) == 3
+    assert not any(plan.early or plan.late for plan in found)

@@ -121,10 +121,12 @@ def test_bad_options(
 # peer_tests.py
 
 
-def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
+def outcomes(folder: Path, arm: str, rank: int, patched: bool = True, **tests: str) -> None:
     (folder / arm).mkdir(exist_ok=True)
     rows = [{"test": name, "outcome": outcome, "why": "because"} for name, outcome in tests.items()]
-    counts = [{"calls": {"all_gather_gemm/reference": n}, "fallbacks": {"row: tp = 1": 1}} for n in (1, 2)]
+    counts = [
+        {"patched": patched, "calls": {"all_gather_gemm/reference": n}, "fallbacks": {"row: tp = 1": 1}} for n in (1, 2)
+    ]
     lines = [json.dumps(row) for row in [{"flux": counts[0]}, *rows, {"flux": counts[1]}]]
     (folder / arm / f"f.rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -132,7 +134,8 @@ def outcomes(folder: Path, arm: str, rank: int, **tests: str) -> None:
 def peers(script: Any, out: Path, *files: str, ended: int | None = 0, only: str = "") -> tuple[int, dict[str, Any]]:
     module = script("peer_tests")
     results = {
-        arm: {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter()} for arm in module.ARMS
+        arm: {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter(), "patched": []}
+        for arm in module.ARMS
     }
     for arm in module.ARMS:
         module._collect(results[arm], out, arm, "f", ended, 2)
@@ -182,6 +185,14 @@ def test_a_run_that_was_cut_short_is_no_comparison(
     said = capsys.readouterr().out
     assert "- the rest of together, stock: the run ended with the time limit" in said
     assert "together in the stock arm ended with the time limit: what it had not run is not compared" in said
+
+
+def test_stock_against_stock_is_no_comparison(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        outcomes(tmp_path, "stock", rank, **{"c.py::t": "passed"})
+        outcomes(tmp_path, "flux", rank, patched=rank == 0, **{"c.py::t": "passed"})
+    assert peers(script, tmp_path, "c.py")[0] == 1
+    assert "1 ranks of the flux arm were not patched: that compares stock to stock" in capsys.readouterr().out
 
 
 def test_no_test_at_all_is_a_failure(script: Any, tmp_path: Path) -> None:
@@ -237,7 +248,9 @@ def test_a_file_that_cannot_be_imported_does_not_keep_the_others_from_running(
     files = module._files(tmp_path, list(texts))
     # The tests' failures are in the file: with an error, torchrun would end the ranks that are still at work.
     assert module._run(options, tmp_path, tmp_path / "out", "stock", "together", files) == 0
-    result: dict[str, Any] = {"tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter()}
+    result: dict[str, Any] = {
+        "tests": {}, "ended": {}, "flux": module.Counter(), "stock": module.Counter(), "patched": []
+    }  # fmt: skip
     module._collect(result, tmp_path / "out", "stock", "together", 0, 1)
     assert {test: found["outcome"] for test, found in result["tests"].items()} == {
         "test_a.py (import)": "failed",

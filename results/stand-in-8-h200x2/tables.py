@@ -154,8 +154,8 @@ def kernels(times: Json) -> str:
 
 def tables() -> str:
     """All of them, with their headings."""
-    names = ("m8192", "m2048", "layer", "layer-before", "layer-zeros")
-    large, small, layer, before, zeros = (read(f"{name}/summary.json") for name in names)
+    names = ("m8192", "m2048", "layer", "layer-before", "layer-zeros", "m8192-before")
+    large, small, layer, before, zeros, link = (read(f"{name}/summary.json") for name in names)
     rows = {**large, "rows": [*large["rows"], *small["rows"]]}
     (times,) = read("kernels.json").values()
     return (
@@ -163,7 +163,7 @@ def tables() -> str:
         f"### Layers, forward and backward\n\n{layers(layer)}\n"
         f"### Layers, a little before on another machine (`layer-before`, five rounds)\n\n{layers(before)}\n"
         f"### How far from no communication, milliseconds per layer (`layer-before`, `layer-zeros`)\n\n"
-        f"{distance(before, zeros, read('tuned.json'), large['link_gb_per_s'])}\n"
+        f"{distance(before, zeros, read('layer-before/tuned.json'), link['link_gb_per_s'])}\n"
         f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n{kernels(times)}"
     )
 

@@ -10,6 +10,8 @@ local        local spec with           stock Megatron
 te_ub        TransformerEngine spec    TransformerEngine's userbuffers (``tp_comm_overlap``), its default settings
 flux_local   those of ``local``        under ``megatron_flux.patched()``
 flux_te      those of ``te``           under ``megatron_flux.patched()``
+flux_*_…     those of ``flux_*``       with another :class:`~megatron_flux.FluxConfig`: ``defer`` defers wgrad,
+                                       ``own_gather`` gathers wgrad's input in the layer's own backward
 floor        those of ``local``        communication left out (:mod:`megatron_flux.bench.floor`): no training run
 ===========  ========================  ===========================================================================
 
@@ -30,7 +32,7 @@ import torch
 from megatron_flux import FluxConfig, ops, patched, report
 from megatron_flux.bench import floor
 from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
-from megatron_flux.bench.layer_config import Workload
+from megatron_flux.bench.layer_config import VARIANTS, Workload
 from megatron_flux.comm import slab
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -61,7 +63,9 @@ class Arm:
 
 def block_of(arm: str) -> BlockKind:
     """Which layers an arm runs."""
-    return {"te": "te", "flux_te": "te", "te_ub": "te_ub"}.get(arm, "local")  # type: ignore[return-value]
+    if arm == "te_ub":
+        return "te_ub"
+    return "te" if arm == "te" or arm.startswith("flux_te") else "local"
 
 
 def why_not(arm: str, device: torch.device) -> str | None:
@@ -93,7 +97,10 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
     def active() -> AbstractContextManager[None]:
         if arm == "floor":
             return patched(FluxConfig(backend=floor.NAME))
-        return patched(FluxConfig(backend=backend)) if arm.startswith("flux") else nullcontext()
+        if not arm.startswith("flux"):
+            return nullcontext()
+        _, _, variant = arm.removeprefix("flux_").partition("_")
+        return patched(FluxConfig(backend=backend, **VARIANTS.get(variant, {})))
 
     if arm == "floor":
         floor.register()

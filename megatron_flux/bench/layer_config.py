@@ -13,6 +13,10 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
+"""Those that run unless others are asked for."""
+VARIANTS = {"defer": {"defer_wgrad": True}, "own_gather": {"gather_ahead": False}}
+"""Fields of FluxConfig that differ in a further arm, by the end of its name: ``flux_te_defer``."""
+ALL_ARMS = (*ARMS, *(f"flux_{layers}_{variant}" for layers in ("local", "te") for variant in VARIANTS))
 """See :mod:`megatron_flux.bench.layer_arms`."""
 
 TINY = "tiny"
@@ -85,7 +89,9 @@ class LayerOptions(BaseModel):
         description=f"Models, separated by commas: {', '.join(LAYER_MODELS)} (a small one, to try the machine).",
     )
     arms: str = Field(
-        ",".join(ARMS), description="Arms, separated by commas. floor skips all communication: not a training run."
+        ",".join(ARMS),
+        description="Arms, separated by commas. floor skips all communication: not a training run. On request: "
+        f"{', '.join(ALL_ARMS[len(ARMS) :])}.",
     )
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per step, instead of each model's own.")
@@ -151,7 +157,7 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
         UserError: an unknown model, arm or backend, or sizes that ``tp`` does not divide.
     """
     models = _named("model", options.models, tuple(LAYER_MODELS))
-    arms = _named("arm", options.arms, ARMS)
+    arms = _named("arm", options.arms, ALL_ARMS)
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     given = {"seq": options.seq, "micro_batch": options.micro_batch, "layers": options.layers}

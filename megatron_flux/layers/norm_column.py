@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.config import Backends
-from megatron_flux.layers.column import ColumnWeight, column_backward
+from megatron_flux.config import SCHEDULE, Backends, Schedule
+from megatron_flux.layers.ahead import ColumnWeight, offer
+from megatron_flux.layers.column import column_backward
 from megatron_flux.layers.wgrad import main_grad_of
 
 
@@ -56,6 +57,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         overwrite_main_grad: bool,
         backends: Backends,
         epilogue_bias: bool,
+        schedule: Schedule,
     ) -> torch.Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
         normed, mean, reciprocal_deviation = norm.forward(rows, norm_weight, norm_bias)
@@ -70,14 +72,15 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         )
         ctx.norm = norm
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
+        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends, schedule)
+        offer(ctx, ctx.weight, x=4)
         return ops.all_gather_gemm(
             normed, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward
         )
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, norm_weight, mean, reciprocal_deviation, normed, weight = ctx.saved_tensors
+        rows, norm_weight, mean, reciprocal_deviation, normed, weight = ctx.weight.saved_tensors(ctx)
         need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]
         need_dnormed = need_dx or need_norm_dw or need_norm_db
         dnormed, dw, db = column_backward(
@@ -101,6 +104,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -117,6 +121,7 @@ def norm_column_parallel_linear(
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
     epilogue_bias: bool = False,
+    schedule: Schedule = SCHEDULE,
 ) -> torch.Tensor:
     """``all_gather(norm(x)) @ weight.T + bias``, differentiable.
 
@@ -134,6 +139,7 @@ def norm_column_parallel_linear(
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
         epilogue_bias: see there.
+        schedule: what of backward is moved, see :class:`~megatron_flux.FluxConfig`.
 
     Returns:
         ``[s, b, n]``.
@@ -150,4 +156,5 @@ def norm_column_parallel_linear(
         overwrite_main_grad,
         Backends.of(backend),
         epilogue_bias,
+        schedule,
     )

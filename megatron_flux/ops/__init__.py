@@ -25,7 +25,7 @@ auto           ``reference``, until the others have been proven inside training
 =============  =====================================================================================================
 """
 
-from megatron_flux.ops.operators import all_gather, all_gather_gemm, gemm_reduce_scatter
+from megatron_flux.ops.operators import all_gather, all_gather_gemm, all_gathers_begun, gemm_reduce_scatter
 from megatron_flux.ops.registry import backend_names, register_backend
 from megatron_flux.ops.stats import OpStats, stats
 
@@ -33,6 +33,7 @@ __all__ = [
     "OpStats",
     "all_gather",
     "all_gather_gemm",
+    "all_gathers_begun",
     "backend_names",
     "gemm_reduce_scatter",
     "register_backend",

@@ -32,7 +32,11 @@ class Backend(Protocol):
         transposed: bool,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded."""
+        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded.
+
+        A backend whose attribute ``takes_meanwhile`` is True also takes ``meanwhile``, and calls it once between the
+        beginning of the transfer and the GEMM.
+        """
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool

@@ -4,7 +4,8 @@ Hopper gets the warp-specialised kernels (:mod:`megatron_flux.kernels.hopper`) w
 and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
 
 Contract: that of :mod:`megatron_flux.ops.backend`; all ranks of a group make the same calls in the same order. A
-gathered input is a view of the slab, valid until the next operator call on the group. Results are fresh tensors.
+gathered input is a view of a slab: of an all_gather valid until the group's next one, of an all_gather_gemm until the
+group's next call of the other two. Results are fresh tensors.
 
 Determinism: both operators are bitwise reproducible (see the kernels).
 
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import collectives, slab, topology
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.pending import Meanwhile, Pending
 from megatron_flux.ops.agree import agree
 from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.capture import capturing
@@ -40,6 +41,7 @@ class FusedBackend:
     """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
 
     needs_cuda = True
+    takes_meanwhile = True
     automatic = False
     """``auto`` does not choose it; the tuner does where it is the fastest."""
 
@@ -74,6 +76,7 @@ class FusedBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         from megatron_flux.ops import launch
@@ -91,7 +94,7 @@ class FusedBackend:
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
             plan = launch.within_flags(plan, mp * group.size())
-        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
+        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias, meanwhile=meanwhile)
 
     def _gather_work(self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool) -> tuple[slab.Slab, Plan]:
         """Slab and plan of an all_gather_gemm."""

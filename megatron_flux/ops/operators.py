@@ -13,13 +13,14 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.pending import Meanwhile, Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import again, observe
 from megatron_flux.ops.alignment import aligned
@@ -58,6 +59,7 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: Literal[False] = False,
     backend: str = "auto",
+    meanwhile: Meanwhile | None = None,
 ) -> torch.Tensor: ...
 @overload
 def all_gather_gemm(
@@ -70,6 +72,7 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: Literal[True],
     backend: str = "auto",
+    meanwhile: Meanwhile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @_without_grad
 def all_gather_gemm(
@@ -82,6 +85,7 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: bool = False,
     backend: str = "auto",
+    meanwhile: Meanwhile | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gather ``x`` over ``group`` and multiply: ``all_gather(x) @ weight.T (+ bias)``.
 
@@ -96,8 +100,11 @@ def all_gather_gemm(
             than the result's last bit is not lost. All backends do so but ``pipelined``, which adds it afterwards.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
-            caller may keep it until its next call of an operator on the same group.
+            caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
         backend: ``auto`` or a name from :func:`backend_names`.
+        meanwhile: called once, when the transfer has begun and before the GEMM, to enqueue what the transfer can hide
+            behind; before the transfer where the backend cannot do that, or where calls are timed one by one. It may
+            call :func:`all_gather`, no other operator.
 
     Returns:
         ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``.
@@ -114,7 +121,7 @@ def all_gather_gemm(
     key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend, *added)
     ready = again.find(key, x, weight)
     if ready is not None:
-        y, gathered = ready.ready(x, weight, *added)
+        y, gathered = ready.ready(x, weight, *added, meanwhile=meanwhile)
         stats.count("all_gather_gemm", ready.backend, ready.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
@@ -123,12 +130,19 @@ def all_gather_gemm(
     x2d = _matrix(x)
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x2d.numel() * x2d.element_size()
     if tp == 1:
+        if meanwhile is not None:
+            meanwhile()
         y, gathered, used = gemm(x2d, weight, transposed=transposed, bias=inside), x2d, "none"
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
+        options: dict[str, Any] = {} if inside is None else {"bias": inside}
+        if meanwhile is not None:
+            if getattr(chosen, "takes_meanwhile", False) and not observe.timing():
+                options["meanwhile"] = meanwhile
+            else:
+                meanwhile()
         with observe.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
-            options = {} if inside is None else {"bias": inside}
             y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed, **options)
         again.remember(
             key, "all_gather_gemm", chosen, x, weight, group, transposed, (*lead, n), received, inside is not None
@@ -235,7 +249,8 @@ def gemm_reduce_scatter(
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto") -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it.
 
-    Used for the gathered input that wgrad needs: it is enqueued before dgrad, so that it overlaps with it.
+    Used for the gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it
+    overlaps with it. The result is valid until the group's next all_gather.
 
     Raises:
         UserError: a shape or dtype that is not supported, or an unusable backend.
@@ -245,6 +260,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     key = again.key_of("all_gather", x, None, None, group, False, backend)
     ready = again.find(key, x, None)
     if ready is not None:
+        _begun[group.group_name] += 1
         stats.count("all_gather", ready.backend, ready.nbytes)
         return ready.ready(x)
     if x.dim() < 2 or x.dtype not in DTYPES:
@@ -255,6 +271,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     tp = group.size()
     if tp == 1:
         return Pending(x)
+    _begun[group.group_name] += 1
     x2d = _matrix(x)
     chosen = select(backend, x2d, None, group)
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x2d.numel() * x2d.element_size()
@@ -263,6 +280,14 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         pending = chosen.all_gather(x2d, group, async_op=True)
     again.remember(key, "all_gather", chosen, x, None, group, False, shape, received)
     return seen.pending(pending).map(lambda t: _shaped(t, *shape))
+
+
+_begun: Counter[str] = Counter()
+
+
+def all_gathers_begun(group: dist.ProcessGroup) -> int:
+    """How many :func:`all_gather` of ``group`` have begun: whether a gathered tensor is still valid."""
+    return _begun[group.group_name]
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

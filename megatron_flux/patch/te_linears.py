@@ -45,6 +45,7 @@ class TELinearPatch:
 
     def norm_column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TELayerNormColumnParallelLinear.forward``."""
+        linears = self._linears
 
         def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
@@ -58,6 +59,7 @@ class TELinearPatch:
                 layer.tp_group,
                 norm=te.norm(layer),
                 epilogue_bias=True,
+                schedule=linears.schedule(layer.fuse_wgrad_accumulation, weight),
                 **options,
             )
             return y, layer.bias if layer.te_return_bias else None
@@ -66,10 +68,14 @@ class TELinearPatch:
 
     def column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TEColumnParallelLinear.forward``."""
+        linears = self._linears
 
         def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
-            y = column_parallel_linear(x, weight, bias, layer.tp_group, epilogue_bias=True, **options)
+            schedule = linears.schedule(layer.fuse_wgrad_accumulation, weight)
+            y = column_parallel_linear(
+                x, weight, bias, layer.tp_group, epilogue_bias=True, schedule=schedule, **options
+            )
             return y, layer.bias if layer.te_return_bias else None
 
         return self._forward(COLUMN, stock, run)

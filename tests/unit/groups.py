@@ -7,7 +7,7 @@ from typing import Any
 
 class SizedGroup:
     def __init__(self, size: int, rank: int = 0) -> None:
-        self._size, self._rank = size, rank
+        self._size, self._rank, self.group_name = size, rank, "sized"
 
     def size(self) -> int:
         return self._size

@@ -1,0 +1,118 @@
+"""Gathering a column-parallel layer's input again, for its wgrad, before backward comes to that layer.
+
+Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter. Where that is
+bound by the link both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it,
+and the layer that backward comes to next is known from forward: the column-parallel one that ran before. So the row
+layer's backward starts that gather when its own dgrad is enqueued.
+
+Contract
+    * Forward: a column layer :func:`offers <offer>` itself, the next row layer of the same group :func:`accepts
+      <accepted>` it. Whatever pairs they make, results are the same: a column layer that finds its input not gathered
+      gathers it itself.
+    * All ranks of a group run the same layers in the same order, and so make the same pairs and the same gathers in the
+      same order.
+    * A gathered input is valid until the group's next all_gather begins (:func:`megatron_flux.ops.all_gather`): who
+      comes later gathers again (:meth:`Gathered.wait`).
+
+Hazards
+    * Saved tensors may be unpacked once only (``torch.utils.checkpoint`` without reentrance), and the layer's own
+      backward needs them too: they are kept here in between.
+    * Unpacking has a time of its own where hooks are in place (offloading, checkpoints): such layers do not offer.
+    * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.comm.pending import Pending
+from megatron_flux.config import Backends, Schedule
+from megatron_flux.ops.capture import capturing
+
+
+class Gathered:
+    """``x`` ``[s/tp, b, k]`` on its way to being ``[s, b, k]``."""
+
+    __slots__ = ("_backend", "_begun", "_group", "_pending", "_x")
+
+    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup, backend: str) -> None:
+        """Start gathering."""
+        self._x, self._group, self._backend = x, group, backend
+        self._start()
+
+    def _start(self) -> None:
+        self._pending: Pending = ops.all_gather(self._x, self._group, backend=self._backend)
+        self._begun = ops.all_gathers_begun(self._group)
+
+    def wait(self) -> torch.Tensor:
+        """The gathered ``x``, which the current stream may read; gathered anew if another one has begun since."""
+        if self._begun != ops.all_gathers_begun(self._group):
+            self._pending.wait()  # it must be finished all the same
+            self._start()
+        return self._pending.wait()
+
+
+@dataclass(slots=True, weakref_slot=True)
+class ColumnWeight:
+    """What a column-parallel layer's backward needs beside its saved tensors."""
+
+    parameter: torch.Tensor
+    main_grad: torch.Tensor | None
+    overwrite_main_grad: bool
+    group: dist.ProcessGroup
+    backends: Backends
+    schedule: Schedule
+    _ctx: weakref.ref[Any] | None = None
+    _x: int = 0
+    _saved: tuple[torch.Tensor | None, ...] | None = None
+    _gathered: Gathered | None = None
+
+    def saved_tensors(self, ctx: Any) -> tuple[torch.Tensor | None, ...]:
+        """``ctx.saved_tensors``, which may have been unpacked already."""
+        saved, self._saved = self._saved, None
+        return ctx.saved_tensors if saved is None else saved
+
+    def gathered_ahead(self) -> Gathered | None:
+        """The gather of ``x`` that was started ahead, if one was; the layer's backward has come."""
+        gathered, self._gathered, self._ctx = self._gathered, None, None
+        return gathered
+
+    def gather(self) -> None:
+        """Start gathering ``x`` for the coming backward, unless the layer cannot have one."""
+        ctx = None if self._ctx is None else self._ctx()
+        if ctx is None or self._gathered is not None:
+            return
+        self._saved = ctx.saved_tensors
+        x = self._saved[self._x]
+        if x is not None and not capturing(x):
+            self._gathered = Gathered(x, self.group, self.backends.wgrad)
+
+
+_newest: dict[str, weakref.ref[ColumnWeight]] = {}
+"""By group: the column-parallel layer that ran forward last and that no row-parallel one has accepted."""
+
+
+def offer(ctx: Any, weight: ColumnWeight, x: int) -> None:
+    """Let the next row-parallel layer gather this layer's input; call it in forward.
+
+    Args:
+        ctx: of the column layer's autograd function.
+        weight: of the layer.
+        x: which of the saved tensors is the input.
+    """
+    _newest.pop(weight.group.group_name, None)
+    if weight.schedule.gather_ahead and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        weight._ctx, weight._x = weakref.ref(ctx), x
+        _newest[weight.group.group_name] = weakref.ref(weight)
+
+
+def accepted(group: dist.ProcessGroup) -> ColumnWeight | None:
+    """The column-parallel layer whose input the calling row-parallel layer is to gather in its backward, if any."""
+    found = _newest.pop(group.group_name, None)
+    return None if found is None else found()

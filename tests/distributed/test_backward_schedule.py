@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -22,9 +23,10 @@ from megatron_flux import FluxConfig, UserError, ops, patched
 from megatron_flux.config import SCHEDULE, Schedule
 from megatron_flux.layers import ahead, column_parallel_linear, deferred, row_parallel_linear, wgrad
 from megatron_flux.ops import registry
+from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
-from tests.distributed.data import normals
+from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
@@ -393,3 +395,46 @@ def test_what_is_refused(world2: WorkerPool) -> None:
     for without_fusion, without_gather in world2.run(rank_refused):
         assert "gradient_accumulation_fusion=False" in without_fusion
         assert "gather_ahead" in without_gather
+
+
+# The fused kernels, in Triton's interpreter: gathers that stay open while other operators of the group run.
+
+
+def rank_twin(late: int | None) -> None:
+    backend = FusedBackend("twin", twin=True)
+    ops.register_backend(backend)
+    try:
+        weights = [torch.nn.Parameter(normals(*shape, seed=i)) for i, shape in enumerate([(32, 16), (16, 32)] * 2)]
+        for weight in weights:
+            weight.main_grad = torch.zeros(weight.shape)
+
+        def forward(x: torch.Tensor, schedule: Schedule, backend: str = "twin") -> torch.Tensor:
+            group, common = dist.group.WORLD, {"gradient_accumulation_fusion": True, "backend": backend}
+            for column, row in (weights[:2], weights[2:]):
+                hidden = column_parallel_linear(x, column, None, group, schedule=schedule, **common)
+                if late == dist.get_rank():
+                    hidden.register_hook(lambda _: time.sleep(0.3))
+                x = row_parallel_linear(torch.tanh(hidden), row, group, **common)
+            return x
+
+        def gradients(schedule: Schedule, backend: str) -> list[torch.Tensor]:
+            for weight in weights:
+                weight.main_grad.zero_()
+            inputs = [normals(4, 4, 16, seed=9 + i).requires_grad_() for i in range(2)]
+            outputs = [forward(x, schedule, backend) for x in inputs]
+            for y in outputs:
+                y.square().sum().backward()
+            return [*(x.grad for x in inputs), *(weight.main_grad.clone() for weight in weights)]
+
+        expected = gradients(Schedule(False, False), "reference")
+        with mock.patch.object(deferred, "guarded", True):
+            for schedule in (Schedule(False, False), SCHEDULE, Schedule(True, True)):
+                for found, wanted in zip(gradients(schedule, "twin"), expected, strict=True):
+                    require_close(str(schedule), found, wanted)
+    finally:
+        del registry._backends["twin"]
+
+
+@pytest.mark.parametrize("late", [None, 1], ids=["together", "one rank late"])
+def test_fused_kernels(world2: WorkerPool, late: int | None) -> None:
+    world2.run(rank_twin, late)

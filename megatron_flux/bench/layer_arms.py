@@ -13,6 +13,8 @@ flux_te      those of ``te``           under ``megatron_flux.patched()``
 flux_*_…     those of ``flux_*``       with another :class:`~megatron_flux.FluxConfig`: ``defer`` defers wgrad,
                                        ``own_gather`` gathers wgrad's input in the layer's own backward
 floor        those of ``local``        communication left out (:mod:`megatron_flux.bench.floor`): no training run
+busy_floor   those of ``local``        its bytes sent, but nobody waits (:mod:`megatron_flux.bench.busy_floor`): no
+                                       training run
 ===========  ========================  ===========================================================================
 
 An arm that cannot run here is left out with its reason, on all ranks alike. Arms whose layers are the same use the same
@@ -30,13 +32,17 @@ from typing import Any
 import torch
 
 from megatron_flux import FluxConfig, ops, patched, report
-from megatron_flux.bench import floor
+from megatron_flux.bench import busy_floor, floor
 from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
 from megatron_flux.bench.layer_config import VARIANTS, Workload
 from megatron_flux.comm import slab
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""
+
+
+FLOORS = {"floor": floor, "busy_floor": busy_floor}
+"""Arms that are no training runs, and where their backends are."""
 
 
 class NotHereError(Exception):
@@ -58,7 +64,7 @@ class Arm:
     @property
     def training(self) -> bool:
         """Whether its numbers are those of training."""
-        return self.name != "floor"
+        return self.name not in FLOORS
 
 
 def block_of(arm: str) -> BlockKind:
@@ -95,15 +101,15 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
         return y.detach(), x.grad  # type: ignore[return-value]
 
     def active() -> AbstractContextManager[None]:
-        if arm == "floor":
-            return patched(FluxConfig(backend=floor.NAME))
+        if arm in FLOORS:
+            return patched(FluxConfig(backend=FLOORS[arm].NAME))
         if not arm.startswith("flux"):
             return nullcontext()
         _, _, variant = arm.removeprefix("flux_").partition("_")
         return patched(FluxConfig(backend=backend, **VARIANTS.get(variant, {})))
 
-    if arm == "floor":
-        floor.register()
+    if arm in FLOORS:
+        FLOORS[arm].register()
     return Arm(arm, block_of(arm), step, active)
 
 

@@ -16,7 +16,7 @@ ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
 """Those that run unless others are asked for."""
 VARIANTS = {"defer": {"defer_wgrad": True}, "own_gather": {"gather_ahead": False}}
 """Fields of FluxConfig that differ in a further arm, by the end of its name: ``flux_te_defer``."""
-ALL_ARMS = (*ARMS, *(f"flux_{layers}_{variant}" for layers in ("local", "te") for variant in VARIANTS))
+ALL_ARMS = (*ARMS, *(f"flux_{layers}_{variant}" for layers in ("local", "te") for variant in VARIANTS), "busy_floor")
 """See :mod:`megatron_flux.bench.layer_arms`."""
 
 TINY = "tiny"
@@ -90,7 +90,8 @@ class LayerOptions(BaseModel):
     )
     arms: str = Field(
         ",".join(ARMS),
-        description="Arms, separated by commas. floor skips all communication: not a training run. On request: "
+        description="Arms, separated by commas. floor skips all communication, busy_floor sends and never waits: not "
+        "training runs. On request: "
         f"{', '.join(ALL_ARMS[len(ARMS) :])}.",
     )
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.bench import floor, layer_arms, layer_blocks, stand_in, stand_in_fused
+from megatron_flux.bench import busy_floor, floor, layer_arms, layer_blocks, stand_in, stand_in_fused
 from megatron_flux.bench.graphs import capture
 from megatron_flux.bench.layer_agreement import Agreement, Result
 from megatron_flux.bench.layer_arms import Arm
@@ -87,6 +87,8 @@ class WorkloadBench:
         """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
         self.weights.clear()
         floor.backend.clear()
+        self.together.barrier()  # nobody still sends
+        busy_floor.backend.clear()
         layer_arms.forget_dummy_gradients()
         gc.collect()
         if self.device.type == "cuda":

@@ -1,7 +1,13 @@
 """Timing several ways to make one call against each other, on all ranks of a group at once.
 
-Ways are interleaved in an order that changes every round, since clocks fall while a round lasts; every number is the
-slowest rank's. Device time between CUDA events; on the CPU the host's clock.
+:func:`interleaved`: short bursts in an order that changes every round, since clocks fall while a round lasts.
+:func:`sustained`: one way for as long as it takes the GPU to settle at the clock that its power limit leaves to this
+way alone, which is what a training's clock is made of. Every number is the slowest rank's. Device time between CUDA
+events; on the CPU the host's clock.
+
+Why both (results/power-h200): a GEMM takes 1.53 ms in bursts from idle and 1.83 lastingly. Bursts in turns share one
+clock, so that who needs more energy slows the others as much as itself: on four GPUs they had tiles of 128 x 128 and
+128 x 256 within 2 % of each other, where the former take 3 to 6 % longer by themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +23,9 @@ import torch.distributed as dist
 from megatron_flux.comm.pending import Pending
 
 ROUNDS, BURST = 7, 4
+
+SETTLE, LASTING, TURNS = 0.25, 0.3, 2
+"""Of a sustained measurement: seconds before and while it is timed, and how often."""
 
 
 def interleaved(
@@ -41,6 +50,25 @@ def interleaved(
     return dict(zip(names, times.tolist(), strict=True))
 
 
+def sustained(
+    ways: Mapping[str, Callable[[], Any]], ms: Mapping[str, float], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, float]:
+    """Milliseconds per call of the slowest rank, by way, each running by itself for a while. A collective call.
+
+    Args:
+        ways: what to time; the same names in the same order on all ranks.
+        ms: about how long a call of each takes; the same on all ranks.
+        group: the ranks that make the calls together.
+        device: where the calls run.
+    """
+    found = dict.fromkeys(ways, 0.0)
+    for turn in range(TURNS):
+        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
+            warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (SETTLE, LASTING))
+            found[name] += burst(ways[name], count, group, device, warm) / TURNS
+    return found
+
+
 def all_agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether every rank of ``group`` says so."""
     flag = torch.tensor([mine], dtype=torch.int32, device=device)
@@ -48,19 +76,20 @@ def all_agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> boo
     return bool(flag.item())
 
 
-def burst(call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Milliseconds of one of ``count`` back-to-back calls, on the slowest rank."""
-    mine = _on_device(call, count, group) if device.type == "cuda" else _on_host(call, count, group)
+def burst(call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device, warm: int = 1) -> float:
+    """Milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
+    mine = (_on_device if device.type == "cuda" else _on_host)(call, count, group, warm)
     slowest = torch.tensor(mine, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return slowest.item()
 
 
-def _on_device(call: Callable[[], Any], count: int, group: dist.ProcessGroup) -> float:
+def _on_device(call: Callable[[], Any], count: int, group: dist.ProcessGroup, warm: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier(group=group)
-    _finish(call())
+    for _ in range(warm):
+        _finish(call())
     start.record()
     for _ in range(count):
         _finish(call())
@@ -69,9 +98,10 @@ def _on_device(call: Callable[[], Any], count: int, group: dist.ProcessGroup) ->
     return start.elapsed_time(end) / count
 
 
-def _on_host(call: Callable[[], Any], count: int, group: dist.ProcessGroup) -> float:
+def _on_host(call: Callable[[], Any], count: int, group: dist.ProcessGroup, warm: int) -> float:
     dist.barrier(group=group)
-    _finish(call())
+    for _ in range(warm):
+        _finish(call())
     began = time.perf_counter()
     for _ in range(count):
         _finish(call())

@@ -2,8 +2,10 @@
 
 Contract
     * Candidates are ``reference``, ``pipelined`` and a short list of fused plans. ``pipelined`` rounds before it adds a
-      bias: where the GEMM adds one it is not measured, and takes nothing. What is kept is the fastest by the slowest
-      rank's median, so a tuned call is never slower than ``reference`` was in that measurement. Others must win by 1 %.
+      bias: where the GEMM adds one it is not measured, and takes nothing. Bursts in turns leave those that are about as
+      fast as the fastest; of these the one is kept that is fastest when it runs by itself until the GPU has settled at
+      its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
+      unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. One collective per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
@@ -47,6 +49,9 @@ from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.version import __version__
 
 MARGIN = 0.99
+
+CLOSE, FINALISTS = 1.06, 4
+"""How much slower in bursts, and how many, the candidates are that are measured once more by themselves."""
 
 
 def cache_path() -> Path:
@@ -110,6 +115,17 @@ def _kind(
 ) -> tuple[Any, ...]:
     """What calls with one choice have in common."""
     return (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
+
+
+def fastest(ms: dict[str, float]) -> str:
+    """The candidate to take, from milliseconds by candidate."""
+    return min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
+
+
+def finalists(ms: dict[str, float]) -> list[str]:
+    """The candidates to measure by themselves, from milliseconds by candidate in bursts; the fastest first."""
+    best = ms[fastest(ms)]
+    return [name for name in sorted(ms, key=lambda name: ms[name]) if ms[name] <= CLOSE * best][:FINALISTS]
 
 
 class _Call(NamedTuple):
@@ -242,8 +258,9 @@ class TunedBackend:
         return choice
 
     def _find(self, call: _Call) -> dict[str, Any]:
-        """``{"backend", "plan", "ms", "gemm_ms"}`` for this call: ``ms`` by candidate, ``gemm_ms`` of the GEMM alone
-        (absent from answers of earlier versions, and where memory was short).
+        """``{"backend", "plan", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in bursts,
+        ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
+        ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
         """
         op, x, m, n, k, group = call.op, call.x, call.m, call.n, call.k, call.group
         key = describe(op, m, n, k, x, call.transposed, group.size(), topology.probe(group, x.device).kind)
@@ -296,9 +313,7 @@ class TunedBackend:
             def way(plan: Plan = plan) -> Any:
                 return self._with_plan(run, plan)
 
-            late = torch.tensor([time.monotonic() - began > limit], dtype=torch.int32, device=device)
-            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=group)
-            if late.item():
+            if not timing.all_agree(time.monotonic() - began <= limit, group, device):
                 break
             way()  # compiles
             ways[f"fused {plan.label()}"] = (plan, way)
@@ -308,11 +323,16 @@ class TunedBackend:
             timed["gemm"] = lambda: run(alone)
         ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
         gemm_ms = ms.pop("gemm", None)
-        best = min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
+        close = finalists(ms)
+        lasting: dict[str, float] = {}
+        if len(close) > 1 and timing.all_agree(time.monotonic() - began <= limit, group, device):
+            lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)
+        best = fastest(lasting or ms)
         chosen = ways[best][0]
         return {
             "backend": best if chosen is None else "fused",
             "plan": None if chosen is None else asdict(chosen),
             "ms": {name: round(value, 4) for name, value in ms.items()},
+            "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
             **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),
         }

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, Workload
@@ -89,6 +91,43 @@ def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [(line["model"], line["arm"]) for line in lines] == [(r["model"], r["arm"]) for r in summary["rows"]]
     assert all(len(line["step_ms"]) == len(line["host_ms"]) == 3 for line in lines)
+
+
+def rank_busy_floor(stand_in_for: int | None) -> None:
+    """What the peers get is what a collective would have sent them; results are the floor's."""
+    from megatron_flux.bench import busy_floor, floor, stand_in
+
+    group: Any = dist.group.WORLD
+    if stand_in_for:
+        group = stand_in.opened(group, stand_in_for, torch.device("cpu"))
+    size, me = group.size(), dist.get_rank()
+    busy, idle = busy_floor.BusyFloorBackend(), floor.FloorBackend()
+    x, weight = torch.full((2, 8), float(me + 1)), torch.eye(8)
+    y, _ = busy.all_gather_gemm(x, weight, group, transposed=False)
+    other, _ = idle.all_gather_gemm(x, weight, group, transposed=False)
+    assert torch.equal(y, other)
+    whole = (1.0 + me) * torch.arange(1.0, size + 1).repeat_interleave(2)[:, None].expand(-1, 8)
+    assert torch.equal(
+        busy.gemm_reduce_scatter(whole.contiguous(), weight, group, transposed=False, async_op=False).wait(),
+        whole[2 * group.rank() : 2 * group.rank() + 2],
+    )
+    dist.barrier()
+    ((spaces, _),) = busy._targets.values()
+    mine = spaces[me].view(torch.float32).view(size, 2, 8)
+    sources = [r for r in range(size) if r != group.rank()]
+    writer = 2 - me
+    for source in sources:
+        assert mine[source].unique().numel() == 1
+        value = mine[source, 0, 0].item()
+        # Of its partial product a source sends this rank's rows; a stand-in sends each peer's.
+        assert value == writer * (size - source + 1 if stand_in_for else me + 1)
+    dist.barrier()
+    busy.clear()
+
+
+@pytest.mark.parametrize("stand_in_for", [None, 8], ids=["two", "as eight"])
+def test_the_busy_floor_sends_what_a_collective_would(world2: WorkerPool, stand_in_for: int | None) -> None:
+    world2.run(rank_busy_floor, stand_in_for)
 
 
 def test_the_floor_communicates_nothing(world2: WorkerPool, tmp_path: Path) -> None:

@@ -105,17 +105,18 @@ def test_key_names_everything_an_answer_depends_on() -> None:
 
 def test_warp_specialised_plans_for_hopper() -> None:
     # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
-    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == Plan(ws=True, bn=128, stages=6)
-    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == Plan(ws=True)
+    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == Plan(ws=True, group=16, bn=128, stages=6)
+    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == Plan(ws=True, group=16)
     # Short products are bound by the link: no pacing.
     assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == Plan(ws=True, stages=3, ring=4, spread=75)
     assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
 
 
-def test_own_tiles_of_a_scatter_may_fill_the_last_round() -> None:
-    # 132 SMs, 48 columns of tiles: three row blocks fill a round.
+def test_bands_of_a_scatter() -> None:
+    # Four of four ranks are 16 row blocks; 132 SMs, 48 columns of tiles: three row blocks of own tiles fill a round.
     found = candidates("gemm_reduce_scatter", 2048, 12288, 3072, 4, 132, ws=True)
-    assert {plan.band for plan in found} == {1, 3}
+    assert {plan.band for plan in found} == {1, 4, 3}
+    assert {plan.band for plan in candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132, ws=True)} == {1, 2, 3}
     assert {plan.band for plan in candidates("gemm_reduce_scatter", 100, 12288, 4096, 4, 132, ws=True)} == {1}
 
 
@@ -124,7 +125,7 @@ def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(o
     default = {"all_gather_gemm": ag_plan, "gemm_reduce_scatter": rs_plan}[op](2048, 12288, 6144, 4, 132, ws=True)
     found = candidates(op, 2048, 12288, 6144, 4, 132, ws=True)
     assert found[0] == default
-    assert len(found) == len(set(found)) == (6 if op == "all_gather_gemm" else 5)
+    assert len(found) == len(set(found)) == (6 if op == "all_gather_gemm" else 7)
     assert all(plan.ws for plan in found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.topology import Link
-from megatron_flux.ops import tuner
+from megatron_flux.ops import timing, tuner
 from megatron_flux.ops.plan import Plan
 from megatron_flux.ops.tuner import TunedBackend, describe, store
 
@@ -161,3 +162,81 @@ def test_writers_at_the_same_time_lose_no_answer(tmp_path: Path) -> None:
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
     assert len(tuner.load(path)) == 80
     assert not list(path.parent.glob("tuned.json?*"))
+
+
+# Bursts leave a few candidates; who is fastest by itself is taken.
+
+
+@pytest.mark.parametrize(
+    ("ms", "expected"),
+    [
+        ({"reference": 2.0, "a": 1.0, "b": 1.05, "c": 1.07}, ["a", "b"]),
+        ({"reference": 1.0, "a": 0.995}, ["a", "reference"]),  # within the margin it is reference that counts
+        ({"reference": 2.0}, ["reference"]),
+        ({"reference": 1.02, **dict.fromkeys("abcdef", 1.0)}, ["a", "b", "c", "d"]),
+    ],
+)
+def test_finalists(ms: dict[str, float], expected: list[str]) -> None:
+    assert tuner.finalists(ms) == expected
+
+
+@pytest.mark.parametrize(
+    ("lasting", "chosen"),
+    [
+        ({"reference": 1.2, "pipelined": 1.1}, "pipelined"),
+        ({"reference": 1.1, "pipelined": 1.2}, "reference"),
+        ({"reference": 1.1, "pipelined": 1.095}, "reference"),  # others must win by 1 %
+    ],
+)
+def test_the_fastest_by_itself_is_taken(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, lasting: dict[str, float], chosen: str
+) -> None:
+    pytest.importorskip("triton")
+    asked: list[Any] = []
+
+    def sustained(ways: dict[str, Any], ms: dict[str, float], *_: Any) -> dict[str, float]:
+        asked.append((list(ways), ms))
+        return lasting
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [1.01]})
+    monkeypatch.setattr(tuner.timing, "sustained", sustained)
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
+    monkeypatch.setattr(tuner.GemmAlone, "prepare", lambda *_: False)
+    tuned.pipelined.release = lambda group: None
+    assert gather(tuned, None) == (chosen, None)
+    assert asked == [(["reference", "pipelined"], {"reference": 1.0, "pipelined": 1.01})]
+    (answer,) = tuner.load(tuner.cache_path()).values()
+    assert (answer["backend"], answer["sustained_ms"]) == (chosen, lasting)
+
+
+def test_no_time_is_left_to_run_candidates_by_themselves(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0.001")
+    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [0.98]})
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner, "candidates", lambda *_: time.sleep(0.01) or [])
+    monkeypatch.setattr(tuner.GemmAlone, "prepare", lambda *_: False)
+    tuned.pipelined.release = lambda group: None
+    assert gather(tuned, None) == ("pipelined", None)
+    (answer,) = tuner.load(tuner.cache_path()).values()
+    assert answer["sustained_ms"] == {}
+
+
+def test_each_way_runs_by_itself_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int, int]] = []
+
+    def burst(call: Any, count: int, group: Any, device: Any, warm: int = 1) -> float:
+        made.append((call(), count, warm))
+        return float(len(made))
+
+    monkeypatch.setattr(timing, "burst", burst)
+    ways = {"slow": lambda: "slow", "quick": lambda: "quick"}
+    found = timing.sustained(ways, {"slow": 100.0, "quick": 0.5}, Group(), torch.device("cpu"))
+    slow, quick = ("slow", 3, 2), ("quick", 600, 500)
+    assert made == [slow, quick, quick, slow]
+    assert found == {"slow": (1 + 4) / 2, "quick": (2 + 3) / 2}
+    made.clear()
+    timing.sustained({"endless": lambda: "endless"}, {"endless": 5000.0}, Group(), torch.device("cpu"))
+    assert made == [("endless", 1, 1)] * 2

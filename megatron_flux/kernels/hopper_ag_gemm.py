@@ -11,8 +11,9 @@
 * A CTA sends its share of a chunk to all peers and waits until it has arrived: that bounds what is under way, so that
   loads of the product are not stuck behind stores that the link cannot take.
 
-Schedule: own shard first. By copy engine then shard after shard, as they arrive; with PUSH block ``j`` of all peers
-before block ``j+1`` of any.
+Schedule: own shard first. By copy engine then the first to come, then SPAN shards at a time, as they arrive: their row
+blocks are done side by side, which reads the weight less often. With PUSH block ``j`` of all peers before block ``j+1``
+of any.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _raster(u, rows, cols, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _place(t, own, npn, blocks, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr):
+def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr):
     """Tile number to (source rank, row block within the shard, column block); ``own`` row blocks in a shard."""
     src = rank
     if t < own * npn:
@@ -64,6 +65,14 @@ def _place(t, own, npn, blocks, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUS
         u = t - own * npn
         src = (rank + 1 + u // (own * npn)) % TP
         rb, pn = _raster(u % (own * npn), own, npn, GROUP)
+        if SPAN > 1:
+            if u >= own * npn:
+                u -= own * npn
+                first = u // (SPAN * own * npn) * SPAN
+                shards = gl.minimum(TP - 2 - first, SPAN)
+                r, pn = _raster(u - first * own * npn, shards * own, npn, GROUP)
+                src = (rank + 2 + first + r // own) % TP
+                rb = r % own
     return src, rb, pn
 
 
@@ -87,15 +96,15 @@ def _piece(
 def _load(
     a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr,
-    PUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     per_source: gl.constexpr = 2 if EARLY or LATE else 1
     slot = 0
     phase = 1
     arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
-        src, rb, pn = _place(t, own, npn, own, rank, GROUP, TP, PUSH)
+        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
         if src == rank:
             for ki in range(kt):
                 mbarrier.wait(empty.index(slot), phase)
@@ -135,12 +144,12 @@ def _load(
 def _store(
     c, pieces, ready, free, own, npn, mp, rank,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
-    CTAS: gl.constexpr, RING: gl.constexpr,
+    SPAN: gl.constexpr, CTAS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
-        src, rb, pn = _place(t, own, npn, own, rank, GROUP, TP, PUSH)
+        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
         for piece in gl.static_range(BN // PIECE):
             mbarrier.wait(ready.index(slot), phase)
             copy_out(c, [src * mp + rb * BM, pn * BN + piece * PIECE], pieces.index(slot))
@@ -189,8 +198,8 @@ def _push(
 def _multiply(
     sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
-    CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    DTYPE: gl.constexpr,
+    SPAN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -199,7 +208,7 @@ def _multiply(
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         col = 0
         if BIAS:
-            _, _, pn = _place(t, own, npn, own, rank, GROUP, TP, PUSH)
+            _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
             col = pn * BN
         acc, slot, phase = multiply_tile(
             sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS
@@ -212,9 +221,9 @@ def hopper_ag_gemm_kernel(
     a, xd, b, c, x, bias, data_table, flag_table, flags, entered_off, ctrl, epochs, err, limit, slot, next_slot,
     flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
-    WIDTH: gl.constexpr, PUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, KEEP: gl.constexpr,
-    CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    ENTER: gl.constexpr, DTYPE: gl.constexpr,
+    WIDTH: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr, ENTER: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read."""
     epoch = gl.load(epochs + slot)
@@ -239,10 +248,11 @@ def hopper_ag_gemm_kernel(
     gl.warp_specialize(
         [
             (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank, BM, BN, GROUP, TP,
-                         PUSH, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE)),
+                         PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE)),
             (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
-                     mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, EARLY, LATE, CTAS, STAGES, TRANSPOSED)),
-            (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, CTAS, RING)),
+                     mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES,
+                     TRANSPOSED)),
+            (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
             (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
                      TP, PUSH, KEEP, CTAS, DTYPE)),
         ],

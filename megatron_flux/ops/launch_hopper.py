@@ -77,6 +77,7 @@ def all_gather_gemm(
             "KCH": cdiv(k, chunk_k),
             "WIDTH": 1024,
             "PUSH": push,
+            "SPAN": plan.span,
             "EARLY": edges.early,
             "LATE": edges.late,
             "KEEP": True,

@@ -54,6 +54,8 @@ class Plan:
     """Store a tile as two halves: needs half the shared memory."""
     group: int = 8
     """all_gather_gemm: row blocks per raster group."""
+    span: int = 1
+    """all_gather_gemm by copy engine, ``ws``: shards, after the first to come, whose row blocks are done together."""
     comm: int = 0
     """all_gather_gemm: CTAs that push; 0 is the copy engine."""
     skip: int = 0
@@ -146,6 +148,9 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
         found = [plan for plan in found if not (plan.early or plan.late) or plan.edges(k) != WHOLE]
+        span = min(first.group // max(1, mp // 128), tp - 2)
+        if span > 1 and n >= 2048 * (tp - 1) / tp:  # a GEMM that is long beside its gather: the shards are there
+            found.insert(1, replace(first, span=min(span, 2)))
         found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
         found = [

@@ -50,7 +50,7 @@ from megatron_flux.version import __version__
 
 MARGIN = 0.99
 
-CLOSE, FINALISTS = 1.06, 4
+CLOSE, FINALISTS = 1.08, 6
 """How much slower in bursts, and how many, the candidates are that are measured once more by themselves."""
 
 

@@ -55,7 +55,7 @@ def build(op: str, given: dict[str, int]) -> Any:
         constants = {**common, "GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": True,
                      "BIAS": bool(given.get("BIAS", 0)), "PUSH": bool(given.get("PUSH", 0)),
                      "EARLY": bool(given.get("EARLY", 0)), "LATE": bool(given.get("LATE", 0)),
-                     "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
+                     "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     attributes = {

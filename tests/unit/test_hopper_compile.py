@@ -40,6 +40,7 @@ def compile_kernel(*arguments: str) -> dict[str, str]:
         ["ag_gemm", "PUSH=1", "KCH=8", "ENTER=1"],
         ["ag_gemm", "BN=128", "STAGES=6", "TP=2"],
         ["ag_gemm", "BIAS=1"],
+        ["ag_gemm", "TP=8", "SPAN=2", "BIAS=1"],
         ["ag_gemm", "TP=8", "KCH=4", "EARLY=1", "LATE=1"],
         ["ag_gemm", "PUSH=1", "KCH=8", "ENTER=1", "BIAS=1"],
     ],

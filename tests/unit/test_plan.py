@@ -112,6 +112,16 @@ def test_warp_specialised_plans_for_hopper() -> None:
     assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
 
 
+def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:
+    def spans(mp: int, n: int, tp: int) -> set[int]:
+        return {plan.span for plan in candidates("all_gather_gemm", mp, n, 12288, tp, 132, ws=True)}
+
+    assert spans(1024, 6144, 8) == {1, 2}
+    assert spans(2048, 6144, 4) == {1}  # 16 row blocks as they are
+    assert spans(1024, 1280, 8) == {1}  # bound by the link: who waits for two shards waits longer
+    assert spans(1024, 6144, 2) == {1}  # no second shard to come
+
+
 def test_bands_of_a_scatter() -> None:
     # Four of four ranks are 16 row blocks; 132 SMs, 48 columns of tiles: three row blocks of own tiles fill a round.
     found = candidates("gemm_reduce_scatter", 2048, 12288, 3072, 4, 132, ws=True)

@@ -26,17 +26,6 @@ class Backends(NamedTuple):
         return backend if isinstance(backend, Backends) else cls(backend, backend, backend)
 
 
-class Schedule(NamedTuple):
-    """What of backward is moved to where a transfer has something to hide behind; fields as of :class:`FluxConfig`."""
-
-    gather_ahead: bool = True
-    defer_wgrad: bool = False
-
-
-SCHEDULE = Schedule()
-"""The default."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
     """How patched layers run; checked by :func:`megatron_flux.patch`."""
@@ -57,20 +46,10 @@ class FluxConfig:
     """Raise :class:`~megatron_flux.errors.FallbackError` where a layer would run stock, instead of saying so once."""
 
     gather_ahead: bool = True
-    """In backward, gather a column-parallel layer's input while the row-parallel layer behind it computes wgrad, not in
+    """In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel layer behind it, not in
     its own dgrad (:mod:`megatron_flux.layers.ahead`). The results are the same."""
-
-    defer_wgrad: bool = False
-    """In backward, compute a column-parallel layer's wgrad while the next row-parallel layer gathers
-    (:mod:`megatron_flux.layers.deferred`). Needs Megatron's gradient accumulation fusion, and that nobody but
-    Megatron's DistributedDataParallel reads ``main_grad`` before backward ends. The results are the same."""
 
     @cached_property
     def backends(self) -> Backends:
         """By direction."""
         return Backends(*(given or self.backend for given in (self.forward, self.dgrad, self.wgrad)))
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """What of backward is moved."""
-        return Schedule(self.gather_ahead, self.defer_wgrad)

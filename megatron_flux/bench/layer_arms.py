@@ -10,8 +10,7 @@ local        local spec with           stock Megatron
 te_ub        TransformerEngine spec    TransformerEngine's userbuffers (``tp_comm_overlap``), its default settings
 flux_local   those of ``local``        under ``megatron_flux.patched()``
 flux_te      those of ``te``           under ``megatron_flux.patched()``
-flux_*_…     those of ``flux_*``       with another :class:`~megatron_flux.FluxConfig`: ``defer`` defers wgrad,
-                                       ``own_gather`` gathers wgrad's input in the layer's own backward
+…_own_gather                           as these two without ``gather_ahead``
 floor        those of ``local``        communication left out (:mod:`megatron_flux.bench.floor`): no training run
 busy_floor   those of ``local``        its bytes sent, but nobody waits (:mod:`megatron_flux.bench.busy_floor`): no
                                        training run
@@ -34,7 +33,7 @@ import torch
 from megatron_flux import FluxConfig, ops, patched, report
 from megatron_flux.bench import busy_floor, floor
 from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
-from megatron_flux.bench.layer_config import VARIANTS, Workload
+from megatron_flux.bench.layer_config import Workload
 from megatron_flux.comm import slab
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -105,8 +104,7 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
             return patched(FluxConfig(backend=FLOORS[arm].NAME))
         if not arm.startswith("flux"):
             return nullcontext()
-        _, _, variant = arm.removeprefix("flux_").partition("_")
-        return patched(FluxConfig(backend=backend, **VARIANTS.get(variant, {})))
+        return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather")))
 
     if arm in FLOORS:
         FLOORS[arm].register()

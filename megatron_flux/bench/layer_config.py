@@ -14,9 +14,7 @@ from megatron_flux.ops import backend_names
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
 """Those that run unless others are asked for."""
-VARIANTS = {"defer": {"defer_wgrad": True}, "own_gather": {"gather_ahead": False}}
-"""Fields of FluxConfig that differ in a further arm, by the end of its name: ``flux_te_defer``."""
-ALL_ARMS = (*ARMS, *(f"flux_{layers}_{variant}" for layers in ("local", "te") for variant in VARIANTS), "busy_floor")
+ALL_ARMS = (*ARMS, "flux_local_own_gather", "flux_te_own_gather", "busy_floor")
 """See :mod:`megatron_flux.bench.layer_arms`."""
 
 TINY = "tiny"

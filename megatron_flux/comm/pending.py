@@ -7,9 +7,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-Meanwhile = Callable[[], None]
-"""What a caller wants enqueued while a transfer is under way."""
-
 
 class Pending:
     """The result of an operator that was started and may not be finished.

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.pending import Pending
-from megatron_flux.config import Backends, Schedule
+from megatron_flux.config import Backends
 from megatron_flux.ops.capture import capturing
 
 
@@ -67,7 +67,6 @@ class ColumnWeight:
     overwrite_main_grad: bool
     group: dist.ProcessGroup
     backends: Backends
-    schedule: Schedule
     _ctx: weakref.ref[Any] | None = None
     _x: int = 0
     _saved: tuple[torch.Tensor | None, ...] | None = None
@@ -98,16 +97,16 @@ _newest: dict[str, weakref.ref[ColumnWeight]] = {}
 """By group: the column-parallel layer that ran forward last and that no row-parallel one has accepted."""
 
 
-def offer(ctx: Any, weight: ColumnWeight, x: int) -> None:
+def offer(ctx: Any, weight: ColumnWeight, x: int | None) -> None:
     """Let the next row-parallel layer gather this layer's input; call it in forward.
 
     Args:
         ctx: of the column layer's autograd function.
         weight: of the layer.
-        x: which of the saved tensors is the input.
+        x: which of the saved tensors is the input; None if it is not to be gathered ahead.
     """
     _newest.pop(weight.group.group_name, None)
-    if weight.schedule.gather_ahead and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if x is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         weight._ctx, weight._x = weakref.ref(ctx), x
         _newest[weight.group.group_name] = weakref.ref(weight)
 

@@ -5,8 +5,7 @@ backward (pipeline warm-up, activation recompute): nothing but the saved tensors
 
 Backward enqueues three things in this order, so that each transfer has a GEMM to hide behind:
 gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
-The first may have been enqueued before (:mod:`megatron_flux.layers.ahead`), the last may follow later
-(:mod:`megatron_flux.layers.deferred`).
+The first has been enqueued before where a row-parallel layer came behind this one (:mod:`megatron_flux.layers.ahead`).
 
 Hazard: under saved-tensor hooks (activation offloading) a saved weight comes back without the attributes that Megatron
 set on the parameter, so the parameter itself is kept beside it.
@@ -14,17 +13,15 @@ set on the parameter, so the parameter itself is kept beside it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.config import SCHEDULE, Backends, Schedule
-from megatron_flux.layers import deferred
+from megatron_flux.config import Backends
 from megatron_flux.layers.ahead import ColumnWeight, Gathered, offer
-from megatron_flux.layers.wgrad import add_weight_gradient, main_grad_of, rows, unread_gradient, weight_gradient
+from megatron_flux.layers.wgrad import main_grad_of, rows, weight_gradient
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -41,13 +38,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         overwrite_main_grad: bool,
         backends: Backends,
         epilogue_bias: bool,
-        schedule: Schedule,
+        gather_ahead: bool,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends, schedule)
-        offer(ctx, ctx.weight, x=0)
+        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
+        offer(ctx, ctx.weight, 0 if gather_ahead else None)
         return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward)
 
     @staticmethod
@@ -74,35 +71,25 @@ def column_backward(
         dy: ``[s, b, n]``.
         x: ``[s/tp, b, k]``; may be None where ``dw`` is not needed.
         weight: ``[n, k]``.
-        about: the weight's parameter, ``main_grad``, group, backends and schedule; what was gathered ahead.
+        about: the weight's parameter, ``main_grad``, group and backends, and what was gathered ahead.
         need_dx: compute ``dx``.
         need_dw: compute ``dw``.
         need_db: compute ``db``.
     """
     group, backends = about.group, about.backends
     dx = dw = db = pending = None
-    ahead = about.gathered_ahead()
-    gathered = ahead
+    gathered = about.gathered_ahead()
     if need_dw and gathered is None:
-        deferred.do_deferred()  # it may need what was gathered before
         gathered = Gathered(x, group, backends.wgrad)
     if need_dx:
         pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
-    if ahead is not None and about.schedule.defer_wgrad and about.main_grad is not None and deferred.guarded:
-        deferred.defer(functools.partial(_add_later, about.main_grad, dy, ahead, about.overwrite_main_grad))
-        dw = unread_gradient(about.parameter, x)
-    elif gathered is not None:
+    if gathered is not None:
         dw = weight_gradient(about.parameter, about.main_grad, dy, gathered.wait(), overwrite=about.overwrite_main_grad)
     if need_db:
         db = rows(dy).sum(dim=0)
     if pending is not None:
         dx = pending.wait()
     return dx, dw, db
-
-
-def _add_later(main_grad: torch.Tensor, dy: torch.Tensor, gathered: Gathered, overwrite: bool) -> None:
-    with torch.no_grad():
-        add_weight_gradient(main_grad, dy, gathered.wait(), overwrite=overwrite)
 
 
 def column_parallel_linear(
@@ -115,7 +102,7 @@ def column_parallel_linear(
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
     epilogue_bias: bool = False,
-    schedule: Schedule = SCHEDULE,
+    gather_ahead: bool = True,
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T + bias``, differentiable.
 
@@ -128,7 +115,7 @@ def column_parallel_linear(
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
         epilogue_bias: see there.
-        schedule: what of backward is moved, see :class:`~megatron_flux.FluxConfig`.
+        gather_ahead: see :class:`~megatron_flux.FluxConfig`.
 
     Returns:
         ``[s, b, n]``.
@@ -142,5 +129,5 @@ def column_parallel_linear(
         overwrite_main_grad,
         Backends.of(backend),
         epilogue_bias,
-        schedule,
+        gather_ahead,
     )

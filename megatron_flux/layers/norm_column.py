@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.config import SCHEDULE, Backends, Schedule
+from megatron_flux.config import Backends
 from megatron_flux.layers.ahead import ColumnWeight, offer
 from megatron_flux.layers.column import column_backward
 from megatron_flux.layers.wgrad import main_grad_of
@@ -57,7 +57,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         overwrite_main_grad: bool,
         backends: Backends,
         epilogue_bias: bool,
-        schedule: Schedule,
+        gather_ahead: bool,
     ) -> torch.Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
         normed, mean, reciprocal_deviation = norm.forward(rows, norm_weight, norm_bias)
@@ -72,8 +72,8 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         )
         ctx.norm = norm
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends, schedule)
-        offer(ctx, ctx.weight, x=4)
+        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
+        offer(ctx, ctx.weight, 4 if gather_ahead else None)
         return ops.all_gather_gemm(
             normed, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward
         )
@@ -121,7 +121,7 @@ def norm_column_parallel_linear(
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
     epilogue_bias: bool = False,
-    schedule: Schedule = SCHEDULE,
+    gather_ahead: bool = True,
 ) -> torch.Tensor:
     """``all_gather(norm(x)) @ weight.T + bias``, differentiable.
 
@@ -139,7 +139,7 @@ def norm_column_parallel_linear(
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
         epilogue_bias: see there.
-        schedule: what of backward is moved, see :class:`~megatron_flux.FluxConfig`.
+        gather_ahead: see :class:`~megatron_flux.FluxConfig`.
 
     Returns:
         ``[s, b, n]``.
@@ -156,5 +156,5 @@ def norm_column_parallel_linear(
         overwrite_main_grad,
         Backends.of(backend),
         epilogue_bias,
-        schedule,
+        gather_ahead,
     )

@@ -2,8 +2,7 @@
 
 Contract: as in :mod:`megatron_flux.layers.column`. Backward gathers ``dy`` once, inside the dgrad operator, and reuses
 the gathered ``dy`` for wgrad. Behind dgrad it starts the gather that the column-parallel layer before it will need
-(:mod:`megatron_flux.layers.ahead`), and during its own gather it does what the one behind it has deferred
-(:mod:`megatron_flux.layers.deferred`).
+(:mod:`megatron_flux.layers.ahead`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers import deferred
 from megatron_flux.layers.ahead import accepted
 from megatron_flux.layers.wgrad import main_grad_of, weight_gradient
 
@@ -49,18 +47,11 @@ class _RowParallelLinear(torch.autograd.Function):
         dx = dw = None
         if need_dx:
             dx, dy = ops.all_gather_gemm(
-                dy,
-                weight,
-                ctx.group,
-                transposed=True,
-                return_gathered=True,
-                backend=ctx.backends.dgrad,
-                meanwhile=deferred.pending(),
+                dy, weight, ctx.group, transposed=True, return_gathered=True, backend=ctx.backends.dgrad
             )
             if ctx.column is not None:
                 ctx.column.gather()
         elif need_dw:
-            deferred.do_deferred()
             dy = ops.all_gather(dy, ctx.group, backend=ctx.backends.wgrad).wait()
         if need_dw:
             dw = weight_gradient(ctx.parameter, ctx.main_grad, dy, x, overwrite=ctx.overwrite_main_grad)

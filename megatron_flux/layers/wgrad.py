@@ -74,20 +74,10 @@ def weight_gradient(
     """
     if main_grad is None:
         return wgrad(dy, x)
-    add_weight_gradient(main_grad, dy, x, overwrite=overwrite)
-    return unread_gradient(weight, x)
-
-
-def add_weight_gradient(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *, overwrite: bool) -> None:
-    """Put ``dy.T @ x`` into ``main_grad``; arguments as of :func:`weight_gradient`."""
     if overwrite:
         # Rare (the first micro-batch of a layer's life), so it need not be a GEMM of its own.
         main_grad.zero_()
     accumulate(main_grad, dy, x)
-
-
-def unread_gradient(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """What backward returns for a ``weight`` whose gradient is, or will be, in ``main_grad``, and says so to DDP."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

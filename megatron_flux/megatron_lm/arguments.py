@@ -23,8 +23,6 @@ _HELP = {
     "dgrad": "Operator backend of dgrad, where it is another one.",
     "wgrad": "Backend of the gather for wgrad, where it is another one.",
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
-    "defer_wgrad": "In backward, compute a column-parallel layer's wgrad while the next row-parallel one gathers; only "
-    "Megatron's own DistributedDataParallel may read main_grad before backward ends.",
     "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
 }
 

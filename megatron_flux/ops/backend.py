@@ -32,11 +32,7 @@ class Backend(Protocol):
         transposed: bool,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded.
-
-        A backend whose attribute ``takes_meanwhile`` is True also takes ``meanwhile``, and calls it once between the
-        beginning of the transfer and the GEMM.
-        """
+        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded."""
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import collectives, slab, topology
-from megatron_flux.comm.pending import Meanwhile, Pending
+from megatron_flux.comm.pending import Pending
 from megatron_flux.ops.agree import agree
 from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.capture import capturing
@@ -41,7 +41,6 @@ class FusedBackend:
     """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
 
     needs_cuda = True
-    takes_meanwhile = True
     automatic = False
     """``auto`` does not choose it; the tuner does where it is the fastest."""
 
@@ -76,7 +75,6 @@ class FusedBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
-        meanwhile: Meanwhile | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         from megatron_flux.ops import launch
@@ -94,7 +92,7 @@ class FusedBackend:
         if captured and plan.comm == 0:
             plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
             plan = launch.within_flags(plan, mp * group.size())
-        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias, meanwhile=meanwhile)
+        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
 
     def _gather_work(self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool) -> tuple[slab.Slab, Plan]:
         """Slab and plan of an all_gather_gemm."""

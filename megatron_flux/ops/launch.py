@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_flux.comm.pending import Meanwhile
 from megatron_flux.comm.slab import CALL_FLAGS, ENTER_WORDS, FLAG_WORDS, Slab
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
@@ -76,19 +75,15 @@ def all_gather_gemm(
     *,
     transposed: bool,
     bias: torch.Tensor | None = None,
-    meanwhile: Meanwhile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding.
-
-    ``meanwhile`` is called behind the copies and before the kernel, which copies nothing then or else everything.
-    """
+    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding."""
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
     if plan.ws and hopper_kernels(x, n, k) and mp % plan.bm == 0:
-        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias, meanwhile)
+        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias)
     plan = replace(plan, comm=min(plan.comm, sms - 1))
     block = plan.block or mp
     blocks = cdiv(mp, block)
@@ -108,8 +103,6 @@ def all_gather_gemm(
     finish = None
     if plan.comm == 0:
         finish = copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
-    if meanwhile is not None:
-        meanwhile()
     _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
@@ -206,7 +199,6 @@ def _hopper_all_gather_gemm(
     sms: int,
     transposed: bool,
     bias: torch.Tensor | None,
-    meanwhile: Meanwhile | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron_flux.ops import launch_hopper
 
@@ -217,8 +209,6 @@ def _hopper_all_gather_gemm(
     if plan.comm == 0:
         flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
         finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
-    if meanwhile is not None:
-        meanwhile()
     c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
     if finish is not None:
         finish()

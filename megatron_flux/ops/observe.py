@@ -170,11 +170,6 @@ def watching() -> bool:
     return _on
 
 
-def timing() -> bool:
-    """Whether calls are timed now."""
-    return _state.timer is not None
-
-
 @contextmanager
 def timed_by(timer: CallTimer | None) -> Iterator[None]:
     """Time every call inside the context, in any thread (autograd has its own); None changes nothing."""

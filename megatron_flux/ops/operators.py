@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.pending import Meanwhile, Pending
+from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import again, observe
 from megatron_flux.ops.alignment import aligned
@@ -59,7 +59,6 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: Literal[False] = False,
     backend: str = "auto",
-    meanwhile: Meanwhile | None = None,
 ) -> torch.Tensor: ...
 @overload
 def all_gather_gemm(
@@ -72,7 +71,6 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: Literal[True],
     backend: str = "auto",
-    meanwhile: Meanwhile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @_without_grad
 def all_gather_gemm(
@@ -85,7 +83,6 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: bool = False,
     backend: str = "auto",
-    meanwhile: Meanwhile | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gather ``x`` over ``group`` and multiply: ``all_gather(x) @ weight.T (+ bias)``.
 
@@ -102,9 +99,6 @@ def all_gather_gemm(
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
         backend: ``auto`` or a name from :func:`backend_names`.
-        meanwhile: called once, when the transfer has begun and before the GEMM, to enqueue what the transfer can hide
-            behind; before the transfer where the backend cannot do that, or where calls are timed one by one. It may
-            call :func:`all_gather`, no other operator.
 
     Returns:
         ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``.
@@ -121,7 +115,7 @@ def all_gather_gemm(
     key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend, *added)
     ready = again.find(key, x, weight)
     if ready is not None:
-        y, gathered = ready.ready(x, weight, *added, meanwhile=meanwhile)
+        y, gathered = ready.ready(x, weight, *added)
         stats.count("all_gather_gemm", ready.backend, ready.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
@@ -130,19 +124,12 @@ def all_gather_gemm(
     x2d = _matrix(x)
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x2d.numel() * x2d.element_size()
     if tp == 1:
-        if meanwhile is not None:
-            meanwhile()
         y, gathered, used = gemm(x2d, weight, transposed=transposed, bias=inside), x2d, "none"
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        options: dict[str, Any] = {} if inside is None else {"bias": inside}
-        if meanwhile is not None:
-            if getattr(chosen, "takes_meanwhile", False) and not observe.timing():
-                options["meanwhile"] = meanwhile
-            else:
-                meanwhile()
         with observe.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
+            options = {} if inside is None else {"bias": inside}
             y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed, **options)
         again.remember(
             key, "all_gather_gemm", chosen, x, weight, group, transposed, (*lead, n), received, inside is not None

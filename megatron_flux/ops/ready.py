@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.pending import Meanwhile, Pending
+from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import driver
 from megatron_flux.ops.capture import capturing_on_gpu
 from megatron_flux.ops.copies import Copy, enqueue
@@ -84,21 +84,15 @@ class ReadyAllGatherGemm(ReadyCall):
         super().__init__(work, launches)
         self._shape, self._gathered, self._pushes, self._side = shape, gathered, pushes, side
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, meanwhile: Meanwhile | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Result and gathered ``x``; ``bias`` where the kernel adds one; ``meanwhile`` behind the copies."""
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result and gathered ``x``; ``bias`` where the kernel adds one."""
         half, stream = self._work.step()
         y = x.new_empty(self._shape)
         side = self._side
         if side is None:
-            if meanwhile is not None:
-                meanwhile()
             self._launches[half](stream, x, weight, y, x, *bias)
         else:
             _push(x.data_ptr(), self._pushes[half], side, stream)
-            if meanwhile is not None:
-                meanwhile()
             self._launches[half](stream, x, weight, y, x, *bias)
             driver.wait(stream, side.after)
         return y, self._gathered[half]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import collectives
-from megatron_flux.comm.pending import Meanwhile, Pending
+from megatron_flux.comm.pending import Pending
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,7 +28,6 @@ class ReferenceBackend:
     name = "reference"
     automatic = True
     needs_cuda = False
-    takes_meanwhile = True
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Nothing is refused."""
@@ -42,13 +41,9 @@ class ReferenceBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
-        meanwhile: Meanwhile | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
-        pending = collectives.all_gather(x, group, async_op=meanwhile is not None)
-        if meanwhile is not None:
-            meanwhile()
-        gathered = pending.wait()
+        gathered = collectives.all_gather(x, group).wait()
         return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
 
     def gemm_reduce_scatter(

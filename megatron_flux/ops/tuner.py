@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from megatron_flux.cache import cache_folder
 from megatron_flux.comm import topology
-from megatron_flux.comm.pending import Meanwhile, Pending
+from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.alone import GemmAlone
@@ -132,8 +132,8 @@ class _Call(NamedTuple):
     """An operator call that is to be run, or measured first."""
 
     op: str
-    run: Callable[..., Any]
-    """Makes the call on a backend, which may be given more arguments."""
+    run: Callable[[Any], Any]
+    """Makes the call on a backend."""
     x: torch.Tensor
     m: int
     n: int
@@ -154,7 +154,6 @@ class TunedBackend:
 
     name = "tuned"
     needs_cuda = True
-    takes_meanwhile = True
     automatic = True
 
     def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend | None, fused: FusedBackend) -> None:
@@ -178,17 +177,16 @@ class TunedBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
-        meanwhile: Meanwhile | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
 
-        def run(backend: Any, **more: Any) -> Any:
-            return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias, **more)
+        def run(backend: Any) -> Any:
+            return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
 
         m = x.shape[0] * group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
         pipelines = self.pipelined is not None and bias is None
-        return self._run(_Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines), meanwhile)
+        return self._run(_Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines))
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -229,16 +227,13 @@ class TunedBackend:
             lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape, bias), choice[1]
         )
 
-    def _run(self, call: _Call, meanwhile: Meanwhile | None = None) -> Any:
+    def _run(self, call: _Call) -> Any:
         name, plan = self._choice(call)
-        more = {} if meanwhile is None else {"meanwhile": meanwhile}
         if plan is not None:
-            return self._with_plan(lambda fused: call.run(fused, **more), plan)
+            return self._with_plan(call.run, plan)
         if name == "pipelined" and call.pipelines and not torch.cuda.is_current_stream_capturing():
-            if meanwhile is not None:
-                meanwhile()
             return call.run(self.pipelined)
-        return call.run(self.reference, **more)
+        return call.run(self.reference)
 
     def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
         before, self.fused.plan = self.fused.plan, plan

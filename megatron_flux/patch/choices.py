@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.config import STOCK, Backends, Schedule
+from megatron_flux.config import STOCK, Backends
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.patch.line import LAYERS, TE_LAYERS
@@ -105,17 +105,4 @@ def check(backends: Backends, more: str = "") -> None:
         raise UserError(
             f"wgrad={backends.wgrad!r} gathers with NCCL during a dgrad that may be fused ({backends.dgrad!r}): set "
             "CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or leave wgrad to the same backend"
-        )
-
-
-def check_schedule(schedule: Schedule) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        UserError: deferred weight gradients of inputs that are not gathered ahead.
-    """
-    if schedule.defer_wgrad and not schedule.gather_ahead:
-        raise UserError(
-            "defer_wgrad=True defers the wgrad of layers whose input was gathered ahead, and gather_ahead is False: "
-            "leave gather_ahead on, or defer_wgrad off"
         )

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.config import STOCK, FluxConfig, Schedule
-from megatron_flux.errors import UserError
+from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.ops.operators import DTYPES
 from megatron_flux.patch.choices import backends_of
@@ -67,7 +66,7 @@ class LinearPatch:
                 kwargs["tp_group"],
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
                 backend=backends,
-                schedule=self.schedule(kwargs["gradient_accumulation_fusion"], weight),
+                gather_ahead=self.config.gather_ahead,
             )
 
         return _forward_impl
@@ -151,19 +150,6 @@ class LinearPatch:
     def _no_sequence_parallel(layer: Any) -> str:
         group = layer.tp_group
         return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
-
-    def schedule(self, gradient_accumulation_fusion: bool, weight: torch.Tensor) -> Schedule:
-        """What of a column-parallel layer's backward is moved.
-
-        Raises:
-            UserError: the layer's wgrad is to be deferred, but its gradient is not one that can be added later.
-        """
-        if self.config.defer_wgrad and not gradient_accumulation_fusion and weight.requires_grad:
-            raise UserError(
-                "defer_wgrad needs gradient accumulation fusion, which this model is built without "
-                "(gradient_accumulation_fusion=False): switch that on, or defer_wgrad off"
-            )
-        return self.config.schedule
 
     def activate(self, layer: torch.nn.Module) -> None:
         """Count ``layer`` as one that runs flux."""

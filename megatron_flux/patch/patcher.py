@@ -12,7 +12,6 @@ Hazard: the process has one megatron-core, so there is one patch; ``patched()`` 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ from typing import Any
 
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError
-from megatron_flux.layers import deferred
 from megatron_flux.ops import stats
-from megatron_flux.patch import choices, grad_sync, te_seam
+from megatron_flux.patch import choices, te_seam
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.registry import checked_line, installed_megatron_core, resolve
 from megatron_flux.patch.te_linears import TELinearPatch
@@ -101,12 +99,8 @@ def patch(config: FluxConfig | None = None) -> None:
     global _installed
     if config is not None:
         choices.check(config.backends)
-        choices.check_schedule(config.schedule)
     if _installed is not None:
         if config is not None and config != _installed.linears.config:
-            if config.defer_wgrad and not deferred.guarded:
-                resolve(grad_sync.SYMBOL)
-                _installed.replacements += _guarded()
             _installed.linears.config = config
             _log("megatron_flux: already patched, now with %s", config)
         return
@@ -128,13 +122,9 @@ def patch(config: FluxConfig | None = None) -> None:
             _replacement(getattr(te_layers, owner), name, make)
             for (owner, name), make in zip(TE_REPLACED, te_makers, strict=True)
         )
-    if linears.config.defer_wgrad:
-        resolve(grad_sync.SYMBOL)
     for r in replacements:
         r.install()
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    if linears.config.defer_wgrad:
-        replacements += _guarded()
     _installed = _Installed(replacements, linears)
     _log(
         "megatron_flux: %d replacements in megatron-core %s, backend %s",
@@ -162,7 +152,6 @@ def unpatch() -> None:
             )
     for r in reversed(_installed.replacements):
         r.undo()
-    deferred.guarded = False
     _log("megatron_flux: %d replacements undone", len(_installed.replacements))
     _installed = None
 
@@ -217,16 +206,6 @@ def _replacement(owner: type, name: str, make: Callable[[Callable[..., Any]], Ca
     flux.__doc__ = stock.__doc__
     flux.__qualname__ = f"megatron_flux.{owner.__name__}.{name}"
     return Replacement(owner, name, stock, flux, inherited)
-
-
-def _guarded() -> tuple[Replacement, ...]:
-    """Put deferred weight gradients before their reduction, so that they may be deferred."""
-    buffers = importlib.import_module(grad_sync.BUFFERS)
-    guard = _replacement(getattr(buffers, grad_sync.OWNER), grad_sync.NAME, grad_sync.start_grad_sync)
-    guard.install()
-    deferred.guarded = True
-    _log("megatron_flux: %s -> %s", guard.path, guard.flux.__qualname__)
-    return (guard,)
 
 
 def _transformer_engine() -> te_seam.TransformerEngine | str:

@@ -59,7 +59,7 @@ class TELinearPatch:
                 layer.tp_group,
                 norm=te.norm(layer),
                 epilogue_bias=True,
-                schedule=linears.schedule(layer.fuse_wgrad_accumulation, weight),
+                gather_ahead=linears.config.gather_ahead,
                 **options,
             )
             return y, layer.bias if layer.te_return_bias else None
@@ -72,9 +72,9 @@ class TELinearPatch:
 
         def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
-            schedule = linears.schedule(layer.fuse_wgrad_accumulation, weight)
+            ahead = linears.config.gather_ahead
             y = column_parallel_linear(
-                x, weight, bias, layer.tp_group, epilogue_bias=True, schedule=schedule, **options
+                x, weight, bias, layer.tp_group, epilogue_bias=True, gather_ahead=ahead, **options
             )
             return y, layer.bias if layer.te_return_bias else None
 

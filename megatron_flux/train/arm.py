@@ -47,7 +47,6 @@ class Arm:
             dgrad=config.dgrad_backend,
             wgrad=config.wgrad_backend,
             gather_ahead=config.gather_ahead,
-            defer_wgrad=config.defer_wgrad,
             strict=config.strict,
         )
         for choice in config.layer_backend:

@@ -69,7 +69,6 @@ class RunConfig(BaseModel):
     wgrad_backend: str | None = None
     layer_backend: list[str] = []
     gather_ahead: bool = True
-    defer_wgrad: bool = False
     strict: bool
     timeout: float
     exit_signal: Literal["USR1"] | None = None
@@ -170,9 +169,6 @@ def resolve(
         "gradient_accumulation_fusion": device == "cuda" if fusion is None else fusion,
         "out": out,
     }
-    if options.defer_wgrad and not (options.gather_ahead and values["gradient_accumulation_fusion"]):
-        missing = "--gradient-accumulation-fusion" if options.gather_ahead else "--gather-ahead"
-        raise UserError(f"--defer-wgrad needs {missing}, which is off in this run; add it, or leave --defer-wgrad out")
     if isinstance(special, CompareOptions):
         steps = options.steps
         block = special.block_steps or max(1, round(steps / 8))

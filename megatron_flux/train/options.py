@@ -76,12 +76,7 @@ class TrainOptions(BaseModel):
         description="NAMES=BACKEND for some layers, e.g. '*.mlp.*=reference' or 'output_layer=stock'. May be repeated.",
     )
     gather_ahead: bool = Field(
-        True, description="Gather a column-parallel layer's input for wgrad beside the row-parallel layer's wgrad."
-    )
-    defer_wgrad: bool = Field(
-        False,
-        description="Compute a column-parallel layer's wgrad while the next row-parallel layer gathers in backward; "
-        "needs gradient accumulation fusion.",
+        True, description="In backward, gather a column-parallel layer's input beside the row-parallel layer's wgrad."
     )
     strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")

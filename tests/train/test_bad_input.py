@@ -76,11 +76,6 @@ def refused(
         (["--layer-backend", "*.mlp.*=fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
         (["--strict", "--no-sequence-parallel"], ["--strict", "--no-sequence-parallel"]),
         (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
-        (["--defer-wgrad"], ["--defer-wgrad", "--gradient-accumulation-fusion"]),
-        (
-            ["--defer-wgrad", "--gradient-accumulation-fusion", "--no-gather-ahead"],
-            ["--defer-wgrad", "--gather-ahead"],
-        ),
         (["--transformer-impl", "transformer_engine"], ["needs GPUs", "on cpu", "--transformer-impl local"]),
     ],
     ids=lambda value: "_".join(value).replace("-", "") if isinstance(value, list) and value[0][0] == "-" else "",

@@ -7,23 +7,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear as ReexportedColumn
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 import megatron_flux
-from megatron_flux import (
-    FluxConfig,
-    FluxError,
-    UnsupportedVersionError,
-    UserError,
-    is_patched,
-    patch,
-    patched,
-    report,
-    unpatch,
-)
-from megatron_flux.layers import deferred
+from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
 from megatron_flux.patch import patcher, te_seam
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
@@ -177,48 +165,6 @@ def test_somebody_elses_earlier_replacement_is_what_comes_back() -> None:
     patch()
     unpatch()
     assert vars(ColumnParallelLinear)["_forward_impl"] is theirs
-
-
-def guard() -> object:
-    return vars(param_and_grad_buffer._ParamAndGradBucketGroup)["start_grad_sync"]
-
-
-def test_gradient_reduction_is_watched_over_only_for_deferred_wgrad() -> None:
-    stock = guard()
-    patch()
-    assert (guard(), deferred.guarded) == (stock, False)
-    with patched(FluxConfig(defer_wgrad=True)):
-        first = guard()
-        assert first is not stock
-        assert deferred.guarded
-        assert report()["replaced"][-1].endswith("_ParamAndGradBucketGroup.start_grad_sync")
-        patch(FluxConfig(defer_wgrad=True, strict=True))
-        assert guard() is first
-    assert guard() is first  # harmless until flux comes off
-    unpatch()
-    assert (guard(), deferred.guarded) == (stock, False)
-    patch(FluxConfig(defer_wgrad=True))
-    assert guard() is not stock
-    unpatch()
-    assert (guard(), deferred.guarded) == (stock, False)
-
-
-def test_a_changed_gradient_reduction_is_refused_before_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync")
-    with pytest.raises(UnsupportedVersionError, match="start_grad_sync is missing"):
-        patch(FluxConfig(defer_wgrad=True))
-    assert methods() == STOCK
-    patch()
-    with pytest.raises(UnsupportedVersionError, match="start_grad_sync is missing"):
-        patch(FluxConfig(defer_wgrad=True))
-    assert config() == FluxConfig()
-    assert not deferred.guarded
-
-
-def test_deferred_wgrad_needs_gathers_ahead() -> None:
-    with pytest.raises(UserError, match="gather_ahead is False"):
-        patch(FluxConfig(defer_wgrad=True, gather_ahead=False))
-    assert methods() == STOCK
 
 
 def test_one_line_per_replacement_and_a_total(

@@ -16,7 +16,7 @@ import torch
 
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, FluxError, UnsupportedVersionError
-from megatron_flux.config import SCHEDULE, Backends
+from megatron_flux.config import Backends
 from megatron_flux.patch import patcher, te_seam
 from megatron_flux.patch import te_linears as module
 from megatron_flux.patch.line import TE_LAYERS
@@ -232,7 +232,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     assert all(one is other for one, other in zip(args, wanted, strict=True))
     options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
     if kind != "TE row":
-        options |= {"epilogue_bias": True, "schedule": SCHEDULE}  # the bias as in stock's GEMM
+        options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
     assert kwargs == ({**options, "norm": "norm"} if kind == "TE norm column" else options)
     assert world.linears.active_layers == 1
     assert not world.linears.fallbacks.counts

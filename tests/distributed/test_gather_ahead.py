@@ -1,0 +1,315 @@
+"""The gather of a column-parallel layer's input ahead of its backward.
+
+Covered, on megatron-core's GPTModel and on pairs of layers: the order of operators and wgrad GEMMs with and without it;
+gradients equal to the bit, with DistributedDataParallel over several micro-batches, overlapped reduction in small
+buckets, and recompute; a gather that another one has overtaken; hooks on saved tensors and checkpoints without
+reentrance; backward outside of ``patched()``, and of half a graph; the fused kernels' twin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, ops, patch, unpatch
+from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear, wgrad
+from megatron_flux.ops import registry
+from megatron_flux.ops.fused import FusedBackend
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+from tests.distributed.data import normals, require_close
+from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+AHEAD = FluxConfig(strict=True)
+IN_TURN = FluxConfig(strict=True, gather_ahead=False)
+
+
+class Spy(ReferenceBackend):
+    """The reference, which writes down what runs when; wgrad GEMMs too."""
+
+    name = "spy"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def all_gather_gemm(self, *args: Any, **options: Any) -> Any:
+        self.log.append("row: dgrad")
+        return super().all_gather_gemm(*args, **options)
+
+    def gemm_reduce_scatter(self, *args: Any, **options: Any) -> Any:
+        self.log.append("column: dgrad")
+        return super().gemm_reduce_scatter(*args, **options)
+
+    def all_gather(self, *args: Any, **options: Any) -> Any:
+        self.log.append("column: gather")
+        return super().all_gather(*args, **options)
+
+
+@contextlib.contextmanager
+def spying() -> Iterator[Spy]:
+    spy, accumulate = Spy(), wgrad.accumulate
+
+    def logged(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        spy.log.append(f"wgrad {main_grad.shape[0]}")
+        accumulate(main_grad, dy, x)
+
+    ops.register_backend(spy)
+    try:
+        with mock.patch.object(wgrad, "accumulate", logged):
+            yield spy
+    finally:
+        del registry._backends["spy"]
+
+
+class Blocks:
+    """Two blocks (column, tanh, row) with ``main_grad``, and what they give for two micro-batches."""
+
+    def __init__(self, hidden: int = 8, rows: int = 2, backend: str = "auto") -> None:
+        self.hidden, self.rows, self.backend = hidden, rows, backend
+        shapes = [(2 * hidden, hidden), (hidden, 2 * hidden), (3 * hidden, hidden), (hidden, 3 * hidden)]
+        self.weights = [torch.nn.Parameter(normals(*shape, seed=i)) for i, shape in enumerate(shapes)]
+        for weight in self.weights:
+            weight.main_grad = torch.zeros(weight.shape)
+        self.between: Callable[[torch.Tensor], None] | None = None
+        """A hook on the gradient between the two layers of a block."""
+
+    def input(self, seed: int = 9) -> torch.Tensor:
+        return normals(self.rows, 4, self.hidden, seed=seed).requires_grad_()
+
+    def column(self, x: torch.Tensor, i: int, gather_ahead: bool = True) -> torch.Tensor:
+        return column_parallel_linear(
+            x,
+            self.weights[i],
+            None,
+            dist.group.WORLD,
+            gradient_accumulation_fusion=True,
+            backend=self.backend,
+            gather_ahead=gather_ahead,
+        )
+
+    def row(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return row_parallel_linear(
+            x, self.weights[i], dist.group.WORLD, gradient_accumulation_fusion=True, backend=self.backend
+        )
+
+    def forward(self, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
+        for i in (0, 2):
+            hidden = torch.tanh(self.column(x, i, gather_ahead))
+            if self.between is not None and hidden.requires_grad:
+                hidden.register_hook(self.between)
+            x = self.row(hidden, i + 1)
+        return x
+
+    def results(self, gather_ahead: bool, wrap: Callable[..., torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The inputs' gradients and every main_grad; ``wrap(forward, x, gather_ahead)`` runs forward."""
+        for weight in self.weights:
+            weight.main_grad.zero_()
+        inputs = [self.input(9), self.input(10)]
+        outputs = [wrap(self.forward, x, gather_ahead) if wrap else self.forward(x, gather_ahead) for x in inputs]
+        for y in outputs:
+            y.square().sum().backward()
+        return [*(x.grad for x in inputs), *(weight.main_grad.clone() for weight in self.weights)]
+
+
+def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert other.any(), f"{i} is zero: nothing is compared"
+        assert torch.equal(one, other), f"{i} differs"
+
+
+def rank_order(gather_ahead: bool) -> list[str]:
+    with spying() as spy:
+        blocks = Blocks(backend="spy")
+        y = blocks.forward(blocks.input(), gather_ahead)
+        spy.log.clear()
+        y.sum().backward()
+        return spy.log
+
+
+def test_order(world2: WorkerPool) -> None:
+    for middle in (True, False):
+        expected = []
+        for wgrad_of_column in ("wgrad 24", "wgrad 16"):
+            gather, row = ["column: gather"], ["wgrad 8"]
+            expected += ["row: dgrad", *(gather + row if middle else row + gather), "column: dgrad", wgrad_of_column]
+        assert world2.run(rank_order, middle) == [expected] * 2
+
+
+def rank_overtaken() -> None:
+    """Between a gather ahead and its use others begin: a user's own, in a hook. The gather is made again."""
+    blocks = Blocks()
+    plain = blocks.results(False)
+
+    def hook(_: torch.Tensor) -> None:
+        for _ in range(3):
+            ops.all_gather(torch.full((2, 8), float("nan")), dist.group.WORLD).wait()
+
+    blocks.between = hook
+    begun = ops.all_gathers_begun(dist.group.WORLD)
+    require_equal(blocks.results(True), plain)
+    # Two micro-batches of two blocks: the hook's three, the gather ahead and the one in its stead.
+    assert ops.all_gathers_begun(dist.group.WORLD) - begun == 2 * 2 * (3 + 2)
+
+
+def test_a_gather_that_was_overtaken(world2: WorkerPool) -> None:
+    world2.run(rank_overtaken)
+
+
+def rank_saved_tensor_hooks() -> None:
+    """Whatever unpacks saved tensors in its own time: nothing is gathered ahead, and gradients are the same."""
+    blocks = Blocks()
+    plain = blocks.results(False)
+    unpacked: list[int] = []
+
+    def packing(forward: Any, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
+        def unpack(packed: torch.Tensor) -> torch.Tensor:
+            unpacked.append(1)
+            return packed
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            return forward(x, gather_ahead)
+
+    def checkpointed(forward: Any, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(forward, x, gather_ahead, use_reentrant=False)
+
+    def reentrant(forward: Any, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(forward, x, gather_ahead, use_reentrant=True)
+
+    for wrap in (packing, checkpointed, reentrant):
+        require_equal(blocks.results(True, wrap), plain)
+    assert len(unpacked) == 2 * 2 * (2 + 1 + 2)  # of two micro-batches' two blocks: x and weight, tanh, x and weight
+
+
+def test_hooks_on_saved_tensors(world2: WorkerPool) -> None:
+    world2.run(rank_saved_tensor_hooks)
+
+
+def rank_half_a_graph() -> None:
+    """A row layer whose partner never gets a gradient, and a column layer that ran backward before its partner."""
+    blocks = Blocks()
+    plain = blocks.results(False)
+    for column_first in (True, False):
+        hidden = blocks.column(blocks.input(), 0)
+        y = blocks.row(torch.tanh(hidden.detach()).requires_grad_(), 1)
+        both = (hidden, y) if column_first else (y, hidden)
+        for one in both:
+            one.sum().backward()
+    x = blocks.input()
+    hidden = blocks.column(x, 0)
+    y = blocks.row(torch.tanh(hidden), 1)
+    y.sum().backward(retain_graph=True)
+    once = x.grad.clone()
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * once)
+    with torch.no_grad():
+        blocks.forward(blocks.input(), True)
+    del hidden, y, both, one
+    gc.collect()
+    assert all(found() is None for found in ahead._newest.values())  # no activation is kept
+    require_equal(blocks.results(True), plain)
+
+
+def test_half_a_graph(world2: WorkerPool) -> None:
+    world2.run(rank_half_a_graph)
+
+
+# Whole models.
+
+
+def rank_model(options: dict[str, Any]) -> None:
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model("llama", **options)
+        with flux(IN_TURN):
+            loss, plain = loss_and_gradients(model)
+        with flux(AHEAD) as seen:
+            other, gradients = loss_and_gradients(model)
+        assert torch.equal(loss, other)
+        assert plain.keys() == gradients.keys()
+        require_equal(list(gradients.values()), list(plain.values()))
+        assert seen.calls["all_gather/reference"] == 2 * 2 + 1  # each column layer's once: none in vain
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_whole_model(world: WorkerPool, recompute: str | None) -> None:
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    world.run(rank_model, {"recompute_granularity": recompute, **full} if recompute else {})
+
+
+def rank_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
+    """main_grad after reduction over two replicas and two micro-batches."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+    def train(config: FluxConfig) -> tuple[list[torch.Tensor], list[str]]:
+        model_parallel_cuda_manual_seed(123)
+        torch.manual_seed(1234)
+        model = gpt_model("gpt3", gradient_accumulation_fusion=True, **(full if recompute else {}))
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=500)
+        parallel = DistributedDataParallel(model.config, ddp, model)
+        assert not overlap or len(parallel.bucket_groups) > 3
+        with spying() as spy, flux(config):
+            for step in range(3):  # from the second on gradients are reduced as soon as they are there
+                parallel.zero_grad_buffer()
+                spy.log.clear()
+                for i in range(2):
+                    with parallel.no_sync() if i < 1 else contextlib.nullcontext():
+                        loss = parallel(**batch(100 * (dist.get_rank() // 2) + 10 * step + i)).float().mean()
+                        if outside:
+                            unpatch()
+                        loss.backward()
+                        if outside:
+                            patch(config)
+                parallel.finish_grad_sync()
+        return [p.main_grad.clone() for p in model.parameters()], spy.log
+
+    with megatron(tp=2), gradient_accumulation_fusion():
+        plain, in_turn = train(IN_TURN)
+        found, order = train(AHEAD)
+        require_equal(found, plain)
+        assert sorted(order) == sorted(in_turn)
+        assert order != in_turn
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["reduced after", "overlapped"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_data_parallel(world4: WorkerPool, overlap: bool, recompute: bool) -> None:
+    world4.run(rank_data_parallel, overlap, recompute, False)
+
+
+def test_backward_outside_of_patched(world4: WorkerPool) -> None:
+    world4.run(rank_data_parallel, True, False, True)
+
+
+# The fused kernels, in Triton's interpreter: gathers that stay open while other operators of the group run.
+
+
+def rank_twin(late: int | None) -> None:
+    ops.register_backend(FusedBackend("twin", twin=True))
+    try:
+        expected = Blocks(16, 4, "reference").results(False)
+        blocks = Blocks(16, 4, "twin")
+        if late == dist.get_rank():
+            blocks.between = lambda _: time.sleep(0.3)
+        for gather_ahead in (False, True):
+            for found, wanted in zip(blocks.results(gather_ahead), expected, strict=True):
+                require_close(f"{gather_ahead=}", found, wanted)
+    finally:
+        del registry._backends["twin"]
+
+
+@pytest.mark.parametrize("late", [None, 1], ids=["together", "one rank late"])
+def test_fused_kernels(world2: WorkerPool, late: int | None) -> None:
+    world2.run(rank_twin, late)

@@ -74,7 +74,10 @@ for stage in "${STAGES[@]}"; do
             ;;
         tests) MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} limited 1500 python3 -m pytest -q tests/gpu ;;
         ops) limited 590 "${FLUX[@]}" bench ops --nproc "$GPUS" --models gpt3-175b,llama-70b --tokens 8192,2048 --out "$to" ;;
-        layer) limited 400 "${FLUX[@]}" bench layer --nproc "$GPUS" --rounds 7 --out "$to" ;;
+        layer)
+            limited 600 "${FLUX[@]}" bench layer --nproc "$GPUS" --rounds 7 \
+                --arms te,local,te_ub,flux_local,flux_te,floor,busy_floor --out "$to"
+            ;;
         connections) # to be laid beside the same rows of layer, which has one connection
             CUDA_DEVICE_MAX_CONNECTIONS=8 limited 200 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b \
                 --arms te,local,flux_local,flux_te --rounds 7 --no-trace --out "$to"
@@ -88,11 +91,11 @@ for stage in "${STAGES[@]}"; do
                 tests/gpu/checks.py --stand-in 8 --rounds 10 --out "$to.jsonl"
             ;;
         stand_in_ops)
-            MEGATRON_FLUX_TUNE_SECONDS=4 limited 200 "${FLUX[@]}" bench ops --stand-in-for 8 \
+            MEGATRON_FLUX_TUNE_SECONDS=20 limited 400 "${FLUX[@]}" bench ops --stand-in-for 8 \
                 --models gpt3-175b,llama-70b --tokens 8192,2048 --directions forward --out "$to"
             ;;
         stand_in_layer)
-            MEGATRON_FLUX_TUNE_SECONDS=4 limited 250 "${FLUX[@]}" bench layer --stand-in-for 8 \
+            MEGATRON_FLUX_TUNE_SECONDS=20 limited 400 "${FLUX[@]}" bench layer --stand-in-for 8 \
                 --models gpt3-175b,llama-70b --arms te,local,flux_local,flux_te,floor --rounds 7 --out "$to"
             ;;
         parity) limited 400 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" "${SMALL[@]}" ;;

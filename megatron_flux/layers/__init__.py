@@ -7,7 +7,7 @@ layer    x, weight, y               work
 =======  =========================  ==========================================================================
 column   ``[s/tp, b, k]``           forward  ``y  = all_gather(x) @ weight.T``                all_gather_gemm
          ``[n, k]``                 dgrad    ``dx = reduce_scatter(dy @ weight)``             gemm_reduce_scatter
-         ``[s, b, n]``              wgrad    ``dw = dy.T @ all_gather(x)``                    all_gather during dgrad
+         ``[s, b, n]``              wgrad    ``dw = dy.T @ all_gather(x)``                    all_gather, started ahead
 row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)``            gemm_reduce_scatter
          ``[n, k]``                 dgrad    ``dx = all_gather(dy) @ weight``                 all_gather_gemm
          ``[s/tp, b, n]``           wgrad    ``dw = all_gather(dy).T @ x``                    reuses dgrad's gather

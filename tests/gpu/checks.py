@@ -159,7 +159,8 @@ def plans(group):
         plan
         for ws in kinds
         for op in ("all_gather_gemm", "gemm_reduce_scatter")
-        for plan in candidates(op, 512, 1280, 1024, group.size(), sms, ws)
+        for sizes in ((512, 1280, 1024), (1024, 6144, 12288))
+        for plan in candidates(op, *sizes, group.size(), sms, ws)
     ]
     return with_plans(group, *dict.fromkeys(found))
 

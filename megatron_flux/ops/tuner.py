@@ -12,8 +12,8 @@ Contract
       in the cache folder (:mod:`megatron_flux.cache`). Its keys name operator, shape, dtype, weight form, group size,
       link, GPU and versions. Only the first rank of a group writes, atomically.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
-      compiled and nothing is measured once more, though what has begun is finished (some seconds); 0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph
-      capture nothing is measured either.
+      compiled and nothing measured once more, though what has begun is finished (some seconds); 0 never measures and
+      takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured either.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ def column_backward(
         gathered = Gathered(x, group, backends.wgrad)
     if need_dx:
         pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
-    if gathered is not None:
-        dw = weight_gradient(about.parameter, about.main_grad, dy, gathered.wait(), overwrite=about.overwrite_main_grad)
+    whole = None if gathered is None else gathered.wait()
+    if need_dw:
+        dw = weight_gradient(about.parameter, about.main_grad, dy, whole, overwrite=about.overwrite_main_grad)
     if need_db:
         db = rows(dy).sum(dim=0)
     if pending is not None:

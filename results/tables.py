@@ -1,0 +1,284 @@
+"""The tables in the READMEs of the folders named below, from the raw data beside each; written anew in place.
+
+    PYTHONPATH=. python results/tables.py [FOLDER ...]
+
+They are the text between the two marks; all other figures of a README are in its own words. ``stand-in-8-h200x2`` has
+a script of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatron_flux.bench.choices import chosen
+from megatron_flux.bench.shapes import cases
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- tables.py: begin -->\n", "<!-- tables.py: end -->\n"
+
+Json = Mapping[str, Any]
+X, MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
+
+MODELS = ("gpt3", "llama")
+RUNS = ("bursts", "sustained")
+SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
+ARMS = {
+    "te": "TE (baseline)",
+    "te_ub": "TE userbuffers",
+    "flux_te_own_gather": "flux, TE layers, own gather",
+    "flux_te": "flux, TE layers",
+    "flux_te_defer": "flux, TE layers, wgrad deferred",
+    "flux_local": "flux, local layers",
+    "floor": "no communication",
+    "busy_floor": "no communication, busy links",
+}
+
+
+def read(name: str) -> Json:
+    """A JSON file of these folders."""
+    return json.loads((HERE / name).read_text())
+
+
+def lines(name: str) -> list[Json]:
+    """A file with one JSON object per line."""
+    return [json.loads(line) for line in (HERE / name).read_text().splitlines()]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    text = [list(head)]
+    text += [["---"] * len(text[0]), *map(list, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in text)
+
+
+def percent(value: float, digits: int = 0, sign: str = "") -> str:
+    """For people; ``sign`` as in a format."""
+    return f"{100 * value:{sign}.{digits}f} %".replace("-", MINUS)
+
+
+def layers(folder: str) -> str:
+    """One row per model and arm of a run of ``bench layer`` in ``folder``."""
+    rows = []
+    for model in MODELS:
+        for row in read(f"{folder}/{model}/summary.json")["rows"]:
+            low, high = (f"{row[f'ms_per_layer_{end}']:.2f}" for end in ("low", "high"))
+            memory = row["peak_memory_gb"]
+            rows.append(
+                [
+                    f"{row['model']}, {row['seq']} {X} {row['micro_batch']}",
+                    ARMS[row["arm"]],
+                    f"{row['ms_per_layer']:.2f} ({low}…{high})",
+                    f"{row['speedup_vs_te']:.3f}{X}",
+                    percent(row["hidden_share"]),
+                    f"{row['breakdown']['communication_exposed_ms']:.2f}",
+                    f"{row['sm_clock_mhz']:.0f}",
+                    f"{row['host_ms_per_step']:.1f}",
+                    "-" if memory is None else f"{memory:.2f}",
+                ]
+            )
+    head = ("layer", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "exposed, ms per layer", "MHz",
+            "host ms per step", "peak GB")  # fmt: skip
+    return table(head, rows)
+
+
+def fastest(times: Mapping[str, float], narrow: bool) -> float | None:
+    """Milliseconds of the fastest fused plan with tiles of 128 x 128 (``narrow``) or 128 x 256."""
+    own = [ms for name, ms in times.items() if name.startswith("fused") and ("bn=128" in name) is narrow]
+    return min(own, default=None)
+
+
+def tiles(times: Mapping[str, float]) -> list[str]:
+    """Of a call: 128 x 256, 128 x 128, and the latter over the former."""
+    wide, narrow = (fastest(times, narrow) for narrow in (False, True))
+    both = percent(narrow / wide - 1, 1, "+") if wide and narrow else "-"
+    return [*("-" if ms is None else f"{ms:.3f}" for ms in (wide, narrow)), both]
+
+
+def choices(path: str, tp: int) -> str:
+    """What the tuner measured and chose: one row per call of the two models."""
+    tuned, rows = read(path), []
+    for case in cases(["gpt3-175b", "llama-70b"], [8192], ["forward", "dgrad"], tp):
+        form = "[k,n]" if case.transposed else "[n,k]"
+        start = f"{case.op} m={case.m} n={case.n} k={case.k} bfloat16 {form} tp={tp} "
+        (kept,) = (value for key, value in tuned.items() if key.startswith(start))
+        rows.append(
+            [
+                f"{SHORT[case.op]} {case.model} {case.layer} {case.direction}",
+                f"{case.m}{X}{case.n}{X}{case.k}",
+                f"{kept['gemm_ms']:.3f}",
+                *tiles(kept["ms"]),
+                *(tiles(kept["sustained_ms"]) if "sustained_ms" in kept else []),
+                chosen(kept).removeprefix("fused "),
+            ]
+        )
+    kinds = ("bursts", "lasting") if "sustained_ms" in next(iter(tuned.values())) else ("bursts",)
+    head = [f"{kind}, {what}" for kind in kinds for what in (f"128{X}256", f"128{X}128", "difference")]
+    return table(("call", f"m{X}n{X}k", "GEMM, bursts", *head, "chosen"), rows)
+
+
+KINDS = {
+    "GEMMs that communicate": ("hopper_", "nvjet_sm90_tst"),
+    "wgrad GEMMs": ("nvjet_sm90_tss",),
+    "attention": ("cudnn", "void cudnn"),
+    "norms": ("void transformer_engine::normalization",),
+    "NCCL": ("nccl",),
+    "copies to peers": ("Memcpy PtoP",),
+}
+
+
+def kernels(folder: str) -> str:
+    """Kernels of one traced step by kind, milliseconds per layer."""
+    (times,) = read(f"{folder}/kernels.json").values()
+    rows = []
+    for run in RUNS:
+        for model in MODELS:
+            summary = read(f"{folder}/{run}/{model}/summary.json")
+            for row in summary["rows"]:
+                workload = f"{row['model']}-{row['seq']}x{row['micro_batch']}"
+                sums = times[f"{run} {workload} {row['arm']}"]
+                cells = [
+                    sum(us for name, (us, _) in sums.items() if name.startswith(starts)) / 1000
+                    for starts in KINDS.values()
+                ]
+                rows.append([run, workload, ARMS[row["arm"]], *(f"{ms:.2f}" if ms else "-" for ms in cells)])
+    return table(("run", "layer", "arm", *KINDS), rows)
+
+
+def backward(path: str) -> str:
+    """The GEMMs of backward in the order they ran, microseconds, median over the layers of one traced step."""
+    (steps,) = read(path).values()
+    names = [f"{layer} {what}" for layer in ("FC2", "FC1", "proj", "QKV") for what in ("dgrad", "wgrad")]
+    rows = []
+    for key, step in steps.items():
+        workload, arm = key.split()
+        count = len(step) // 12  # a layer: four calls forward, eight GEMMs backward
+        times = [us for _, us, _ in step[4 * count :]]
+        cells = [f"{median(times[place :: len(names)]):.0f}" for place in range(len(names))]
+        rows.append([workload, ARMS[arm], *cells])
+    return table(("layer", "arm", *names), rows)
+
+
+def turns(path: str) -> str:
+    """Plans of one operator timed in turns: medians of the two repeats, milliseconds."""
+    calls: dict[str, list[Json]] = {}
+    for row in lines(path):
+        form = "[k,n]" if row["transposed"] else "[n,k]"
+        calls.setdefault(f"{row['m']}{X}{row['n']}{X}{row['k']} {form}", []).append(row)
+    plans = dict.fromkeys(name for rows in calls.values() for row in rows for name in row["ms"] if name != "gemm")
+    text = []
+    for plan in [*plans, "gemm"]:
+        cells = (" / ".join(f"{median(row['ms'][plan]):.3f}" for row in rows if plan in row["ms"]) or "-"
+                 for rows in calls.values())  # fmt: skip
+        text.append(["GEMM alone" if plan == "gemm" else plan, *cells])
+    text.append(["bytes at the link's rate", *(f"{rows[0]['bound_ms']:.3f}" for rows in calls.values())])
+    return table(("plan", *calls), text)
+
+
+def energy(path: str) -> str:
+    """GEMMs in bursts and lasting, one row per way and one column per shape; then clock and power where sampled."""
+    rows = lines(path)
+    shapes: dict[str, dict[str, Json]] = {}
+    for row in rows:
+        shapes.setdefault(f"{row['m']}{X}{row['n']}{X}{row['k']}", {})[row["way"]] = row
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+
+    def made(cell: Callable[[Mapping[str, Json], str], str]) -> str:
+        return table(("way", *shapes), ([way, *(cell(found, way) for found in shapes.values())] for way in ways))
+
+    def times(found: Mapping[str, Json], way: str) -> str:
+        return f"{found[way]['burst_ms']:.3f} / {found[way]['ms']:.3f}"
+
+    def against(found: Mapping[str, Json], way: str) -> str:
+        return " / ".join(percent(found[way][kind] / found["cublas"][kind] - 1, 1, "+") for kind in ("burst_ms", "ms"))
+
+    def longer(found: Mapping[str, Json], way: str) -> str:
+        return percent(found[way]["ms"] / found[way]["burst_ms"] - 1, 1, "+")
+
+    def sampled(found: Mapping[str, Json], way: str) -> str:
+        return "-" if found[way]["mhz"] is None else f"{found[way]['mhz']} / {found[way]['watts']:.0f}"
+
+    return (
+        f"### Milliseconds, bursts / lasting\n\n{made(times)}\n"
+        f"### Over cuBLAS in one piece, bursts / lasting\n\n{made(against)}\n"
+        f"### Lasting over bursts\n\n{made(longer)}\n"
+        f"### MHz / W while it lasts\n\n{made(sampled)}"
+    )
+
+
+def curves(path: str) -> str:
+    """Relative differences between trainings, mean and largest over the steps; mean loss of the last 50."""
+    data = read(path)
+    runs: Mapping[str, Sequence[Sequence[float]]] = data["runs"]
+    rows = []
+    for run, other in (("stock-again", "stock"), ("flux", "stock"), ("flux", "stock-again")):
+        cells = []
+        for column in ("lm loss", "grad-norm"):
+            place = data["columns"].index(column)
+            apart = [
+                abs(ours[place] - theirs[place]) / theirs[place]
+                for ours, theirs in zip(runs[run], runs[other], strict=True)
+            ]
+            cells.append(f"{percent(fmean(apart), 2)}, {percent(max(apart), 1)}")
+        rows.append([run, other, str(len(apart)), *cells])
+    place = data["columns"].index("lm loss")
+    last = ([run, f"{fmean(step[place] for step in steps[-50:]):.4f}"] for run, steps in runs.items())
+    return (
+        table(("run", "against", "steps", "loss", "gradient norm"), rows)
+        + "\n"
+        + table(("run", "mean loss of the last 50 steps"), last)
+    )
+
+
+def tp4(folder: str) -> str:
+    """All of four GPUs."""
+    return (
+        f"### Layers, forward and backward: `bursts`\n\n{layers(f'{folder}/bursts')}\n"
+        f"### Layers, forward and backward: `sustained`\n\n{layers(f'{folder}/sustained')}\n"
+        f"### What the tuner measured: `bursts/tuned.json`, milliseconds\n\n"
+        f"{choices(f'{folder}/bursts/tuned.json', 4)}\n"
+        f"### What the tuner measured: `sustained/tuned.json`, milliseconds\n\n"
+        f"{choices(f'{folder}/sustained/tuned.json', 4)}\n"
+        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n{kernels(folder)}"
+    )
+
+
+def stand_in(folder: str) -> str:
+    """All of two GPUs that stand in for eight."""
+    return (
+        f"### Layers, forward and backward: `bursts`\n\n{layers(f'{folder}/bursts')}\n"
+        f"### Layers, forward and backward: `sustained`\n\n{layers(f'{folder}/sustained')}\n"
+        f"### GEMMs of backward in the order they ran, microseconds (`bursts/gemms.json`)\n\n"
+        f"{backward(f'{folder}/bursts/gemms.json')}\n"
+        f"### What the tuner measured: `sustained/tuned.json`, milliseconds\n\n"
+        f"{choices(f'{folder}/sustained/tuned.json', 8)}\n"
+        f"### All-gather + GEMM, SMs that push beside the copy engine (`mix.jsonl`), milliseconds\n\n"
+        f"{turns(f'{folder}/mix.jsonl')}\n"
+        f"### GEMM + reduce-scatter, pieces under way at once (`flight.jsonl`), milliseconds\n\n"
+        f"{turns(f'{folder}/flight.jsonl')}\n"
+        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n{kernels(folder)}"
+    )
+
+
+FOLDERS: dict[str, Callable[[str], str]] = {
+    "layer-h200x4-ahead": tp4,
+    "stand-in-8-h200x2-ahead": stand_in,
+    "power-h200": lambda folder: energy(f"{folder}/energy.jsonl"),
+    "parity-h200x4-dp": lambda folder: curves(f"{folder}/curves.json"),
+}
+
+
+def rewritten(folder: str, text: str) -> str:
+    """The text of a folder's README with the tables as they are now."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + FOLDERS[folder](folder) + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or FOLDERS:
+        readme = HERE / name / "README.md"
+        readme.write_text(rewritten(name, readme.read_text()))

@@ -47,7 +47,8 @@ class FluxConfig:
 
     gather_ahead: bool = True
     """In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel layer behind it, not in
-    its own dgrad (:mod:`megatron_flux.layers.ahead`). The results are the same."""
+    its own dgrad (:mod:`megatron_flux.layers.ahead`). The results are the same; backends that gather into memory of
+    their own (``reference``, ``pipelined``) keep it a little longer."""
 
     @cached_property
     def backends(self) -> Backends:

@@ -157,6 +157,7 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     """
     models = _named("model", options.models, tuple(LAYER_MODELS))
     arms = _named("arm", options.arms, ALL_ARMS)
+    _check_graphs(options, arms)
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     given = {"seq": options.seq, "micro_batch": options.micro_batch, "layers": options.layers}
@@ -169,6 +170,11 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
         _check_stands_in(options, arms)
     same = ("backend", "cuda_graphs", "rounds", "burst", "seconds", "trace", "timeout", "stand_in_for")
     return LayerConfig(workloads=workloads, arms=arms, tp=tp, **{name: getattr(options, name) for name in same})
+
+
+def _check_graphs(options: LayerOptions, arms: tuple[str, ...]) -> None:
+    if options.cuda_graphs and "busy_floor" in arms:
+        raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
 
 
 def _check_stands_in(options: LayerOptions, arms: tuple[str, ...]) -> None:

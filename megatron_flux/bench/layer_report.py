@@ -19,7 +19,7 @@ EXPLANATION = (
 )
 
 ROW, LEFT, WIDTH, TOP = 22, 190, 520, 46
-COLOURS = {"te": "#5f6368", "local": "#9aa0a6", "te_ub": "#f29900", "floor": "#dadce0"}
+COLOURS = {"te": "#5f6368", "local": "#9aa0a6", "te_ub": "#f29900", "floor": "#dadce0", "busy_floor": "#bdc1c6"}
 FLUX_COLOUR = "#188038"
 
 

@@ -9,7 +9,9 @@ Stock Megatron with sequence parallelism (arXiv 2205.05198, section 4.2.2; megat
 * backward of QKV and FC1: dgrad beside the all-gather of x; wgrad beside the reduce-scatter of dx (``overlapped``).
 
 Flux: every pair of collective and GEMM is one ``fused`` call; the copy engine gathers x behind dgrad, whose own
-reduce-scatter shares the link with it.
+reduce-scatter shares the link with it. That is ``gather_ahead=False``, with which the layers were measured that this is
+checked against (results/layer-h200x4-nvlink); by default x is gathered before, which is somewhat faster
+(results/layer-h200x4-ahead).
 
 Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
 (FlashAttention recomputes the scores, arXiv 2307.08691), at ``attention`` x peak. Norms, residuals, activation, bias

@@ -18,7 +18,13 @@ Hazards
     * Saved tensors may be unpacked once only (``torch.utils.checkpoint`` without reentrance), and the layer's own
       backward needs them too: they are kept here in between.
     * Unpacking has a time of its own where hooks are in place (offloading, checkpoints): such layers do not offer.
-    * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference.
+    * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference. (Where
+      the column layer's backward never comes, the input that was gathered for it lives until the group's next gather.)
+    * Whether a weak reference is still alive may differ between ranks where a graph waits for the garbage collector.
+      The two layers of a pair are in one graph, in which the row layer's backward holds the other; layers that run
+      stock in between end the offer (:func:`forget`), so that no pair reaches across graphs.
+    * With torch's collectives the gathered input is memory of its own, which now lives from the row layer's dgrad to
+      the column layer's wgrad.
 """
 
 from __future__ import annotations
@@ -109,6 +115,11 @@ def offer(ctx: Any, weight: ColumnWeight, x: int | None) -> None:
     if x is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         weight._ctx, weight._x = weakref.ref(ctx), x
         _newest[weight.group.group_name] = weakref.ref(weight)
+
+
+def forget() -> None:
+    """No row-parallel layer is to accept what was offered so far: a layer beside them runs stock."""
+    _newest.clear()
 
 
 def accepted(group: dist.ProcessGroup) -> ColumnWeight | None:

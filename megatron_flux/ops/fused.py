@@ -4,8 +4,8 @@ Hopper gets the warp-specialised kernels (:mod:`megatron_flux.kernels.hopper`) w
 and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
 
 Contract: that of :mod:`megatron_flux.ops.backend`; all ranks of a group make the same calls in the same order. A
-gathered input is a view of a slab: of an all_gather valid until the group's next one, of an all_gather_gemm until the
-group's next call of the other two. Results are fresh tensors.
+gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an all_gather_gemm
+until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
 
 Determinism: both operators are bitwise reproducible (see the kernels).
 

@@ -12,8 +12,9 @@ Contract
       in the cache folder (:mod:`megatron_flux.cache`). Its keys name operator, shape, dtype, weight form, group size,
       link, GPU and versions. Only the first rank of a group writes, atomically.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
-      compiled and nothing measured once more, though what has begun is finished (some seconds); 0 never measures and
-      takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured either.
+      compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
+      0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
+      either.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -47,6 +49,8 @@ from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.ready import ReadyCall
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.version import __version__
+
+logger = logging.getLogger("megatron_flux")
 
 MARGIN = 0.99
 
@@ -117,15 +121,15 @@ def _kind(
     return (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
 
 
-def fastest(ms: dict[str, float]) -> str:
-    """The candidate to take, from milliseconds by candidate."""
-    return min(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
+def ranked(ms: dict[str, float]) -> list[str]:
+    """The candidates by what speaks for them, best first, from milliseconds by candidate."""
+    return sorted(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
 
 
 def finalists(ms: dict[str, float]) -> list[str]:
-    """The candidates to measure by themselves, from milliseconds by candidate in bursts; the fastest first."""
-    best = ms[fastest(ms)]
-    return [name for name in sorted(ms, key=lambda name: ms[name]) if ms[name] <= CLOSE * best][:FINALISTS]
+    """The candidates to measure by themselves, best first, from milliseconds by candidate in bursts."""
+    best, *others = ranked(ms)
+    return [best, *(name for name in others if ms[name] <= CLOSE * ms[best])][:FINALISTS]
 
 
 class _Call(NamedTuple):
@@ -320,9 +324,11 @@ class TunedBackend:
         gemm_ms = ms.pop("gemm", None)
         close = finalists(ms)
         lasting: dict[str, float] = {}
-        if len(close) > 1 and timing.all_agree(time.monotonic() - began <= limit, group, device):
+        if len(close) > 1 and timing.all_agree(time.monotonic() - began <= 2 * limit, group, device):
             lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)
-        best = fastest(lasting or ms)
+        elif len(close) > 1 and group.rank() == 0:
+            logger.warning("megatron_flux: %s m=%d n=%d k=%d is tuned by bursts only, time was up", op, m, n, k)
+        best = ranked(lasting or ms)[0]
         chosen = ways[best][0]
         return {
             "backend": best if chosen is None else "fused",

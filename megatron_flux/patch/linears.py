@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_flux.config import STOCK, FluxConfig
-from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear
 from megatron_flux.ops.operators import DTYPES
 from megatron_flux.patch.choices import backends_of
 from megatron_flux.patch.fallbacks import Fallbacks
@@ -56,7 +56,7 @@ class LinearPatch:
             backends = backends_of(layer, self.config.backends)
             reason = CHOSEN if backends == STOCK else self._why_stock_column(layer, input, weight, args, kwargs)
             if reason is not None:
-                self.fallbacks.take("column", reason, layer, strict=self.config.strict and reason != CHOSEN)
+                self.runs_stock("column", reason, layer)
                 return stock(layer, input, weight, *args, **kwargs)
             self.activate(layer)
             return column_parallel_linear(
@@ -80,7 +80,7 @@ class LinearPatch:
             backends = backends_of(layer, self.config.backends)
             reason = CHOSEN if backends == STOCK else self._why_stock_row(layer, input_, args, kwargs)
             if reason is not None:
-                self.fallbacks.take("row", reason, layer, strict=self.config.strict and reason != CHOSEN)
+                self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
             output = row_parallel_linear(
@@ -150,6 +150,15 @@ class LinearPatch:
     def _no_sequence_parallel(layer: Any) -> str:
         group = layer.tp_group
         return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
+
+    def runs_stock(self, kind: str, reason: str, layer: torch.nn.Module) -> None:
+        """Count a call of ``layer`` that runs stock for ``reason``.
+
+        Raises:
+            FallbackError: with ``strict``, unless it was chosen.
+        """
+        self.fallbacks.take(kind, reason, layer, strict=self.config.strict and reason != CHOSEN)
+        ahead.forget()
 
     def activate(self, layer: torch.nn.Module) -> None:
         """Count ``layer`` as one that runs flux."""

@@ -102,7 +102,7 @@ class TELinearPatch:
             else:
                 reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, weight, args, kwargs)
             if reason is not None:
-                linears.fallbacks.take(kind, reason, layer, strict=linears.config.strict and reason != CHOSEN)
+                linears.runs_stock(kind, reason, layer)
                 return stock(layer, x, *args, **kwargs)
             linears.activate(layer)
             first = layer.is_first_microbatch

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops, patch, unpatch
+from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
 from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear, wgrad
 from megatron_flux.ops import registry
 from megatron_flux.ops.fused import FusedBackend
@@ -189,6 +190,12 @@ def rank_saved_tensor_hooks() -> None:
     for wrap in (packing, checkpointed, reentrant):
         require_equal(blocks.results(True, wrap), plain)
     assert len(unpacked) == 2 * 2 * (2 + 1 + 2)  # of two micro-batches' two blocks: x and weight, tanh, x and weight
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        hidden = blocks.column(blocks.input(), 0)
+    assert ahead.accepted(dist.group.WORLD) is None
+    hidden = blocks.column(blocks.input(), 0)
+    assert ahead.accepted(dist.group.WORLD) is not None
+    del hidden
 
 
 def test_hooks_on_saved_tensors(world2: WorkerPool) -> None:
@@ -196,27 +203,46 @@ def test_hooks_on_saved_tensors(world2: WorkerPool) -> None:
 
 
 def rank_half_a_graph() -> None:
-    """A row layer whose partner never gets a gradient, and a column layer that ran backward before its partner."""
+    """A pair of layers whose graphs are cut apart, one that runs backward twice, one whose column gets no gradient."""
     blocks = Blocks()
     plain = blocks.results(False)
-    for column_first in (True, False):
-        hidden = blocks.column(blocks.input(), 0)
-        y = blocks.row(torch.tanh(hidden.detach()).requires_grad_(), 1)
-        both = (hidden, y) if column_first else (y, hidden)
-        for one in both:
-            one.sum().backward()
+
+    def main_grads(backward: Callable[[torch.Tensor, torch.Tensor], None], cut: bool, gather_ahead: bool) -> Any:
+        for weight in blocks.weights:
+            weight.main_grad.zero_()
+        x = blocks.input()
+        hidden = blocks.column(x, 0, gather_ahead)
+        between = torch.tanh(hidden.detach()).requires_grad_() if cut else torch.tanh(hidden)
+        backward(hidden.sum(), blocks.row(between, 1).square().sum())
+        return [x.grad, *(weight.main_grad.clone() for weight in blocks.weights[:2])]
+
+    def column_first(column: torch.Tensor, row: torch.Tensor) -> None:
+        column.backward()
+        row.backward()
+
+    def row_first(column: torch.Tensor, row: torch.Tensor) -> None:
+        row.backward()
+        column.backward()
+
+    def twice(_: torch.Tensor, row: torch.Tensor) -> None:
+        row.backward(retain_graph=True)
+        row.backward()
+
+    for backward, cut in ((column_first, True), (row_first, True), (twice, False)):
+        require_equal(main_grads(backward, cut, True), main_grads(backward, cut, False))
+
     x = blocks.input()
     hidden = blocks.column(x, 0)
-    y = blocks.row(torch.tanh(hidden), 1)
-    y.sum().backward(retain_graph=True)
-    once = x.grad.clone()
-    y.sum().backward()
-    assert torch.equal(x.grad, 2 * once)
+    torch.autograd.grad(blocks.row(torch.tanh(hidden), 1).sum(), [hidden])  # gathers for a backward that never comes
+    blocks.column(x, 2)  # offers itself, and no row layer follows
     with torch.no_grad():
         blocks.forward(blocks.input(), True)
-    del hidden, y, both, one
+    blocks.column(x, 2)
+    kept = weakref.ref(x)
+    del hidden, x
     gc.collect()
-    assert all(found() is None for found in ahead._newest.values())  # no activation is kept
+    assert kept() is None  # no activation is kept
+    assert ahead.accepted(dist.group.WORLD) is None
     require_equal(blocks.results(True), plain)
 
 
@@ -225,6 +251,27 @@ def test_half_a_graph(world2: WorkerPool) -> None:
 
 
 # Whole models.
+
+
+def rank_some_layers_run_stock(names: str) -> None:
+    """Pairs of which one layer runs stock: the other gathers for itself, and no pair is made across."""
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model("gpt3")
+        plain_loss, plain = loss_and_gradients(model)
+        set_backend(model, "stock", names=names)
+        with flux(IN_TURN) as in_turn:
+            loss_and_gradients(model)
+        with flux(AHEAD) as seen:
+            loss, gradients = loss_and_gradients(model)
+        assert seen.calls == in_turn.calls  # no gather in vain
+        require_close("loss", loss, plain_loss)
+        for name, gradient in plain.items():
+            require_close(name, gradients[name], gradient)
+
+
+@pytest.mark.parametrize("names", ["*.linear_qkv", "*.linear_proj", "*.0.mlp.linear_fc1", "*.linear_fc2"])
+def test_some_layers_run_stock(world2: WorkerPool, names: str) -> None:
+    world2.run(rank_some_layers_run_stock, names)
 
 
 def rank_model(options: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ def test_overrides_and_order() -> None:
         ({"models": "llama-70b"}, 16, "llama-70b-4096x2: key/value groups 8 is not divisible by 16"),
         ({"models": "gpt3-175b", "seq": 100}, 8, "gpt3-175b-100x4: seq 100 is not divisible by 8"),
         ({}, 1, "needs tensor parallelism"),
+        ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], tp: int, said: str) -> None:

@@ -238,6 +238,13 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     assert not world.linears.fallbacks.counts
 
 
+@pytest.mark.parametrize("kind", ["TE norm column", "TE column"])
+def test_whether_to_gather_ahead_is_passed_on(world: SimpleNamespace, kind: str) -> None:
+    world.linears.config = FluxConfig(backend="reference", gather_ahead=False)
+    world.forwards[kind](Layer(), X)
+    assert world.calls[0][2]["gather_ahead"] is False
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_micro_batch_replaces_main_grad(world: SimpleNamespace, kind: str) -> None:
     layer = Layer()

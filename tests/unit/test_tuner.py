@@ -171,9 +171,10 @@ def test_writers_at_the_same_time_lose_no_answer(tmp_path: Path) -> None:
     ("ms", "expected"),
     [
         ({"reference": 2.0, "a": 1.0, "b": 1.07, "c": 1.09}, ["a", "b"]),
-        ({"reference": 1.0, "a": 0.995}, ["a", "reference"]),  # within the margin it is reference that counts
+        ({"reference": 1.0, "a": 0.995}, ["reference", "a"]),  # within the margin it is reference that counts
         ({"reference": 2.0}, ["reference"]),
         ({"reference": 1.02, **dict.fromkeys("abcdefgh", 1.0)}, ["a", "b", "c", "d", "e", "f"]),
+        ({"reference": 1.005, **dict.fromkeys("abcdefgh", 1.0)}, ["reference", "a", "b", "c", "d", "e"]),
     ],
 )
 def test_finalists(ms: dict[str, float], expected: list[str]) -> None:

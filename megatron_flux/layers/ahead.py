@@ -5,6 +5,10 @@ bound by the link both take longer. A row-parallel layer's wgrad uses no link, n
 and the layer that backward comes to next is known from forward: the column-parallel one that ran before. So the row
 layer's backward starts that gather when its own dgrad is enqueued.
 
+Measured on four H200s (results/layer-h200x4-ahead): 37.58 -> 37.17 ms per layer of GPT-3 175B, 18.75 -> 18.44 of
+Llama-70B; on two that stand in for eight, Llama's QKV dgrad with its reduce-scatter 646 -> 401 us. Computing the column
+layer's wgrad during the next row layer's gather of dy as well gained nothing, and is not done.
+
 Contract
     * Forward: a column layer :func:`offers <offer>` itself, the next row layer of the same group :func:`accepts
       <accepted>` it. Whatever pairs they make, results are the same: a column layer that finds its input not gathered

@@ -250,7 +250,7 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     assert not y.any()
     options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference")}
     assert seam.calls == [
-        ((layer.weight, layer.bias, GROUP), options),
+        ((layer.weight, layer.bias, GROUP), options | {"gather_ahead": True}),
         ((layer.weight, GROUP), options),
         ((layer.weight, GROUP), options),
     ]

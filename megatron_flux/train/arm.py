@@ -41,14 +41,6 @@ class Arm:
         self.folder = config.out / name
         self._warm_after = config.warmup_steps
         self._device = device
-        self._flux = megatron_flux.FluxConfig(
-            backend=config.backend,
-            forward=config.forward_backend,
-            dgrad=config.dgrad_backend,
-            wgrad=config.wgrad_backend,
-            gather_ahead=config.gather_ahead,
-            strict=config.strict,
-        )
         for choice in config.layer_backend:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
@@ -99,7 +91,7 @@ class Arm:
 
     def patched(self) -> AbstractContextManager[None]:
         """Flux, if this is its arm."""
-        return megatron_flux.patched(self._flux) if self.name == "flux" else nullcontext()
+        return megatron_flux.patched(self.config.flux_config) if self.name == "flux" else nullcontext()
 
     def steps(self, count: int, *, block: int = 0, others_static_bytes: int = 0) -> Iterator[tuple[int, StepResult]]:
         """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.

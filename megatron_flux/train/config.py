@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from megatron_flux.config import STOCK
+from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.ops.registry import get_backend
@@ -101,6 +101,18 @@ class RunConfig(BaseModel):
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def flux_config(self) -> FluxConfig:
+        """How the layers of a flux arm run."""
+        return FluxConfig(
+            backend=self.backend,
+            forward=self.forward_backend,
+            dgrad=self.dgrad_backend,
+            wgrad=self.wgrad_backend,
+            gather_ahead=self.gather_ahead,
+            strict=self.strict,
+        )
 
     @property
     def tokens_per_step(self) -> int:

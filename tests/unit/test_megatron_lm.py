@@ -49,6 +49,7 @@ def test_arguments_become_the_config() -> None:
     assert args.flux is True
     assert config_from(args) == FluxConfig(backend="reference", dgrad="auto", strict=True)
     assert config_from(parsed("--flux", "--no-flux-strict")) == FluxConfig()
+    assert config_from(parsed("--flux", "--no-flux-gather-ahead")) == FluxConfig(gather_ahead=False)
 
 
 def test_adding_the_group_twice_adds_it_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_flux import nvml
+from megatron_flux import FluxConfig, nvml
 from megatron_flux.errors import UserError
 from megatron_flux.run.launcher import failure_of
 from megatron_flux.train import config
@@ -224,3 +224,13 @@ def test_gpus_are_summed_up_over_ranks() -> None:
     assert found["flux/throttle_reasons"] == {"sw_power_cap": 2, "sw_thermal_slowdown": 1}
     nothing = over_gpus(result({name: [None, None] for name in readings}))
     assert nothing == {"flux/gpu": None, "flux/throttle_reasons": None}
+
+
+def test_what_is_chosen_reaches_the_layers() -> None:
+    given = {"backend": "reference", "dgrad": "auto", "forward": "auto", "wgrad": "reference"}
+    names = {"backend": "backend", **{name: f"{name}_backend" for name in ("forward", "dgrad", "wgrad")}}
+    chosen = {names[name]: value for name, value in given.items()}
+    for gather_ahead, strict in ((True, False), (False, True)):
+        options = TrainOptions(**chosen, gather_ahead=gather_ahead, strict=strict)
+        run = config.resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=Path("runs/x"))
+        assert run.flux_config == FluxConfig(**given, gather_ahead=gather_ahead, strict=strict)

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from megatron_flux.bench.choices import chosen
 from megatron_flux.bench.shapes import cases
+from results.readme_tables import SHORT, X, between_marks, percent, table
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- tables.py: begin -->\n", "<!-- tables.py: end -->\n"
 
 Json = Mapping[str, Any]
-X, MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
 
 MODELS = ("gpt3", "llama")
 RUNS = ("bursts", "sustained")
-SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
 ARMS = {
     "te": "TE (baseline)",
     "te_ub": "TE userbuffers",
@@ -47,18 +45,6 @@ def read(name: str) -> Json:
 def lines(name: str) -> list[Json]:
     """A file with one JSON object per line."""
     return [json.loads(line) for line in (HERE / name).read_text().splitlines()]
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Markdown."""
-    text = [list(head)]
-    text += [["---"] * len(text[0]), *map(list, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in text)
-
-
-def percent(value: float, digits: int = 0, sign: str = "") -> str:
-    """For people; ``sign`` as in a format."""
-    return f"{100 * value:{sign}.{digits}f} %".replace("-", MINUS)
 
 
 def layers(folder: str) -> str:
@@ -274,8 +260,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
 
 def rewritten(folder: str, text: str) -> str:
     """The text of a folder's README with the tables as they are now."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + FOLDERS[folder](folder) + END + rest.split(END)[1]
+    return between_marks(text, FOLDERS[folder](folder))
 
 
 if __name__ == "__main__":

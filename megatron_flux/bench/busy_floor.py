@@ -16,17 +16,12 @@ import torch.distributed as dist
 from megatron_flux.bench.floor import FloorBackend
 from megatron_flux.bench.stand_in import StandInGroup
 from megatron_flux.comm import slab
-from megatron_flux.comm.pending import Pending
-from megatron_flux.ops import backend_names, register_backend
-from megatron_flux.ops.reference import gemm
-
-NAME = "busy-floor"
 
 
 class BusyFloorBackend(FloorBackend):
     """See the module; the interface is :class:`megatron_flux.ops.backend.Backend`."""
 
-    name = NAME
+    name = "busy-floor"
 
     def __init__(self) -> None:
         """Nothing is mapped before the first call."""
@@ -39,32 +34,15 @@ class BusyFloorBackend(FloorBackend):
         super().clear()
         self._targets.clear()
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the floor's, with ``x`` on its way to every peer."""
+    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         self._send([x] * (group.size() - 1), group)
-        return super().all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
+        return super()._gathered(x, group)
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """As the floor's, with the peers' rows of the partial product on their way to them."""
+    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         size, rank = group.size(), group.rank()
-        parts = gemm(x, weight, transposed=transposed).chunk(size)
+        parts = y.chunk(size)
         self._send([parts[(rank - step) % size] for step in range(1, size)], group)
-        return Pending(parts[rank])
-
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """As the floor's, with ``x`` on its way to every peer."""
-        self._send([x] * (group.size() - 1), group)
-        return super().all_gather(x, group, async_op=async_op)
+        return super()._scattered(y, group)
 
     def _send(self, shards: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Start copying a shard to each peer, step ``d`` to rank ``r - d``, behind what the stream was given so far."""
@@ -90,9 +68,3 @@ class BusyFloorBackend(FloorBackend):
 
 
 backend = BusyFloorBackend()
-
-
-def register() -> None:
-    """Make the backend known under its name; harmless the second time."""
-    if NAME not in backend_names():
-        register_backend(backend)

@@ -56,12 +56,15 @@ class FloorBackend:
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
     ) -> Pending:
         """``[m/tp, n]``: the own rows of the own product."""
-        rows = x.shape[0] // group.size()
-        return Pending(gemm(x, weight, transposed=transposed).narrow(0, group.rank() * rows, rows))
+        return Pending(self._scattered(gemm(x, weight, transposed=transposed), group))
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """Made-up ``[m, k]``."""
         return Pending(self._gathered(x, group))
+
+    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        rows = y.shape[0] // group.size()
+        return y.narrow(0, group.rank() * rows, rows)
 
     def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         key = (x.shape, x.dtype, x.device, group.size())
@@ -75,7 +78,7 @@ class FloorBackend:
 backend = FloorBackend()
 
 
-def register() -> None:
-    """Make the backend known under its name; harmless the second time."""
-    if NAME not in backend_names():
-        register_backend(backend)
+def register(one: FloorBackend) -> None:
+    """Make ``one`` known under its name; harmless the second time."""
+    if one.name not in backend_names():
+        register_backend(one)

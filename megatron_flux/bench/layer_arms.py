@@ -40,8 +40,8 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""
 
 
-FLOORS = {"floor": floor, "busy_floor": busy_floor}
-"""Arms that are no training runs, and where their backends are."""
+FLOORS = {"floor": floor.backend, "busy_floor": busy_floor.backend}
+"""Arms that are no training runs, and their backends."""
 
 
 class NotHereError(Exception):
@@ -101,13 +101,13 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
 
     def active() -> AbstractContextManager[None]:
         if arm in FLOORS:
-            return patched(FluxConfig(backend=FLOORS[arm].NAME))
+            return patched(FluxConfig(backend=FLOORS[arm].name))
         if not arm.startswith("flux"):
             return nullcontext()
         return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather")))
 
     if arm in FLOORS:
-        FLOORS[arm].register()
+        floor.register(FLOORS[arm])
     return Arm(arm, block_of(arm), step, active)
 
 

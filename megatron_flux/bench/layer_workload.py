@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.bench import busy_floor, floor, layer_arms, layer_blocks, stand_in, stand_in_fused
+from megatron_flux.bench import layer_arms, layer_blocks, stand_in, stand_in_fused
 from megatron_flux.bench.graphs import capture
 from megatron_flux.bench.layer_agreement import Agreement, Result
 from megatron_flux.bench.layer_arms import Arm
@@ -86,14 +86,13 @@ class WorkloadBench:
     def _forget(self) -> None:
         """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
         self.weights.clear()
-        floor.backend.clear()
-        self.together.barrier()  # nobody still sends
-        busy_floor.backend.clear()
+        self._synchronize()
+        self.together.barrier()  # nobody uses another's memory any more
+        for floor in layer_arms.FLOORS.values():
+            floor.clear()
         layer_arms.forget_dummy_gradients()
         gc.collect()
         if self.device.type == "cuda":
-            self._synchronize()
-            self.together.barrier()
             slab.pool.clear()
             if isinstance(self.group, stand_in.StandInGroup):
                 self.group.clear()

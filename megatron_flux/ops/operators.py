@@ -244,10 +244,10 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         OperatorError: the communication failed.
     """
     group = _group(group)
+    _begun[group.group_name] += 1
     key = again.key_of("all_gather", x, None, None, group, False, backend)
     ready = again.find(key, x, None)
     if ready is not None:
-        _begun[group.group_name] += 1
         stats.count("all_gather", ready.backend, ready.nbytes)
         return ready.ready(x)
     if x.dim() < 2 or x.dtype not in DTYPES:
@@ -258,7 +258,6 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     tp = group.size()
     if tp == 1:
         return Pending(x)
-    _begun[group.group_name] += 1
     x2d = _matrix(x)
     chosen = select(backend, x2d, None, group)
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x2d.numel() * x2d.element_size()

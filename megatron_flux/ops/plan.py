@@ -148,9 +148,9 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
         found = [plan for plan in found if not (plan.early or plan.late) or plan.edges(k) != WHOLE]
-        span = min(first.group // max(1, mp // 128), tp - 2)
-        if span > 1 and n >= 2048 * (tp - 1) / tp:  # a GEMM that is long beside its gather: the shards are there
-            found.insert(1, replace(first, span=min(span, 2)))
+        # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
+        if tp > 2 and 2 * (mp // 128) <= first.group and n >= 2048 * (tp - 1) / tp:
+            found.insert(1, replace(first, span=2))
         found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
         found = [

@@ -45,7 +45,6 @@ class TELinearPatch:
 
     def norm_column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TELayerNormColumnParallelLinear.forward``."""
-        linears = self._linears
 
         def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
@@ -59,7 +58,7 @@ class TELinearPatch:
                 layer.tp_group,
                 norm=te.norm(layer),
                 epilogue_bias=True,
-                gather_ahead=linears.config.gather_ahead,
+                gather_ahead=self._linears.config.gather_ahead,
                 **options,
             )
             return y, layer.bias if layer.te_return_bias else None
@@ -68,11 +67,10 @@ class TELinearPatch:
 
     def column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TEColumnParallelLinear.forward``."""
-        linears = self._linears
 
         def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
             bias = layer.bias if layer.apply_bias else None
-            ahead = linears.config.gather_ahead
+            ahead = self._linears.config.gather_ahead
             y = column_parallel_linear(
                 x, weight, bias, layer.tp_group, epilogue_bias=True, gather_ahead=ahead, **options
             )

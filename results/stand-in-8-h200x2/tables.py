@@ -8,22 +8,20 @@ They are the text between the two marks; all other figures in that README are in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_flux.bench.choices import chosen
 from megatron_flux.bench.shapes import Case, cases
+from results.readme_tables import SHORT, X, between_marks, percent, table
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
-BEGIN, END = "<!-- tables.py: begin -->\n", "<!-- tables.py: end -->\n"
 
 Json = Mapping[str, Any]
-X = "\N{MULTIPLICATION SIGN}"
 
-SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
 ARMS = {
     "te": "TE (baseline)",
     "local": "local",
@@ -36,18 +34,6 @@ ARMS = {
 def read(name: str) -> Json:
     """A JSON file of this folder."""
     return json.loads((HERE / name).read_text())
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Markdown."""
-    lines = [list(head)]
-    lines += [["---"] * len(lines[0]), *map(list, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def percent(value: float) -> str:
-    """For people."""
-    return f"{100 * value:.0f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def call(row: Json) -> list[str]:
@@ -170,8 +156,7 @@ def tables() -> str:
 
 def rewritten(text: str) -> str:
     """The README's text with the tables as they are now."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + tables() + END + rest.split(END)[1]
+    return between_marks(text, tables())
 
 
 if __name__ == "__main__":

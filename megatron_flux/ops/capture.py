@@ -1,4 +1,11 @@
-"""Whether operators run as inside a CUDA graph: they are being captured, or warmed up for it."""
+"""Whether operators run as inside a CUDA graph: they are being captured, or warmed up for it, or this job uses graphs.
+
+In this mode a fused call runs on a workspace of its own whose halves do not alternate, so that it can be replayed any
+number of times (:mod:`megatron_flux.comm.slab`). During capture the mode is on by itself, but its workspace cannot be
+made then: every call must have run in this mode before. Whoever captures by hand warms up inside
+:func:`captured_calls`. Where Megatron captures, at a time and with a warm-up of its own, :func:`always` is switched on
+by the first layer whose configuration asks for graphs, and what runs outside them pays a handshake per call.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +19,19 @@ _mode = False
 
 @contextlib.contextmanager
 def captured_calls() -> Iterator[None]:
-    """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one.
-
-    During capture this mode is on by itself. It uses a workspace of its own, which capture may not make.
-    """
+    """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one."""
     global _mode
     before, _mode = _mode, True
     try:
         yield
     finally:
         _mode = before
+
+
+def always(on: bool) -> None:
+    """Whether from here on every fused call of this process runs as inside a CUDA graph."""
+    global _mode
+    _mode = on
 
 
 def capturing(x: torch.Tensor) -> bool:

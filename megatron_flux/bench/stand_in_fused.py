@@ -56,8 +56,8 @@ class StandInFused(FusedBackend):
     def _scatter_slab(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, captured: bool) -> slab.Slab:
         return self._slab("gemm", group, nbytes, 1, device, captured)
 
-    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup) -> slab.Slab:
-        return self._slab("gather", group, x.numel() * x.element_size(), 1, x.device, False)
+    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup, captured: bool) -> slab.Slab:
+        return self._slab("gather", group, x.numel() * x.element_size(), 1, x.device, captured)
 
     def _slab(
         self, purpose: str, group: dist.ProcessGroup, stride: int, words: int, device: torch.device, captured: bool

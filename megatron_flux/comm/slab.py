@@ -17,9 +17,10 @@ Epochs
 
 CUDA graphs
     A replay cannot alternate halves (an odd number of captured calls would use one twice in a row). Captured calls run
-    on a slab of their own (``captured=True``), always on half 0, and begin by telling each other so (ENTER of the
-    kernels). Slabs cannot be made during capture: run each shape once before capturing it, inside
-    :func:`megatron_flux.ops.capture.captured_calls`.
+    on a slab of their own (``captured=True``) with one half, and begin by telling each other so (ENTER of the kernels,
+    or a kernel of its own where the copy engine sends). ``epochs[1]`` then holds the epoch that copies read, which
+    must not change before they are done. Slabs cannot be made during capture: run each shape once before capturing it,
+    inside :func:`megatron_flux.ops.capture.captured_calls`.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given.
@@ -72,7 +73,7 @@ class Slab:
     half_bytes: int
     captured: bool
     data: list[torch.Tensor]
-    """uint8 ``[2 * half_bytes]`` per rank."""
+    """uint8 ``[halves * half_bytes]`` per rank."""
     flags: list[torch.Tensor]
     """int32 ``[2 * FLAG_WORDS]`` per rank."""
     data_table: torch.Tensor
@@ -82,7 +83,7 @@ class Slab:
     ctrl: torch.Tensor
     """int32 ``[2]``: reduce tickets taken, CTAs that have left."""
     epochs: torch.Tensor
-    """int32 ``[2]``."""
+    """int32 ``[2]``, one per half; see the module for captured calls."""
     alarm: watch.Alarm
     keep: Any = None
     calls: int = 0
@@ -95,6 +96,16 @@ class Slab:
     def __post_init__(self) -> None:
         """Look the device up once."""
         self._index = self.data_table.get_device()
+
+    @property
+    def halves(self) -> int:
+        """How many halves there are: captured calls do not alternate."""
+        return 1 if self.captured else 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory of a rank."""
+        return HEAD + self.halves * self.half_bytes
 
     @property
     def rank(self) -> int:
@@ -188,7 +199,7 @@ class SlabPool:
         size = size_class(nbytes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
-                f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
+                f"a workspace of {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
                 "the operator once with this shape inside megatron_flux.ops.capture.captured_calls() before capturing"
             )
         made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
@@ -204,11 +215,7 @@ class SlabPool:
     def bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Bytes of symmetric memory this rank holds, of one group or of all."""
         slabs = [*self._slabs.values(), *self._kept]
-        return sum(
-            2 * (slab.half_bytes + 4 * FLAG_WORDS)
-            for slab in slabs
-            if group is None or slab.group.group_name == group.group_name
-        )
+        return sum(slab.nbytes for slab in slabs if group is None or slab.group.group_name == group.group_name)
 
     def clear(self) -> None:
         """Forget all slabs. Only when every rank has finished with them."""
@@ -235,7 +242,7 @@ HEAD = 2 * 4 * FLAG_WORDS
 
 
 def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
-    whole, keep = memory(group, HEAD + 2 * half_bytes, device)
+    whole, keep = memory(group, HEAD + (1 if captured else 2) * half_bytes, device)
     flags = [w[:HEAD].view(torch.int32) for w in whole]
     return assemble(group, half_bytes, flags, [w[HEAD:] for w in whole], captured=captured, keep=keep)
 

@@ -27,6 +27,8 @@ Hazards
     * Whether a weak reference is still alive may differ between ranks where a graph waits for the garbage collector.
       The two layers of a pair are in one graph, in which the row layer's backward holds the other; layers that run
       stock in between end the offer (:func:`forget`), so that no pair reaches across graphs.
+    * A CUDA graph that holds the row layer's backward must hold the column layer's too, or capture ends with an error:
+      what was begun in it must end in it. In Megatron's graphs both are parts of one transformer layer.
     * With torch's collectives the gathered input is memory of its own, which now lives from the row layer's dgrad to
       the column layer's wgrad.
 """
@@ -43,7 +45,6 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.pending import Pending
 from megatron_flux.config import Backends
-from megatron_flux.ops.capture import capturing
 
 
 class Gathered:
@@ -99,7 +100,7 @@ class ColumnWeight:
             return
         self._saved = ctx.saved_tensors
         x = self._saved[self._x]
-        if x is not None and not capturing(x):
+        if x is not None:
             self._gathered = Gathered(x, self.group, self.backends.wgrad)
 
 

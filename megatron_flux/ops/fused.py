@@ -28,7 +28,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives, slab, topology
+from megatron_flux.comm import slab, topology
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops.agree import agree
 from megatron_flux.ops.alignment import aligned
@@ -87,11 +87,7 @@ class FusedBackend:
             x.device,
         )
         x, weight = aligned(x), aligned(weight)
-        captured = capturing(x)
-        work, plan = self._gather_work(x, group, n, captured)
-        if captured and plan.comm == 0:
-            plan = launch.without_copy_engine(plan, mp, launch.sm_count(x.device))
-            plan = launch.within_flags(plan, mp * group.size())
+        work, plan = self._gather_work(x, group, n, capturing(x))
         return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
 
     def _gather_work(self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool) -> tuple[slab.Slab, Plan]:
@@ -177,7 +173,7 @@ class FusedBackend:
 
         x2d = x.view(-1, x.shape[-1])
         if operator == "all_gather":
-            return make_ready.all_gather(x, self._copy_work(x2d, group))
+            return make_ready.all_gather(x, self._copy_work(x2d, group, False))
         assert weight is not None  # noqa: S101 - both other operators have one
         n = weight.shape[1] if transposed else weight.shape[0]
         if operator == "all_gather_gemm":
@@ -190,19 +186,16 @@ class FusedBackend:
         """See :class:`~megatron_flux.ops.backend.Backend`. By copy engine: it takes no SM from the GEMM it hides
         behind.
 
-        The result is valid until the next ``all_gather`` of the group. Under capture it is torch's collective,
-        finished.
+        The result is valid until the next ``all_gather`` of the group. A capture must hold its ``wait()`` too.
         """
         from megatron_flux.ops import launch_copies
 
-        if capturing(x):
-            return collectives.all_gather(x, group)
         agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
-        return launch_copies.all_gather(x, self._copy_work(x, group))
+        return launch_copies.all_gather(x, self._copy_work(x, group, capturing(x)))
 
-    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup) -> slab.Slab:
+    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup, captured: bool) -> slab.Slab:
         """The slab of an all_gather of x ``[mp, k]``."""
-        return slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, False)
+        return slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, captured)
 
 
 def limit(

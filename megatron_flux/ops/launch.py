@@ -41,13 +41,6 @@ def rs_tiles(mp: int, n: int, plan: Plan) -> int:
     return cdiv(mp, plan.bm) * cdiv(n, plan.bn)
 
 
-def without_copy_engine(plan: Plan, mp: int, sms: int) -> Plan:
-    """The plan with CTAs that push instead: copies with addresses that alternate cannot be captured."""
-    if plan.ws:
-        return replace(plan, comm=1, chunks=8)
-    return replace(plan, comm=max(1, min(16, sms // 4)), skip=1, block=0)
-
-
 def within_flags(plan: Plan, m: int) -> Plan:
     """The plan with no more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
 
@@ -103,6 +96,7 @@ def all_gather_gemm(
     finish = None
     if plan.comm == 0:
         finish = copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
+        turn = replace(turn, enter=False)  # the push has entered
     _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
@@ -209,6 +203,7 @@ def _hopper_all_gather_gemm(
     if plan.comm == 0:
         flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
         finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
+        turn = replace(turn, enter=False)  # the push has entered
     c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
     if finish is not None:
         finish()
@@ -239,7 +234,7 @@ def gemm_reduce_scatter(
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
     tma = _tma(x, n, k)
     width = plan.bn // 2 if plan.split else plan.bn
-    rows = 2 * work.half_bytes // (plan.bn * x.element_size())
+    rows = work.halves * work.half_bytes // (plan.bn * x.element_size())
     spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
     a, b, sinks = x, weight, [out] * 8
     if tma:
@@ -270,7 +265,7 @@ def gemm_reduce_scatter(
         turn.half,
         turn.next_half,
         turn.half * FLAG_WORDS + ENTER_WORDS,
-        turn.half * (rows // 2),
+        turn.half * (work.half_bytes // (plan.bn * x.element_size())),
         m,
         n,
         k,

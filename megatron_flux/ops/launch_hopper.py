@@ -134,7 +134,7 @@ def gemm_reduce_scatter(
             turn.half,
             turn.next_half,
             turn.half * FLAG_WORDS + ENTER_WORDS,
-            turn.half * (space.shape[0] // 2),
+            turn.half * (space.shape[0] // work.halves),
             n,
             cdiv(k, plan.bk),
             mp,
@@ -167,7 +167,7 @@ def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, li
     found = work.views.get(key)
     if found is None:
         tp = work.group.size()
-        rows = 2 * work.half_bytes // (plan.bn * dtype.itemsize)
+        rows = work.halves * work.half_bytes // (plan.bn * dtype.itemsize)
         spaces = [data.view(dtype).view(rows, plan.bn) for data in work.data]
         sinks = [_desc(spaces[(work.rank + 1 + step) % tp], plan.bm, PIECE) for step in range(tp)]
         found = work.views[key] = (spaces[work.rank], sinks + [None] * (8 - tp))

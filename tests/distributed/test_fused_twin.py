@@ -155,14 +155,51 @@ def operands_of_one_rank_lie_elsewhere() -> None:
 
 
 def captured_between_eager() -> None:
+    from megatron_flux.comm import slab
     from megatron_flux.ops.capture import captured_calls
 
     backend = twin()
-    backend.plan = Plan(**TINY)
-    for _ in range(3):
-        with captured_calls():
+    for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
+        backend.plan = plan
+        for late in (0, 1, None):
+            with captured_calls():
+                if dist.get_rank() == late:
+                    time.sleep(0.3)
+                compare(backend, 32, 32, 32, torch.float16, False)
             compare(backend, 32, 32, 32, torch.float16, False)
-        compare(backend, 32, 32, 32, torch.float16, False)
+    captured = [work for work in slab.pool._slabs.values() if work.captured]
+    assert {work.halves for work in captured} == {1}
+    assert len(captured) == 2, "the GEMMs' and the gathers'"
+    assert all(work.calls == 0 for work in captured)
+    assert slab.pool.bytes() == sum(work.nbytes for work in slab.pool._slabs.values())
+
+
+def captured_gather_stays_open() -> None:
+    """As a captured backward has it: x gathered for wgrad while fused calls, captured too, run on the other slab; and a
+    rank that is late to read the result, which peers must not overwrite before it begins the next.
+    """
+    from megatron_flux.ops.capture import captured_calls
+
+    backend, group = twin(), dist.group.WORLD
+    backend.plan = Plan(**TINY)
+    rounds = []
+    for late in (0, 1, None):
+        x = integers(16, 32, torch.float16)
+        want = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(want, x)
+        rounds.append((late, x, torch.cat(want)))
+    a, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
+    with captured_calls():
+        for late, x, wanted in rounds:
+            pending = backend.all_gather(x, group, async_op=True)
+            backend.gemm_reduce_scatter(a, w, group, transposed=True, async_op=False).wait()
+            _, gathered = backend.all_gather_gemm(a, w, group, transposed=False)
+            whole = pending.wait()
+            before = gathered.clone()
+            if dist.get_rank() == late:
+                time.sleep(0.3)
+            assert torch.equal(whole, wanted)
+            assert torch.equal(gathered, before)
 
 
 def with_tma(function: Any, tma: bool) -> None:
@@ -277,6 +314,10 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie(world2: WorkerPoo
 
 def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:
     world2.run(captured_between_eager)
+
+
+def test_captured_gather_stays_open_beside_captured_gemms(world2: WorkerPool) -> None:
+    world2.run(captured_gather_stays_open)
 
 
 def test_second_gather_finishes_the_first(world2: WorkerPool) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
 from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear, wgrad
 from megatron_flux.ops import registry
+from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.reference import ReferenceBackend
 from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
@@ -343,20 +344,22 @@ def test_backward_outside_of_patched(world4: WorkerPool) -> None:
 # The fused kernels, in Triton's interpreter: gathers that stay open while other operators of the group run.
 
 
-def rank_twin(late: int | None) -> None:
+def rank_twin(late: int | None, captured: bool) -> None:
     ops.register_backend(FusedBackend("twin", twin=True))
     try:
         expected = Blocks(16, 4, "reference").results(False)
         blocks = Blocks(16, 4, "twin")
         if late == dist.get_rank():
             blocks.between = lambda _: time.sleep(0.3)
-        for gather_ahead in (False, True):
-            for found, wanted in zip(blocks.results(gather_ahead), expected, strict=True):
-                require_close(f"{gather_ahead=}", found, wanted)
+        with captured_calls() if captured else contextlib.nullcontext():
+            for gather_ahead in (False, True):
+                for found, wanted in zip(blocks.results(gather_ahead), expected, strict=True):
+                    require_close(f"{gather_ahead=}", found, wanted)
     finally:
         del registry._backends["twin"]
 
 
 @pytest.mark.parametrize("late", [None, 1], ids=["together", "one rank late"])
-def test_fused_kernels(world2: WorkerPool, late: int | None) -> None:
-    world2.run(rank_twin, late)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "as in a CUDA graph"])
+def test_fused_kernels(world2: WorkerPool, late: int | None, captured: bool) -> None:
+    world2.run(rank_twin, late, captured)

@@ -307,16 +307,35 @@ def streams(group):
 
 
 def graphs(group):
-    """Three captured calls of each operator and of one with a bias, replayed, with eager calls in between."""
-    xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False)
+    """Captured calls of all operators, a gather open beside them as in backward, with every way to move the shards."""
+    b, done = backend(), []
+    chosen = [None, Plan(), Plan(block=128), Plan(comm=4, skip=1, chunks=2)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        chosen += [Plan(ws=True, early=True, late=True), Plan(ws=True, pace=True), Plan(ws=True, comm=1, chunks=4)]
+    try:
+        for plan in chosen:
+            b.plan = plan
+            replays(group)
+            done.append("default" if plan is None else plan.label())
+    finally:
+        b.plan = None
+    return "; ".join(done)
+
+
+def replays(group):
+    """Three rounds of captured calls, replayed with new operands, eager calls in between and ranks that come late."""
+    xs, xl, w = operands(group, 256, 1024, 2048, torch.bfloat16, False)
     added = torch.empty(1024, dtype=torch.bfloat16, device="cuda").normal_()
 
     def calls():
-        return (
-            ops.all_gather_gemm(xs, w, group, backend=NAME),
+        pending = ops.all_gather(xs, group, backend=NAME)
+        found = (
+            *ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME),
             ops.gemm_reduce_scatter(xl, w, group, backend=NAME),
             ops.all_gather_gemm(xs, w, group, bias=added, epilogue_bias=True, backend=NAME),
+            pending.wait(),
         )
+        return [tensor.clone() for tensor in found]  # a gathered input is valid until the next call
 
     for _ in range(4):  # made ready: the warm-up must not take that way
         calls()
@@ -327,21 +346,29 @@ def graphs(group):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = [calls() for _ in range(3)]
-    for _ in range(5):
+    rng = random.Random(dist.get_rank())
+    for _ in range(6):
         xs.normal_()
         xl.normal_()
         added.normal_()
+        torch.cuda._sleep(rng.choice((0, 0, 2_000_000)))  # a millisecond
         graph.replay()
-        y, z, biased = calls()
+        y, full, z, biased, whole = calls()
+        torch.cuda._sleep(rng.choice((0, 0, 2_000_000)))
+        graph.replay()
         graph.replay()
         torch.cuda.synchronize()
-        for yg, zg, bg in got:
+        want = gather(xs, group)
+        assert torch.equal(full, want)
+        assert torch.equal(whole, want)
+        for yg, fullg, zg, bg, wholeg in got:
+            assert torch.equal(fullg, want), "a gathered input differs"
+            assert torch.equal(wholeg, want), "what was gathered by itself differs"
             assert torch.equal(zg, z)
             assert error(yg, y.float()) < 1e-2
             assert error(bg, biased.float()) < 1e-2
         assert error(biased, y.float() + added.float()) < 1e-2
         assert error(z, scatter_sum(xl.float() @ w.float().t(), group)) < 1e-2
-    return "5 x 2 replays of 3 x 3 calls"
 
 
 def gather_async(group):

@@ -40,23 +40,12 @@ def test_rows_that_are_pushed_have_flags(on_hopper: None, m: int, k: int) -> Non
     x = torch.empty(m // 2, k, device="meta").bfloat16()
     pushing = [plan for plan in candidates("all_gather_gemm", m // 2, 4608, k, 2, 132, True) if plan.comm]
     assert pushing
-    for wanted in (*pushing, launch.without_copy_engine(Plan(ws=True), m // 2, 132)):
+    for wanted in (*pushing, Plan(ws=True, comm=1, chunks=8)):
         backend = FusedBackend()
         backend.plan = wanted
         _, plan = backend._gather_work(x, group_of(2), 4608, False)
         assert 0 < flags(plan, m, k) <= slab.CALL_FLAGS
         assert (plan == wanted) is (8 * m <= slab.CALL_FLAGS)
-
-
-def test_a_captured_call_has_flags(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy engine's plan has one flag per shard; what is captured instead has many."""
-    launched: list[Plan] = []
-    monkeypatch.setattr(launch, "all_gather_gemm", lambda x, w, work, plan, **_: launched.append(plan))
-    monkeypatch.setattr("megatron_flux.ops.fused.agree", lambda *_: None)
-    monkeypatch.setattr("megatron_flux.ops.fused.capturing", lambda _: True)
-    x, w = torch.empty(32768, 8192, device="meta").bfloat16(), torch.empty(1280, 8192, device="meta").bfloat16()
-    FusedBackend().all_gather_gemm(x, w, group_of(2), transposed=False)
-    assert [(plan.comm, plan.chunks) for plan in launched] == [(1, 1)]
 
 
 def test_more_rows_than_flags_are_refused_and_not_proposed() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,9 +24,9 @@ HERE = Path(__file__).parent
 Json = Mapping[str, Any]
 
 MODELS = ("gpt3", "llama")
-RUNS = ("bursts", "sustained")
 ARMS = {
     "te": "TE (baseline)",
+    "local": "local layers, stock",
     "te_ub": "TE userbuffers",
     "flux_te_own_gather": "flux, TE layers, own gather",
     "flux_te": "flux, TE layers",
@@ -35,6 +35,11 @@ ARMS = {
     "floor": "no communication",
     "busy_floor": "no communication, busy links",
 }
+
+
+def models(run: str) -> list[str]:
+    """The folders of a run over the two large models."""
+    return [f"{run}/{model}" for model in MODELS]
 
 
 def read(name: str) -> Json:
@@ -47,21 +52,26 @@ def lines(name: str) -> list[Json]:
     return [json.loads(line) for line in (HERE / name).read_text().splitlines()]
 
 
-def layers(folder: str) -> str:
-    """One row per model and arm of a run of ``bench layer`` in ``folder``."""
+def with_quartiles(row: Json) -> str:
+    """Milliseconds per layer of an arm."""
+    low, high = (f"{row[f'ms_per_layer_{end}']:.2f}" for end in ("low", "high"))
+    return f"{row['ms_per_layer']:.2f} ({low}…{high})"
+
+
+def layers(runs: Iterable[str]) -> str:
+    """One row per arm of each run of ``bench layer``; nothing is exposed where no step was traced."""
     rows = []
-    for model in MODELS:
-        for row in read(f"{folder}/{model}/summary.json")["rows"]:
-            low, high = (f"{row[f'ms_per_layer_{end}']:.2f}" for end in ("low", "high"))
-            memory = row["peak_memory_gb"]
+    for run in runs:
+        for row in read(f"{run}/summary.json")["rows"]:
+            memory, exposed = row["peak_memory_gb"], row["breakdown"].get("communication_exposed_ms")
             rows.append(
                 [
                     f"{row['model']}, {row['seq']} {X} {row['micro_batch']}",
                     ARMS[row["arm"]],
-                    f"{row['ms_per_layer']:.2f} ({low}…{high})",
+                    with_quartiles(row),
                     f"{row['speedup_vs_te']:.3f}{X}",
                     percent(row["hidden_share"]),
-                    f"{row['breakdown']['communication_exposed_ms']:.2f}",
+                    "-" if exposed is None else f"{exposed:.2f}",
                     f"{row['sm_clock_mhz']:.0f}",
                     f"{row['host_ms_per_step']:.1f}",
                     "-" if memory is None else f"{memory:.2f}",
@@ -69,6 +79,29 @@ def layers(folder: str) -> str:
             )
     head = ("layer", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "exposed, ms per layer", "MHz",
             "host ms per step", "peak GB")  # fmt: skip
+    return table(head, rows)
+
+
+def connections(one: str, other: str) -> str:
+    """Two runs that differ in ``CUDA_DEVICE_MAX_CONNECTIONS`` alone, beside each other: one row per arm."""
+    runs = [read(f"{run}/summary.json") for run in (one, other)]
+    first, second = (run["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] for run in runs)
+    rows = []
+    for pair in zip(*(run["rows"] for run in runs), strict=True):
+        before, after = (row["ms_per_layer"] for row in pair)
+        rows.append(
+            [
+                ARMS[pair[0]["arm"]],
+                *map(with_quartiles, pair),
+                percent(after / before - 1, 1, "+"),
+                *(f"{row['speedup_vs_te']:.3f}{X}" for row in pair),
+                " / ".join(f"{row['sm_clock_mhz']:.0f}" for row in pair),
+                " / ".join(f"{row['host_ms_per_step']:.1f}" for row in pair),
+            ]
+        )
+    ms, ratio, both = "ms per layer (quartiles)", "vs TE", f"{first} / {second}"
+    head = ("arm", f"{first}: {ms}", f"{second}: {ms}", f"{second} over {first}", f"{first}: {ratio}",
+            f"{second}: {ratio}", f"MHz, {both}", f"host ms per step, {both}")  # fmt: skip
     return table(head, rows)
 
 
@@ -85,10 +118,15 @@ def tiles(times: Mapping[str, float]) -> list[str]:
     return [*("-" if ms is None else f"{ms:.3f}" for ms in (wide, narrow)), both]
 
 
-def choices(path: str, tp: int) -> str:
-    """What the tuner measured and chose: one row per call of the two models."""
+LARGE = (("gpt3-175b", 8192), ("llama-70b", 8192))
+"""Models and tokens."""
+
+
+def choices(path: str, tp: int, workloads: Sequence[tuple[str, int]] = LARGE) -> str:
+    """What the tuner measured and chose: one row per call of each model with its tokens."""
     tuned, rows = read(path), []
-    for case in cases(["gpt3-175b", "llama-70b"], [8192], ["forward", "dgrad"], tp):
+    calls = (case for model, m in workloads for case in cases([model], [m], ["forward", "dgrad"], tp))
+    for case in calls:
         form = "[k,n]" if case.transposed else "[n,k]"
         start = f"{case.op} m={case.m} n={case.n} k={case.k} bfloat16 {form} tp={tp} "
         (kept,) = (value for key, value in tuned.items() if key.startswith(start))
@@ -117,21 +155,19 @@ KINDS = {
 }
 
 
-def kernels(folder: str) -> str:
-    """Kernels of one traced step by kind, milliseconds per layer."""
+def kernels(folder: str, runs: Iterable[str]) -> str:
+    """Kernels of one traced step by kind, milliseconds per layer; ``runs`` are folders in ``folder``."""
     (times,) = read(f"{folder}/kernels.json").values()
     rows = []
-    for run in RUNS:
-        for model in MODELS:
-            summary = read(f"{folder}/{run}/{model}/summary.json")
-            for row in summary["rows"]:
-                workload = f"{row['model']}-{row['seq']}x{row['micro_batch']}"
-                sums = times[f"{run} {workload} {row['arm']}"]
-                cells = [
-                    sum(us for name, (us, _) in sums.items() if name.startswith(starts)) / 1000
-                    for starts in KINDS.values()
-                ]
-                rows.append([run, workload, ARMS[row["arm"]], *(f"{ms:.2f}" if ms else "-" for ms in cells)])
+    for path in runs:
+        run = path.partition("/")[0]
+        for row in read(f"{folder}/{path}/summary.json")["rows"]:
+            workload = f"{row['model']}-{row['seq']}x{row['micro_batch']}"
+            sums = times[f"{run} {workload} {row['arm']}"]
+            cells = [
+                sum(us for name, (us, _) in sums.items() if name.startswith(starts)) / 1000 for starts in KINDS.values()
+            ]
+            rows.append([run, workload, ARMS[row["arm"]], *(f"{ms:.2f}" if ms else "-" for ms in cells)])
     return table(("run", "layer", "arm", *KINDS), rows)
 
 
@@ -223,21 +259,36 @@ def curves(path: str) -> str:
 def tp4(folder: str) -> str:
     """All of four GPUs."""
     return (
-        f"### Layers, forward and backward: `bursts`\n\n{layers(f'{folder}/bursts')}\n"
-        f"### Layers, forward and backward: `sustained`\n\n{layers(f'{folder}/sustained')}\n"
+        f"### Layers, forward and backward: `bursts`\n\n{layers(models(f'{folder}/bursts'))}\n"
+        f"### Layers, forward and backward: `sustained`\n\n{layers(models(f'{folder}/sustained'))}\n"
         f"### What the tuner measured: `bursts/tuned.json`, milliseconds\n\n"
         f"{choices(f'{folder}/bursts/tuned.json', 4)}\n"
         f"### What the tuner measured: `sustained/tuned.json`, milliseconds\n\n"
         f"{choices(f'{folder}/sustained/tuned.json', 4)}\n"
-        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n{kernels(folder)}"
+        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n"
+        f"{kernels(folder, [*models('bursts'), *models('sustained')])}"
+    )
+
+
+def tp4_more(folder: str) -> str:
+    """All of four GPUs, layers and settings that the folder before left out."""
+    return (
+        f"### Layers, forward and backward: `small` and `b405`\n\n{layers([f'{folder}/small', f'{folder}/b405'])}\n"
+        f"### GPT-3 2048 {X} 1, every arm one CUDA graph: `graphs`\n\n{layers([f'{folder}/graphs'])}\n"
+        f"### `CUDA_DEVICE_MAX_CONNECTIONS` 1 and 8, GPT-3 2048 {X} 4: `conn1` and `conn8`\n\n"
+        f"{connections(f'{folder}/conn1', f'{folder}/conn8')}\n"
+        f"### What the tuner measured: `tuned.json`, milliseconds\n\n"
+        f"{choices(f'{folder}/tuned.json', 4, [('gpt3-175b', 2048), ('llama-405b', 8192)])}\n"
+        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n"
+        f"{kernels(folder, ['small', 'b405'])}"
     )
 
 
 def stand_in(folder: str) -> str:
     """All of two GPUs that stand in for eight."""
     return (
-        f"### Layers, forward and backward: `bursts`\n\n{layers(f'{folder}/bursts')}\n"
-        f"### Layers, forward and backward: `sustained`\n\n{layers(f'{folder}/sustained')}\n"
+        f"### Layers, forward and backward: `bursts`\n\n{layers(models(f'{folder}/bursts'))}\n"
+        f"### Layers, forward and backward: `sustained`\n\n{layers(models(f'{folder}/sustained'))}\n"
         f"### GEMMs of backward in the order they ran, microseconds (`bursts/gemms.json`)\n\n"
         f"{backward(f'{folder}/bursts/gemms.json')}\n"
         f"### What the tuner measured: `sustained/tuned.json`, milliseconds\n\n"
@@ -246,12 +297,14 @@ def stand_in(folder: str) -> str:
         f"{turns(f'{folder}/mix.jsonl')}\n"
         f"### GEMM + reduce-scatter, pieces under way at once (`flight.jsonl`), milliseconds\n\n"
         f"{turns(f'{folder}/flight.jsonl')}\n"
-        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n{kernels(folder)}"
+        f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n"
+        f"{kernels(folder, [*models('bursts'), *models('sustained')])}"
     )
 
 
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
+    "layer-h200x4-more": tp4_more,
     "stand-in-8-h200x2-ahead": stand_in,
     "power-h200": lambda folder: energy(f"{folder}/energy.jsonl"),
     "parity-h200x4-dp": lambda folder: curves(f"{folder}/curves.json"),

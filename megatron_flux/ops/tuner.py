@@ -14,7 +14,8 @@ Contract
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
       compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
       0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
-      either.
+      either. Calls that will be captured (:mod:`megatron_flux.ops.capture`) are measured as they will run, without
+      ``pipelined``, which cannot be; where an answer says ``pipelined`` they take ``reference``.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ class TunedBackend:
         name, plan = self._choice(call)
         if plan is not None:
             return self._with_plan(call.run, plan)
-        if name == "pipelined" and call.pipelines and not torch.cuda.is_current_stream_capturing():
+        if name == "pipelined" and call.pipelines and not capturing(call.x):  # the warm-up runs what is captured
             return call.run(self.pipelined)
         return call.run(self.reference)
 
@@ -304,7 +305,7 @@ class TunedBackend:
         device, mp, tp = x.device, m // group.size(), group.size()
         ws = hopper_kernels(x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
         ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
-        if call.pipelines:
+        if call.pipelines and not capturing(x):
             ways["pipelined"] = (None, lambda: run(self.pipelined))
             ways["pipelined"][1]()  # allocates its workspace
         for plan in candidates(op, mp, n, k, tp, sm_count(device), ws):

@@ -15,6 +15,7 @@ import torch
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.topology import Link
 from megatron_flux.ops import timing, tuner
+from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.plan import Plan
 from megatron_flux.ops.tuner import TunedBackend, describe, store
 
@@ -112,6 +113,14 @@ def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == ("pipelined", None)
     assert gather(tuned, torch.zeros(6)) == ("reference", None)
+    with captured_calls():
+        assert gather(tuned, None) == ("reference", None), "it cannot be captured"
+        tuner.cache_path().unlink()
+        tuned.answers.clear()
+        tuned._quick.clear()
+        assert gather(tuned, None) == ("reference", None)
+    (answer,) = tuner.load(tuner.cache_path()).values()
+    assert list(answer["ms"]) == ["reference"], "it is not measured for calls that will be captured"
 
 
 def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:

@@ -16,11 +16,13 @@ Epochs
     the epoch and never reset.
 
 CUDA graphs
-    A replay cannot alternate halves (an odd number of captured calls would use one twice in a row). Captured calls run
-    on a slab of their own (``captured=True``) with one half, and begin by telling each other so (ENTER of the kernels,
-    or a kernel of its own where the copy engine sends). ``epochs[1]`` then holds the epoch that copies read, which
-    must not change before they are done. Slabs cannot be made during capture: run each shape once before capturing it,
-    inside :func:`megatron_flux.ops.capture.captured_calls`.
+    What a graph holds is fixed: each of its calls has its half, however often and in whatever order graphs are
+    replayed. Captured calls run on a slab of their own (``captured=True``). The first one of a capture uses half 0 and
+    is *entered*: a kernel before it takes the larger of both words of ``epochs`` for its number, tells all peers and
+    waits until all have said so. Behind that barrier nobody uses either half any more, and the capture's further calls
+    alternate as above. A call in this mode that is not captured (a warm-up) knows nothing of the replays before it: it
+    is entered, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
+    :func:`megatron_flux.ops.capture.captured_calls`.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given.
@@ -63,6 +65,7 @@ class Turn:
     half: int
     next_half: int
     enter: bool
+    """Whether all ranks must begin it together."""
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Slab:
     half_bytes: int
     captured: bool
     data: list[torch.Tensor]
-    """uint8 ``[halves * half_bytes]`` per rank."""
+    """uint8 ``[2 * half_bytes]`` per rank."""
     flags: list[torch.Tensor]
     """int32 ``[2 * FLAG_WORDS]`` per rank."""
     data_table: torch.Tensor
@@ -83,29 +86,22 @@ class Slab:
     ctrl: torch.Tensor
     """int32 ``[2]``: reduce tickets taken, CTAs that have left."""
     epochs: torch.Tensor
-    """int32 ``[2]``, one per half; see the module for captured calls."""
+    """int32 ``[2]``."""
     alarm: watch.Alarm
     keep: Any = None
     calls: int = 0
+    """So far; of a captured slab since the last one that was entered."""
     views: dict[Any, Any] = field(default_factory=dict)
     """Whatever operators want to keep per slab: views, descriptors."""
     _stream: torch.cuda.Stream | None = None
     _raw: int = -1
     """The stream of the latest call, and its handle: asking for the handle costs a twentieth."""
+    _capture: int | None = None
+    """That the latest call was part of."""
 
     def __post_init__(self) -> None:
         """Look the device up once."""
         self._index = self.data_table.get_device()
-
-    @property
-    def halves(self) -> int:
-        """How many halves there are: captured calls do not alternate."""
-        return 1 if self.captured else 2
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of symmetric memory of a rank."""
-        return HEAD + self.halves * self.half_bytes
 
     @property
     def rank(self) -> int:
@@ -113,20 +109,39 @@ class Slab:
         return self.group.rank()
 
     def begin(self) -> Turn:
-        """Start a call: checks earlier time-outs, orders streams, says which half to use.
+        """Start a call that is not captured: checks earlier time-outs, orders streams, says which half to use.
 
         Raises:
             OperatorError: an earlier call on this slab timed out.
         """
+        self._check()
+        self._follow()
+        return self._turn(enter=False)
+
+    def begin_captured(self, capture: int | None) -> Turn:
+        """As :meth:`begin`, on a captured slab; ``capture`` is the one that the call is part of, None if it runs now.
+
+        Raises:
+            OperatorError: an earlier call on this slab timed out.
+        """
+        self._check()
+        enter = capture is None or capture != self._capture
+        self._capture = capture
+        if capture is None:
+            self._follow()
+        if enter:
+            self.calls = 0
+        return self._turn(enter=enter)
+
+    def _turn(self, *, enter: bool) -> Turn:
+        half = self.calls & 1
+        self.calls += 1
+        return Turn(half, 1 - half, enter)
+
+    def _check(self) -> None:
         reason = self.alarm.message()
         if reason is not None:
             raise OperatorError(reason)
-        if self.captured:
-            return Turn(0, 0, True)
-        self._follow()
-        half = self.calls & 1
-        self.calls += 1
-        return Turn(half, 1 - half, False)
 
     def step(self) -> tuple[int, int]:
         """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream.
@@ -134,9 +149,7 @@ class Slab:
         Raises:
             OperatorError: an earlier call on this slab timed out.
         """
-        reason = self.alarm.message()
-        if reason is not None:
-            raise OperatorError(reason)
+        self._check()
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._raw:
             self._follow()
@@ -151,9 +164,7 @@ class Slab:
         if self.data_table.is_cuda:
             self._follow()
         else:
-            reason = self.alarm.message()
-            if reason is not None:
-                raise OperatorError(reason)
+            self._check()
 
     def _follow(self) -> None:
         """Put the current stream behind the one used before, if it is another."""
@@ -199,7 +210,7 @@ class SlabPool:
         size = size_class(nbytes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
-                f"a workspace of {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
+                f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
                 "the operator once with this shape inside megatron_flux.ops.capture.captured_calls() before capturing"
             )
         made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
@@ -215,7 +226,11 @@ class SlabPool:
     def bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Bytes of symmetric memory this rank holds, of one group or of all."""
         slabs = [*self._slabs.values(), *self._kept]
-        return sum(slab.nbytes for slab in slabs if group is None or slab.group.group_name == group.group_name)
+        return sum(
+            2 * (slab.half_bytes + 4 * FLAG_WORDS)
+            for slab in slabs
+            if group is None or slab.group.group_name == group.group_name
+        )
 
     def clear(self) -> None:
         """Forget all slabs. Only when every rank has finished with them."""
@@ -242,7 +257,7 @@ HEAD = 2 * 4 * FLAG_WORDS
 
 
 def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
-    whole, keep = memory(group, HEAD + (1 if captured else 2) * half_bytes, device)
+    whole, keep = memory(group, HEAD + 2 * half_bytes, device)
     flags = [w[:HEAD].view(torch.int32) for w in whole]
     return assemble(group, half_bytes, flags, [w[HEAD:] for w in whole], captured=captured, keep=keep)
 

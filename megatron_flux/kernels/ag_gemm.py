@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_flux.kernels.device import OP_AG, bulk_stores_done, enter, leave, multiply, publish, raster, wait_flags
+from megatron_flux.kernels.device import OP_AG, bulk_stores_done, leave, multiply, publish, raster, wait_flags
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def _push_tiles(
             publish(peer, flag_off + ((rank * blocks + j) * KCH + kc) * LANES + pid, epoch, "release")
 
 
-@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit", "blocks"])
+@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "blocks"])
 def ag_gemm_kernel(
     a,
     b,
@@ -173,7 +173,6 @@ def ag_gemm_kernel(
     data_table,
     flag_table,
     flags,
-    entered_off,
     ctrl,
     epochs,
     err,
@@ -208,7 +207,6 @@ def ag_gemm_kernel(
     MASK_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
-    ENTER: tl.constexpr,
     CPU: tl.constexpr,
     THREADS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -216,8 +214,6 @@ def ag_gemm_kernel(
     """See the module. ``bias`` ``[n]`` is added before rounding, if ``BIAS``."""
     pid = tl.program_id(0)
     epoch = tl.load(epochs + slot)
-    if ENTER:
-        enter(flag_table, flags, entered_off, rank, epoch, err, limit, TP, CPU, THREADS)
     if COMM > 0:
         if pid < COMM:
             if TMA_PUSH:

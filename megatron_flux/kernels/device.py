@@ -25,7 +25,6 @@ import triton.language as tl
 
 OP_AG = tl.constexpr(1)
 OP_RS = tl.constexpr(2)
-OP_ENTER = tl.constexpr(3)
 OP_GATHER = tl.constexpr(4)
 
 
@@ -145,15 +144,6 @@ def publish(address, offset, epoch, sem: tl.constexpr):
     barrier.
     """
     tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem=sem, scope="sys")
-
-
-@triton.jit
-def enter(table, flags, offset, rank, epoch, err, limit, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr):
-    """Tell every peer that this rank has begun the call, and wait until all have: for calls without double buffer."""
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(TP):
-            publish(tl.load(table + (rank + 1 + step) % TP), offset + rank, epoch, "release")
-    wait_flags(flags + offset, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
 
 
 @triton.jit

@@ -23,9 +23,7 @@ Hazards
     * All CTAs must be resident together (grid <= number of SMs, one per SM). Those that compute never wait for those
       that
       reduce, so CTAs that start late only delay.
-    * The workspace is reused two calls later (see :mod:`megatron_flux.comm.slab`); with ENTER the call itself makes
-      sure
-      that every peer has begun.
+    * The workspace is reused two calls later (see :mod:`megatron_flux.comm.slab`).
     * Triton's interpreter runs CTAs one after the other: there only the last CTAs may reduce (JOIN off).
 
 Why 128 of 132 SMs compute: with 128 x 256 tiles the usual shapes give multiples of 128 tiles, so that 128 SMs need no
@@ -40,7 +38,6 @@ import triton.language as tl
 from megatron_flux.kernels.device import (
     OP_RS,
     bulk_stores_done,
-    enter,
     leave,
     multiply,
     publish,
@@ -92,7 +89,7 @@ def _send(desc, acc, row, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexp
         desc.store([row, 0], acc.to(DTYPE))
 
 
-@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit"])
+@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def gemm_rs_kernel(
     a,
     b,
@@ -107,7 +104,6 @@ def gemm_rs_kernel(
     data_table,
     flag_table,
     flags,
-    entered_off,
     recv,
     out,
     ctrl,
@@ -135,7 +131,6 @@ def gemm_rs_kernel(
     TRANSPOSED: tl.constexpr,
     TMA: tl.constexpr,
     SPLIT: tl.constexpr,
-    ENTER: tl.constexpr,
     JOIN: tl.constexpr,
     CPU: tl.constexpr,
     THREADS: tl.constexpr,
@@ -148,8 +143,6 @@ def gemm_rs_kernel(
     npn = tl.cdiv(n, BN)
     tiles = nrb * npn
     kt = tl.cdiv(k, BK)
-    if ENTER:
-        enter(flag_table, flags, entered_off, rank, epoch, err, limit, TP, CPU, THREADS)
     # Flags of up to two tiles whose stores are under way: publishing costs a system fence, two tiles share it.
     flag0 = tl.zeros((), tl.int32) - 1
     flag1 = tl.zeros((), tl.int32) - 1

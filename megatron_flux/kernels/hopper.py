@@ -129,16 +129,6 @@ def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, 
 
 
 @gluon.jit
-def enter(table, flags, offset, rank, epoch, err, limit, OP: gl.constexpr, TP: gl.constexpr):
-    """Tell every peer that this rank has begun the call, and wait until all have: for calls without double buffer."""
-    if gl.program_id(0) == 0:
-        for step in gl.static_range(TP):
-            fence_system(epoch)
-            publish(gl.load(table + (rank + 1 + step) % TP), offset + rank, epoch)
-    wait_flags(flags + offset, TP, epoch, err, limit, OP, -1, 0, 100)
-
-
-@gluon.jit
 def leave(ctrl, epochs, epoch, next_slot, CTAS: gl.constexpr):
     """The last CTA to arrive resets the call's counters and leaves the next call its epoch."""
     barrier()

@@ -26,7 +26,6 @@ from megatron_flux.kernels.hopper import (
     PIECE,
     barrier,
     copy_out,
-    enter,
     fence_proxy,
     fence_system,
     hand_over_tile,
@@ -38,7 +37,6 @@ from megatron_flux.kernels.hopper import (
 )
 
 OP_AG = gl.constexpr(1)
-OP_ENTER = gl.constexpr(3)
 
 
 @gluon.jit
@@ -216,22 +214,20 @@ def _multiply(
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit"])
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def hopper_ag_gemm_kernel(
-    a, xd, b, c, x, bias, data_table, flag_table, flags, entered_off, ctrl, epochs, err, limit, slot, next_slot,
+    a, xd, b, c, x, bias, data_table, flag_table, flags, ctrl, epochs, err, limit, slot, next_slot,
     flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr, ENTER: gl.constexpr, DTYPE: gl.constexpr,
+    BIAS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read."""
     epoch = gl.load(epochs + slot)
     own = mp // BM
     npn = gl.cdiv(n, BN)
     kt = gl.cdiv(k, BK)
-    if ENTER:
-        enter(flag_table, flags, entered_off, rank, epoch, err, limit, OP_ENTER, TP)
     sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
     sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], c.layout)

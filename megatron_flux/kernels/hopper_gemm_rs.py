@@ -20,7 +20,6 @@ from megatron_flux.kernels.hopper import (
     PIECE,
     barrier,
     copy_out,
-    enter,
     fence_system,
     hand_over_tile,
     leave,
@@ -34,7 +33,6 @@ from megatron_flux.kernels.hopper import (
 )
 
 OP_RS = gl.constexpr(2)
-OP_ENTER = gl.constexpr(3)
 
 
 @gluon.jit
@@ -195,20 +193,18 @@ def _multiply(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "entered_off", "rank", "limit", "spread"])
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
 def hopper_gemm_rs_kernel(
-    a, b, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flags, entered_off, recv, out, ctrl, epochs, err, limit,
+    a, b, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flags, recv, out, ctrl, epochs, err, limit,
     slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
-    STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr, ENTER: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP)."""
     epoch = gl.load(epochs + slot)
     nrb = gl.cdiv(mp, BM)
     npn = gl.cdiv(n, BN)
-    if ENTER:
-        enter(flag_table, flags, entered_off, rank, epoch, err, limit, OP_ENTER, TP)
     sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
     sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)

@@ -1,10 +1,10 @@
 """Whether operators run as inside a CUDA graph: they are being captured, or warmed up for it, or this job uses graphs.
 
-In this mode a fused call runs on a workspace of its own whose halves do not alternate, so that it can be replayed any
-number of times (:mod:`megatron_flux.comm.slab`). During capture the mode is on by itself, but its workspace cannot be
-made then: every call must have run in this mode before. Whoever captures by hand warms up inside
-:func:`captured_calls`. Where Megatron captures, at a time and with a warm-up of its own, :func:`always` is switched on
-by the first layer whose configuration asks for graphs, and what runs outside them pays a handshake per call.
+In this mode a fused call runs on a workspace of its own, so that it can be replayed any number of times, in any order
+(:mod:`megatron_flux.comm.slab`). During capture the mode is on by itself, but its workspace cannot be made then: every
+call must have run in this mode before. Whoever captures by hand warms up inside :func:`captured_calls`. Where Megatron
+captures, at a time and with a warm-up of its own, :func:`always` is switched on by the first layer whose configuration
+asks for graphs, and what runs outside them pays a handshake per call.
 """
 
 from __future__ import annotations
@@ -42,3 +42,12 @@ def capturing(x: torch.Tensor) -> bool:
 def capturing_on_gpu() -> bool:
     """As :func:`capturing`, where the call is known to be one on a GPU."""
     return _mode or torch.cuda.is_current_stream_capturing()
+
+
+def capture_id(tensor: torch.Tensor) -> int | None:
+    """What tells the capture apart that a call on the device of ``tensor`` would be part of, None if it runs now."""
+    if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    from megatron_flux.ops import driver
+
+    return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))

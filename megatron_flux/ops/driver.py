@@ -22,6 +22,8 @@ _L2_PROMOTION_128B = 2
 _INVALID_CONTEXT = 201
 _ANYWHERE = 4
 """``CU_MEMORYTYPE_UNIFIED``."""
+_CAPTURING = 1
+"""``CU_STREAM_CAPTURE_STATUS_ACTIVE``."""
 _WAIT_REACHED = 0
 """``CU_STREAM_WAIT_VALUE_GEQ``."""
 
@@ -41,6 +43,7 @@ def _driver() -> ctypes.CDLL:
     lib.cuEventRecord.argtypes = [pointer, pointer]
     lib.cuStreamWaitEvent.argtypes = [pointer, pointer, u32]
     lib.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, u32, u32]
+    lib.cuStreamGetCaptureInfo.argtypes = [pointer, pointer, pointer]
     lib.cuTensorMapEncodeTiled.argtypes = [
         pointer, ctypes.c_int, u32, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4,
     ]  # fmt: skip
@@ -144,6 +147,19 @@ def wait(stream: int, event: int) -> None:
     status = _driver().cuStreamWaitEvent(stream, event, 0)
     if status:
         raise OperatorError(f"CUDA refused to put a stream behind an event: {_words(status)}")
+
+
+def capture_id(stream: int) -> int:
+    """The number, unique in this process, of the capture that ``stream`` is part of.
+
+    Raises:
+        OperatorError: it is part of none, or CUDA refused to say.
+    """
+    state, number = ctypes.c_int(), ctypes.c_uint64()
+    status = _driver().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
+    if status or state.value != _CAPTURING:
+        raise OperatorError(f"CUDA names no capture of this stream: state {state.value}, {_words(status)}")
+    return number.value
 
 
 def hold(stream: int, address: int, value: int) -> None:

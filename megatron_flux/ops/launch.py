@@ -19,6 +19,7 @@ from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.alignment import BYTES
 from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
+from megatron_flux.ops.launch_enter import begin
 from megatron_flux.ops.plan import Plan, cdiv
 from megatron_flux.ops.relaunch import by_triton
 
@@ -89,14 +90,13 @@ def all_gather_gemm(
         raise UserError("all_gather_gemm: the copy engine moves whole rows; chunks need comm > 0")
     if block < mp and block % plan.bm:
         raise UserError(f"all_gather_gemm: blocks of {block} rows must be multiples of the tile's {plan.bm}")
-    turn = work.begin()
+    turn = begin(work)
     buffers = buffers_of(work, turn.half, m, k, x.dtype)
     gathered = buffers[rank]
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
     finish = None
     if plan.comm == 0:
         finish = copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
-        turn = replace(turn, enter=False)  # the push has entered
     _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = sms - plan.comm
@@ -137,7 +137,6 @@ def all_gather_gemm(
         work.data_table,
         work.flag_table,
         work.flags[rank],
-        turn.half * FLAG_WORDS,
         work.ctrl,
         work.epochs,
         work.alarm.words,
@@ -172,7 +171,6 @@ def all_gather_gemm(
         MASK_ROWS=mask_rows,
         SPLIT=plan.split,
         BIAS=bias is not None,
-        ENTER=turn.enter,
         CPU=not cuda,
         THREADS=32 * plan.warps,
         DTYPE=TYPES[x.dtype],
@@ -197,13 +195,12 @@ def _hopper_all_gather_gemm(
     from megatron_flux.ops import launch_hopper
 
     mp, k = x.shape
-    turn = work.begin()
+    turn = begin(work)
     buffers = buffers_of(work, turn.half, mp * work.group.size(), k, x.dtype)
     finish = None
     if plan.comm == 0:
         flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
         finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
-        turn = replace(turn, enter=False)  # the push has entered
     c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
     if finish is not None:
         finish()
@@ -226,15 +223,15 @@ def gemm_reduce_scatter(
     if plan.ws and hopper_kernels(x, n, k):
         from megatron_flux.ops import launch_hopper
 
-        turn = work.begin()
+        turn = begin(work)
         out = launch_hopper.gemm_reduce_scatter(x, weight, work, turn, plan, sms, transposed)
         work.end()
         return out
-    turn = work.begin()
+    turn = begin(work)
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
     tma = _tma(x, n, k)
     width = plan.bn // 2 if plan.split else plan.bn
-    rows = work.halves * work.half_bytes // (plan.bn * x.element_size())
+    rows = 2 * work.half_bytes // (plan.bn * x.element_size())
     spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
     a, b, sinks = x, weight, [out] * 8
     if tma:
@@ -255,7 +252,6 @@ def gemm_reduce_scatter(
         work.data_table,
         work.flag_table,
         work.flags[rank],
-        turn.half * FLAG_WORDS,
         spaces[rank],
         out,
         work.ctrl,
@@ -265,7 +261,7 @@ def gemm_reduce_scatter(
         turn.half,
         turn.next_half,
         turn.half * FLAG_WORDS + ENTER_WORDS,
-        turn.half * (work.half_bytes // (plan.bn * x.element_size())),
+        turn.half * (rows // 2),
         m,
         n,
         k,
@@ -283,7 +279,6 @@ def gemm_reduce_scatter(
         TRANSPOSED=transposed,
         TMA=tma,
         SPLIT=plan.split,
-        ENTER=turn.enter,
         JOIN=cuda,
         CPU=not cuda,
         THREADS=32 * plan.warps,

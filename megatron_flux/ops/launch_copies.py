@@ -3,11 +3,8 @@
 It takes no SM from the GEMM it hides behind, and copies must be enqueued before that GEMM: with one hardware queue
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
 
-In a CUDA graph nothing of a copy can change from replay to replay: it goes to the same half of a slab and reads the
-epoch from the same word. A kernel of one CTA before the copies waits until all ranks have begun the call, and puts the
-epoch there. It is in the caller's stream, before the GEMM: beside one that holds every SM it might never start. The
-copies are a branch of the graph that joins behind the GEMM (or where the gather is waited for, which must be in the
-same capture).
+In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must be in
+the same capture.
 """
 
 from __future__ import annotations
@@ -19,9 +16,10 @@ import torch
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
-from megatron_flux.kernels.gather import gather_enter_kernel, gather_wait_kernel
+from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.ops import driver, relaunch
 from megatron_flux.ops.copies import Copy, enqueue, order
+from megatron_flux.ops.launch_enter import begin
 from megatron_flux.ops.plan import WHOLE, Edges, cdiv
 
 TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
@@ -37,7 +35,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
         unfinished.wait()
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
-    turn = work.begin()
+    turn = begin(work)
     buffers = buffers_of(work, turn.half, mp * tp, k, x.dtype)
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
     finish = copy_engine_push(x, work, turn, buffers, flag_off, mp)
@@ -89,14 +87,14 @@ def copy_engine_push(
     Behind each block travels the epoch. With ``pace`` (whole shards only) the order is enforced: rank r begins step d
     when rank r-1, which wrote to the same receiver in step d-1, says that it has finished. Without it ranks drift,
     several write to one receiver and the copy engines slow down. With ``edges`` (whole shards only) the shards
-    that a receiver gets first and last come in two pieces, see :func:`megatron_flux.ops.copies.order`. A captured call
-    is entered first, and not paced: the number that a stream waits for cannot change between replays. Returns what
-    makes the current stream wait for the copies.
+    that a receiver gets first and last come in two pieces, see :func:`megatron_flux.ops.copies.order`. Captured
+    calls are not paced: the number that a stream waits for cannot change between replays. Returns what makes the
+    current stream wait for the copies.
     """
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     blocks = cdiv(mp, block)
-    pace = pace and x.is_cuda and blocks == 1 and tp > 2 and not turn.enter
+    pace = pace and x.is_cuda and blocks == 1 and tp > 2 and not work.captured
     base = turn.half * FLAG_WORDS + TOKENS
 
     def views() -> list[tuple[torch.Tensor, tuple[slice, slice], torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -112,10 +110,7 @@ def copy_engine_push(
                 found.append((target, (rows, columns), work.flags[peer][word : word + 1], mine, theirs))
         return found
 
-    if turn.enter:
-        _enter(work)
-    word = 1 if turn.enter else turn.half
-    epoch = view(work, ("epoch", word), lambda: work.epochs[word : word + 1])
+    epoch = view(work, ("epoch", turn.half), lambda: work.epochs[turn.half : turn.half + 1])
     moves = view(work, ("ce", turn.half, mp, k, x.dtype, block, edges), views)
 
     def push(side: torch.cuda.Stream | None) -> None:
@@ -141,23 +136,6 @@ def copy_engine_push(
             push(side)
     after.record(side)
     return after.wait
-
-
-def _enter(work: Slab) -> None:
-    """Begin a captured call together, and put its epoch where copies read it."""
-    tp, cuda = work.group.size(), work.epochs.is_cuda
-    arguments = (
-        work.flag_table, work.flags[work.rank], 0, work.epochs, work.alarm.words, work.alarm.limit, work.rank,
-    )  # fmt: skip
-
-    def launch() -> relaunch.Launch:
-        constants = {"TP": tp, "CPU": not cuda, "THREADS": 32}
-        return relaunch.by_triton(gather_enter_kernel, 1, *arguments, **constants, num_warps=1), arguments
-
-    if cuda:
-        relaunch.first_or_again(work.views, ("enter", tp), 1, launch, work.epochs.device.index)
-    else:
-        launch()
 
 
 def _copies(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[Copy]:

@@ -37,7 +37,7 @@ def all_gather_gemm(
     tp, rank = work.group.size(), work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    key = ag_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms, bias is not None)
+    key = ag_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms, bias is not None)
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
@@ -53,7 +53,6 @@ def all_gather_gemm(
             work.data_table,
             work.flag_table,
             work.flags[rank],
-            turn.half * FLAG_WORDS,
             work.ctrl,
             work.epochs,
             work.alarm.words,
@@ -86,7 +85,6 @@ def all_gather_gemm(
             "RING": plan.ring,
             "TRANSPOSED": transposed,
             "BIAS": bias is not None,
-            "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
         return relaunch.by_triton(hopper_ag_gemm_kernel, sms, *arguments, **constants, num_warps=8), arguments
@@ -96,14 +94,14 @@ def all_gather_gemm(
     return c
 
 
-def ag_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
+def ag_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
     """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs, whether it adds a bias."""
-    return ("ag", half, enter, mp, n, k, *others)
+    return ("ag", half, mp, n, k, *others)
 
 
-def rs_key(half: int, enter: bool, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
+def rs_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
     """As :func:`ag_key`; never a bias."""
-    return ("rs", half, enter, mp, n, k, *others)
+    return ("rs", half, mp, n, k, *others)
 
 
 def gemm_reduce_scatter(
@@ -114,7 +112,7 @@ def gemm_reduce_scatter(
     tp, rank = work.group.size(), work.rank
     mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
-    key = rs_key(turn.half, turn.enter, mp, n, k, x.dtype, transposed, plan, sms)
+    key = rs_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms)
 
     def launch() -> relaunch.Launch:
         space, sinks = _sinks(work, plan, x.dtype)
@@ -124,7 +122,6 @@ def gemm_reduce_scatter(
             *sinks,
             work.flag_table,
             work.flags[rank],
-            turn.half * FLAG_WORDS,
             space,
             out,
             work.ctrl,
@@ -134,7 +131,7 @@ def gemm_reduce_scatter(
             turn.half,
             turn.next_half,
             turn.half * FLAG_WORDS + ENTER_WORDS,
-            turn.half * (space.shape[0] // work.halves),
+            turn.half * (space.shape[0] // 2),
             n,
             cdiv(k, plan.bk),
             mp,
@@ -152,7 +149,6 @@ def gemm_reduce_scatter(
             "RING": plan.ring,
             "PIECES": 4,
             "TRANSPOSED": transposed,
-            "ENTER": turn.enter,
             "DTYPE": TYPES[x.dtype],
         }
         return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
@@ -167,7 +163,7 @@ def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, li
     found = work.views.get(key)
     if found is None:
         tp = work.group.size()
-        rows = work.halves * work.half_bytes // (plan.bn * dtype.itemsize)
+        rows = 2 * work.half_bytes // (plan.bn * dtype.itemsize)
         spaces = [data.view(dtype).view(rows, plan.bn) for data in work.data]
         sinks = [_desc(spaces[(work.rank + 1 + step) % tp], plan.bm, PIECE) for step in range(tp)]
         found = work.views[key] = (spaces[work.rank], sinks + [None] * (8 - tp))

@@ -43,7 +43,7 @@ def all_gather_gemm(
     n = weight.shape[1] if transposed else weight.shape[0]
     if not plan.ws or plan.pace or not hopper_kernels(x, n, k) or mp % plan.bm:
         return None
-    keys = [launch_hopper.ag_key(half, False, mp, n, k, x.dtype, transposed, plan, sms, bias) for half in HALVES]
+    keys = [launch_hopper.ag_key(half, mp, n, k, x.dtype, transposed, plan, sms, bias) for half in HALVES]
     launches = [work.views.get(key) or None for key in keys]
     pushes = _pushes(work, mp, k, x.dtype, plan.edges(k)) if plan.comm == 0 else None
     gathered = [buffers_of(work, half, mp * tp, k, x.dtype)[work.rank].view(-1, *x.shape[1:]) for half in HALVES]
@@ -59,7 +59,7 @@ def gemm_reduce_scatter(
     n = weight.shape[1] if transposed else weight.shape[0]
     if not plan.ws or not hopper_kernels(x, n, k):
         return None
-    keys = [launch_hopper.rs_key(half, False, mp, n, k, x.dtype, transposed, plan, sms) for half in HALVES]
+    keys = [launch_hopper.rs_key(half, mp, n, k, x.dtype, transposed, plan, sms) for half in HALVES]
     return ReadyGemmReduceScatter(work, [work.views.get(key) or None for key in keys], shape)
 
 

@@ -1,16 +1,20 @@
 """The fused kernels in Triton's interpreter over shared memory: real processes, real flags, small shapes.
 
 Covered: both operators and ``all_gather``, both weight forms, every transport and schedule, descriptors and plain
-pointers, sizes that fill no tile, reuse of both halves, calls of different shapes in turn, captured-mode calls, a late
-rank, a peer that never comes (time-out names it), epochs that wrap, ranks that disagree about the shape.
+pointers, sizes that fill no tile, reuse of both halves, calls of different shapes in turn, calls as in CUDA
+graphs, a late rank, a peer that never comes (time-out names it), epochs that wrap, ranks that disagree about the shape.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import random
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,10 +172,69 @@ def captured_between_eager() -> None:
                 compare(backend, 32, 32, 32, torch.float16, False)
             compare(backend, 32, 32, 32, torch.float16, False)
     captured = [work for work in slab.pool._slabs.values() if work.captured]
-    assert {work.halves for work in captured} == {1}
     assert len(captured) == 2, "the GEMMs' and the gathers'"
-    assert all(work.calls == 0 for work in captured)
-    assert slab.pool.bytes() == sum(work.nbytes for work in slab.pool._slabs.values())
+    assert all(work.calls == 1 for work in captured), "each call was entered by itself"
+
+
+@contextlib.contextmanager
+def one_capture(number: int) -> Iterator[None]:
+    """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
+    from megatron_flux.ops import launch_enter
+    from megatron_flux.ops.capture import captured_calls
+
+    with captured_calls(), mock.patch.object(launch_enter, "capture_id", return_value=number):
+        yield
+
+
+def replays_in_any_order() -> None:
+    """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
+    from megatron_flux.comm import slab
+    from megatron_flux.ops import launch_enter
+    from megatron_flux.ops.capture import captured_calls
+
+    backend, group = twin(), dist.group.WORLD
+    rng = random.Random(dist.get_rank())
+    operands = [(integers(32, 32, torch.float16), integers(32, 32, torch.float16)) for _ in range(3)]
+    wants = []
+    for x, w in operands:
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x)
+        full = torch.cat(parts)
+        sums = (x.float() @ w.float().t()).clone()
+        dist.all_reduce(sums)
+        mine = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
+        wants.append((full, full.float() @ w.float().t(), sums[mine]))
+
+    def calls(count: int) -> None:
+        for i in range(count):
+            x, w = operands[i]
+            full, y, z = wants[i]
+            if i % 2 == 0:
+                found, gathered = backend.all_gather_gemm(x, w, group, transposed=False)
+                if rng.random() < 0.3:
+                    time.sleep(0.05)
+                assert torch.equal(gathered, full)
+                assert torch.equal(found.float(), y)
+            else:
+                part = backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False).wait()
+                assert torch.equal(part.float(), z)
+
+    entered: list[int] = []
+    once = launch_enter._enter
+    with mock.patch.object(launch_enter, "_enter", lambda work: (entered.append(1), once(work))):
+        for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
+            backend.plan = plan
+            for number, count in enumerate((3, 1, 1, 2, 3, 3, 1, 2)):
+                if rng.random() < 0.3:
+                    time.sleep(0.05)
+                with one_capture(number):
+                    calls(count)
+                if number % 3 == 2:
+                    with captured_calls():
+                        calls(1)
+                    calls(2)
+    assert len(entered) == 2 * (8 + 2), "graphs and calls outside of them, each once"
+    slab.pool.clear()
 
 
 def captured_gather_stays_open() -> None:
@@ -312,8 +375,12 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie(world2: WorkerPoo
     world2.run(with_tma, operands_of_one_rank_lie_elsewhere, True)
 
 
-def test_captured_calls_need_no_double_buffer(world2: WorkerPool) -> None:
+def test_captured_calls_between_eager_ones(world2: WorkerPool) -> None:
     world2.run(captured_between_eager)
+
+
+def test_graphs_may_be_replayed_in_any_order(world2: WorkerPool) -> None:
+    world2.run(replays_in_any_order)
 
 
 def test_captured_gather_stays_open_beside_captured_gemms(world2: WorkerPool) -> None:

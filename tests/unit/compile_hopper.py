@@ -41,8 +41,7 @@ def descriptor(rows: int, cols: int) -> str:
 
 def build(op: str, given: dict[str, int]) -> Any:
     tp, bn, transposed = given.get("TP", 4), given.get("BN", 256), bool(given.get("TRANSPOSED", 0))
-    common = {"TP": tp, "BM": 128, "BN": bn, "BK": 64, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16,
-              "ENTER": bool(given.get("ENTER", 0))}  # fmt: skip
+    common = {"TP": tp, "BM": 128, "BN": bn, "BK": 64, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16}
     weight = descriptor(64, bn) if transposed else descriptor(bn, 64)
     types = {**POINTERS, "a": descriptor(128, 64), "xd": descriptor(128, 64), "b": weight, "c": descriptor(128, 64)}
     if op == "gemm_rs":

@@ -32,17 +32,17 @@ def compile_kernel(*arguments: str) -> dict[str, str]:
     "arguments",
     [
         ["gemm_rs"],
-        ["gemm_rs", "TP=2", "ENTER=1"],
+        ["gemm_rs", "TP=2"],
         ["gemm_rs", "TP=8", "TRANSPOSED=1"],
         ["gemm_rs", "BN=128", "STAGES=5"],
         ["ag_gemm"],
         ["ag_gemm", "TP=8", "TRANSPOSED=1"],
-        ["ag_gemm", "PUSH=1", "KCH=8", "ENTER=1"],
+        ["ag_gemm", "PUSH=1", "KCH=8"],
         ["ag_gemm", "BN=128", "STAGES=6", "TP=2"],
         ["ag_gemm", "BIAS=1"],
         ["ag_gemm", "TP=8", "SPAN=2", "BIAS=1"],
         ["ag_gemm", "TP=8", "KCH=4", "EARLY=1", "LATE=1"],
-        ["ag_gemm", "PUSH=1", "KCH=8", "ENTER=1", "BIAS=1"],
+        ["ag_gemm", "PUSH=1", "KCH=8", "BIAS=1"],
     ],
     ids=" ".join,
 )
@@ -51,6 +51,6 @@ def test_compiles_for_hopper(arguments: list[str]) -> None:
     assert int(found["shared"]) <= SHARED_BYTES
     assert int(found["spilled"]) <= 16
     assert int(found["wgmma"]) > 0
-    assert int(found["relaunch"]) >= 40  # parameters
+    assert int(found["relaunch"]) >= 39  # parameters
     if "PUSH=1" in arguments:
         assert int(found["wide_stores"]) >= 6  # to three peers, two 16-byte stores of a thread each

@@ -1,0 +1,38 @@
+"""Beginning a call on a slab; captured calls together, where they must (:mod:`megatron_flux.comm.slab`)."""
+
+from __future__ import annotations
+
+from megatron_flux.comm.slab import Slab, Turn
+from megatron_flux.kernels.enter import enter_kernel
+from megatron_flux.ops import relaunch
+from megatron_flux.ops.capture import capture_id
+
+
+def begin(work: Slab) -> Turn:
+    """The call's turn. Where it must be entered, the kernel that does so is in the current stream.
+
+    Raises:
+        OperatorError: an earlier call on this slab timed out.
+    """
+    if not work.captured:
+        return work.begin()
+    turn = work.begin_captured(capture_id(work.data_table))
+    if turn.enter:
+        _enter(work)
+    return turn
+
+
+def _enter(work: Slab) -> None:
+    tp, cuda = work.group.size(), work.data_table.is_cuda
+    arguments = (
+        work.flag_table, work.flags[work.rank], work.epochs, work.alarm.words, work.alarm.limit, work.rank,
+    )  # fmt: skip
+
+    def launch() -> relaunch.Launch:
+        constants = {"TP": tp, "CPU": not cuda, "THREADS": 32}
+        return relaunch.by_triton(enter_kernel, 1, *arguments, **constants, num_warps=1), arguments
+
+    if cuda:
+        relaunch.first_or_again(work.views, ("enter", tp), 1, launch, work.data_table.device.index)
+    else:
+        launch()

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_flux.bench.choices import chosen
 from megatron_flux.bench.shapes import cases
+from results.ops_tables import beside, operators
 from results.readme_tables import SHORT, X, between_marks, percent, table
 
 HERE = Path(__file__).parent
@@ -274,13 +275,32 @@ def tp4_more(folder: str) -> str:
     """All of four GPUs, layers and settings that the folder before left out."""
     return (
         f"### Layers, forward and backward: `small` and `b405`\n\n{layers([f'{folder}/small', f'{folder}/b405'])}\n"
-        f"### GPT-3 2048 {X} 1, every arm one CUDA graph: `graphs`\n\n{layers([f'{folder}/graphs'])}\n"
+        f"### GPT-3 2048 {X} 1, every arm one CUDA graph, gathered by SMs and NCCL: `graphs-pushed`\n\n"
+        f"{layers([f'{folder}/graphs-pushed'])}\n"
+        f"### GPT-3 2048 {X} 1, every arm one CUDA graph, gathered by copy engine: `graphs-copies`\n\n"
+        f"{layers([f'{folder}/graphs-copies'])}\n"
         f"### `CUDA_DEVICE_MAX_CONNECTIONS` 1 and 8, GPT-3 2048 {X} 4: `conn1` and `conn8`\n\n"
         f"{connections(f'{folder}/conn1', f'{folder}/conn8')}\n"
         f"### What the tuner measured: `tuned.json`, milliseconds\n\n"
         f"{choices(f'{folder}/tuned.json', 4, [('gpt3-175b', 2048), ('llama-405b', 8192)])}\n"
         f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n"
         f"{kernels(folder, ['small', 'b405'])}"
+    )
+
+
+def ops_sustained(folder: str) -> str:
+    """Operators with plans chosen at the power limit, and beside the run before."""
+    there, here = (
+        [row for run in runs for row in read(f"{run}/summary.json")["rows"]]
+        for runs in (
+            ("ops-h200x4-nvlink/m8192", "ops-h200x4-nvlink/smaller"),
+            (f"{folder}/m8192", f"{folder}/m2048"),
+        )
+    )
+    return (
+        f"### m = 8192\n\n{operators(read(f'{folder}/m8192/summary.json'))}\n"
+        f"### m = 2048\n\n{operators(read(f'{folder}/m2048/summary.json'))}\n"
+        f"### Beside `../ops-h200x4-nvlink/`, there / here\n\n{beside(there, here)}"
     )
 
 
@@ -305,6 +325,7 @@ def stand_in(folder: str) -> str:
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
     "layer-h200x4-more": tp4_more,
+    "ops-h200x4-sustained": ops_sustained,
     "stand-in-8-h200x2-ahead": stand_in,
     "power-h200": lambda folder: energy(f"{folder}/energy.jsonl"),
     "parity-h200x4-dp": lambda folder: curves(f"{folder}/curves.json"),

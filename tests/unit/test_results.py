@@ -12,7 +12,14 @@ import pytest
 
 RESULTS = Path(__file__).parents[2] / "results"
 STAND_IN = RESULTS / "stand-in-8-h200x2"
-FOLDERS = ("layer-h200x4-ahead", "layer-h200x4-more", "stand-in-8-h200x2-ahead", "power-h200", "parity-h200x4-dp")
+FOLDERS = (
+    "layer-h200x4-ahead",
+    "layer-h200x4-more",
+    "ops-h200x4-sustained",
+    "stand-in-8-h200x2-ahead",
+    "power-h200",
+    "parity-h200x4-dp",
+)
 
 
 def script(path: Path) -> ModuleType:
@@ -56,7 +63,8 @@ def test_folders_are_listed(folder: str) -> None:
     [
         (STAND_IN.name, 15),
         ("layer-h200x4-ahead", 25),
-        ("layer-h200x4-more", 25),
+        ("layer-h200x4-more", 35),
+        ("ops-h200x4-sustained", 10),
         ("stand-in-8-h200x2-ahead", 25),
         ("power-h200", 1),
         ("parity-h200x4-dp", 1),

@@ -18,6 +18,7 @@ from megatron_flux.patch import report
 logger = logging.getLogger("megatron_flux")
 
 _OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
+_CALLS = tuple(f"flux/{operator}_calls" for operator in _OPERATORS)
 
 
 class StepCounts:
@@ -33,19 +34,20 @@ class StepCounts:
 
         Args:
             iteration: Megatron-LM's number of the step.
-            seen: :func:`megatron_flux.report`.
+            seen: :func:`megatron_flux.report`. Where layers ask for CUDA graphs the counts of calls are left out.
         """
         if iteration == self._iteration:
             return None
         totals = {
-            f"flux/{operator}_calls": sum(n for name, n in seen["calls"].items() if name.split("/")[0] == operator)
-            for operator in _OPERATORS
+            calls: sum(n for name, n in seen["calls"].items() if name.split("/")[0] == operator)
+            for calls, operator in zip(_CALLS, _OPERATORS, strict=True)
         }
         totals["flux/bytes_received"] = seen["bytes_received"]
         totals["flux/fallback_calls"] = sum(seen["fallbacks"].values())
         row = {name: value - self._totals.get(name, 0) for name, value in totals.items()}
         self._iteration, self._totals = iteration, totals
-        return {"flux/active_layers": seen["active_layers"], **row}
+        # Graphs are replayed without a call: what is counted beside them would pass for all.
+        return {"flux/active_layers": seen["active_layers"], **({} if seen["cuda_graphs"] else row)}
 
 
 _counts = StepCounts()
@@ -64,12 +66,13 @@ def log(iteration: int) -> None:
     args = get_args()
     if not args.flux:
         return
-    row = _counts.row(iteration, report())
+    seen = report()
+    row = _counts.row(iteration, seen)
     if row is None:
         return
     _say_once(args.rank, row)
     # --yaml-cfg in a patched tree drops what the file does not name.
-    _sample(getattr(args, "flux_sample_interval", SAMPLE_INTERVAL), iteration)
+    _sample(getattr(args, "flux_sample_interval", SAMPLE_INTERVAL), iteration, operators=not seen["cuda_graphs"])
     if iteration % args.tensorboard_log_interval:
         return
     row |= _unwritten
@@ -83,10 +86,10 @@ def log(iteration: int) -> None:
         wandb.log(row, iteration)
 
 
-def _sample(interval: int, iteration: int) -> None:
+def _sample(interval: int, iteration: int, *, operators: bool) -> None:
     global _samples
     if _samples is None:
-        _samples = Samples(interval)
+        _samples = Samples(interval, operators=operators)
     _unwritten.update(_samples.after(iteration))
 
 
@@ -98,8 +101,14 @@ def _say_once(rank: int, row: dict[str, float]) -> None:
     layers = row["flux/active_layers"]
     if layers == 0:
         logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration", rank)
+    elif rank == 0 and _CALLS[0] not in row:
+        line = (
+            f"> megatron-flux: {layers} layers of rank 0 run flux, in CUDA graphs: calls, fallbacks and operator times "
+            "of replayed graphs are not seen, flux/* has none of them\n"
+        )
+        print(line, end="", flush=True)
     elif rank == 0:
-        calls = ", ".join(f"{row[f'flux/{operator}_calls']} {operator}" for operator in _OPERATORS)
+        calls = ", ".join(f"{row[name]} {operator}" for name, operator in zip(_CALLS, _OPERATORS, strict=True))
         stock = row["flux/fallback_calls"]
         line = f"> megatron-flux: {layers} layers of rank 0 run flux; calls so far: {calls}, {stock} stock\n"
         print(line, end="", flush=True)

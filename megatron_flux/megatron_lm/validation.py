@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flux.errors import UserError
+from megatron_flux.ops.fused import sm_margin
 from megatron_flux.patch import te_seam
 
 
@@ -20,7 +21,7 @@ def validate(args: Any) -> None:
     """
     if not args.flux:
         return
-    problems = _layout_problems(args) + _stock_only(args) + _transformer_engine_problems(args)
+    problems = _layout_problems(args) + _stock_only(args) + _transformer_engine_problems(args) + _graph_problems(args)
     if problems:
         raise MegatronArgumentsError("flux is on, but " + "; ".join(problems) + " (or switch flux off: --no-flux)")
 
@@ -37,17 +38,58 @@ def _layout_problems(args: Any) -> list[str]:
 
 
 def _stock_only(args: Any) -> list[str]:
-    """Options with which every linear would run stock, or with which flux's counts would be wrong."""
+    """Options with which every linear would run stock."""
     problems = []
     for option, name in (("--fp8-format", "fp8"), ("--fp4-format", "fp4")):
         if getattr(args, name, None):
             problems.append(f"every linear would run stock with {option}: train in bf16 or fp16")
     if getattr(args, "use_megatron_fsdp", False):
         problems.append("every linear would run stock with --use-megatron-fsdp: leave it out")
-    graphs = getattr(args, "cuda_graph_impl", "none")
-    if graphs != "none":
-        problems.append(f"CUDA graphs (--cuda-graph-impl {graphs}) have not been tried with flux: leave them out")
     return problems
+
+
+def _graph_problems(args: Any) -> list[str]:
+    """What cannot work inside Megatron's CUDA graphs; what Megatron itself refuses is left to it."""
+    graphs = getattr(args, "cuda_graph_impl", "none")
+    if graphs in (None, "none"):
+        return []
+    problems = []
+    names = ("flux_backend", "flux_forward", "flux_dgrad", "flux_wgrad")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) == "pipelined"]
+    if given:
+        problems.append(
+            f"backend pipelined ({', '.join(given)}) cannot be captured in CUDA graphs (--cuda-graph-impl {graphs}): "
+            "choose another backend"
+        )
+    if not _whole_iteration(args):
+        return problems
+    if getattr(args, "cuda_graph_warmup_steps", 1) == 0:
+        problems.append(
+            "the first iteration would be captured, and workspaces cannot be made during capture: give "
+            "--cuda-graph-warmup-steps 1 or more"
+        )
+    overlapping = [
+        f"--{name.replace('_', '-')}"
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+        if getattr(args, name, False)
+    ]
+    if overlapping and getattr(args, "data_parallel_size", 2) > 1 and sm_margin() == 0:
+        problems.append(
+            f"with {' and '.join(overlapping)} one graph holds fused kernels, which take all SMs and wait for their "
+            "peers, beside NCCL's, and nothing orders a graph's branches (CUDA_DEVICE_MAX_CONNECTIONS orders streams): "
+            "set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or capture layers"
+        )
+    return problems
+
+
+def _whole_iteration(args: Any) -> bool:
+    """Whether one graph holds the iteration: an implementation from 0.18 on, a scope of ``local`` before."""
+    if args.cuda_graph_impl == "full_iteration":
+        return True
+    scopes = getattr(args, "cuda_graph_scope", None) or []
+    scopes = [scopes] if isinstance(scopes, str) else scopes
+    # An enumeration from 0.16 on.
+    return "full_iteration" in [getattr(scope, "name", scope) for scope in scopes]
 
 
 def _transformer_engine_problems(args: Any) -> list[str]:

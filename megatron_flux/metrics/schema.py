@@ -10,7 +10,8 @@ any of the fields from ``timestamp`` on, which are absent there.
 
 Not every step knows everything: fields marked "sampled" are there every ``sample_interval`` steps (``flux/sampled`` is
 true then) and absent from the others, because finding them out costs time. What is in :data:`CALL` and :data:`RUN` is
-described there.
+described there. Where CUDA graphs are replayed nobody sees the single operator calls: what is known of them alone is
+null then, and ``operator_source`` of :data:`RUN` says so.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Field:
     """The value may be null, or the field absent: it is not known."""
 
 
+_UNSEEN = "; null where CUDA graphs replay calls, which the host does not see"
+
 FIELDS: tuple[Field, ...] = (
     Field("iteration", "int", "1", "number of the iteration, from 1, strictly increasing within a file"),
     Field("lm loss", "float", "nat/token", "mean cross entropy of the iteration's global batch"),
@@ -57,11 +60,35 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("warmup", "bool", "", "left out of timing statistics; its loss counts like any other"),
     Field("flux/active_layers", "int", "1", "linear layers that flux runs, in one copy of the model"),
-    Field("flux/all_gather_gemm_calls", "int", "1/iteration", "calls of all_gather_gemm on this rank"),
-    Field("flux/gemm_reduce_scatter_calls", "int", "1/iteration", "calls of gemm_reduce_scatter on this rank"),
-    Field("flux/bytes_received", "int", "byte/iteration", "bytes this rank's operators received from their peers"),
-    Field("flux/fallback_calls", "int", "1/iteration", "calls that patched layers left to stock Megatron"),
-    Field("flux/fallbacks", "counts", "1", "calls left to stock Megatron so far, by reason"),
+    Field(
+        "flux/all_gather_gemm_calls",
+        "int",
+        "1/iteration",
+        f"calls of all_gather_gemm on this rank{_UNSEEN}",
+        nullable=True,
+    ),
+    Field(
+        "flux/gemm_reduce_scatter_calls",
+        "int",
+        "1/iteration",
+        f"calls of gemm_reduce_scatter on this rank{_UNSEEN}",
+        nullable=True,
+    ),
+    Field(
+        "flux/bytes_received",
+        "int",
+        "byte/iteration",
+        f"bytes this rank's operators received from their peers{_UNSEEN}",
+        nullable=True,
+    ),
+    Field(
+        "flux/fallback_calls",
+        "int",
+        "1/iteration",
+        f"calls that patched layers left to stock Megatron{_UNSEEN}",
+        nullable=True,
+    ),
+    Field("flux/fallbacks", "counts", "1", "calls left to stock Megatron so far, by reason, replays not counted"),
     Field(
         "schema", "int", "1", "version of this definition that the record follows; absent in version 1", nullable=True
     ),
@@ -205,6 +232,7 @@ RUN: dict[str, str] = {
     "peak_tflops": "dense peak of the device that mfu is relative to, or null",
     "peak_source": "where the peak is from, or why mfu is null",
     "gpu_source": "'NVML' with its driver version, or why there is nothing in flux/gpu",
+    "operator_source": "how operator calls are counted and timed, or why what is known of them is null",
     "sample_interval": "iterations between samples; 0 is never",
     "versions": "by package",
 }

@@ -27,6 +27,16 @@ from megatron_flux.ops.tuner import TunedBackend
 
 _TUNED = "tuned"
 
+FIELDS = (
+    "flux/operator_time_ms",
+    "flux/gemm_time_ms",
+    "flux/serial_time_ms",
+    "flux/exposed_communication_ms",
+    "flux/e_overlap",
+    "flux/calls",
+)
+"""What a sample holds."""
+
 
 class Sampler:
     """Times the calls of one step out of ``interval``."""
@@ -77,14 +87,8 @@ def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone]) -> dict[st
         }
 
     taken, gemm, serial = sums("time_ms"), sums("gemm_ms"), sums("serial_ms")
-    return {
-        "flux/operator_time_ms": taken,
-        "flux/gemm_time_ms": gemm,
-        "flux/serial_time_ms": serial,
-        "flux/exposed_communication_ms": sums("exposed_ms"),
-        "flux/e_overlap": {name: efficiency(taken[name], gemm[name], serial[name]) for name in by_operator},
-        "flux/calls": rows,
-    }
+    e_overlap = {name: efficiency(taken[name], gemm[name], serial[name]) for name in by_operator}
+    return dict(zip(FIELDS, (taken, gemm, serial, sums("exposed_ms"), e_overlap, rows), strict=True))
 
 
 def efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:

@@ -14,8 +14,10 @@ Contract
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
       compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
       0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
-      either. Calls that will be captured (:mod:`megatron_flux.ops.capture`) are measured as they will run, without
-      ``pipelined``, which cannot be; where an answer says ``pipelined`` they take ``reference``.
+      either.
+    * Calls that will be captured (:mod:`megatron_flux.ops.capture`) take the answer for eager ones, unless it is
+      ``pipelined``, which cannot be captured. Where there is none they are measured in their own mode, eagerly and so
+      with a handshake for each, and the answer is kept for such calls alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,12 +67,15 @@ def cache_path() -> Path:
     return Path(given) if given else cache_folder() / "tuned.json"
 
 
-def describe(op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str) -> str:
-    """The key of an answer: everything it depends on."""
+def describe(
+    op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str, *, captured: bool = False
+) -> str:
+    """The key of an answer: everything it depends on. ``captured``: the calls run as inside a CUDA graph."""
     device = _device_name(x.device)
     form = "[k,n]" if transposed else "[n,k]"
     versions = f"flux {__version__} torch {torch.__version__}"
-    return f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link} | {device} | {versions}"
+    mode = " in graphs" if captured else ""
+    return f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link}{mode} | {device} | {versions}"
 
 
 @functools.cache
@@ -119,7 +124,7 @@ def _kind(
     op: str, x: torch.Tensor, m: int, n: int, k: int, group: dist.ProcessGroup, transposed: bool
 ) -> tuple[Any, ...]:
     """What calls with one choice have in common."""
-    return (group.group_name, op, m, n, k, x.dtype, x.device, transposed)
+    return (group.group_name, op, m, n, k, x.dtype, x.device, transposed, capturing(x))
 
 
 def ranked(ms: dict[str, float]) -> list[str]:
@@ -131,6 +136,11 @@ def finalists(ms: dict[str, float]) -> list[str]:
     """The candidates to measure by themselves, best first, from milliseconds by candidate in bursts."""
     best, *others = ranked(ms)
     return [best, *(name for name in others if ms[name] <= CLOSE * ms[best])][:FINALISTS]
+
+
+def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str, Any] | None:
+    """The first answer that there is and that such a call can run."""
+    return next((a for a in answers if a is not None and not (captured and a["backend"] == "pipelined")), None)
 
 
 class _Call(NamedTuple):
@@ -263,22 +273,24 @@ class TunedBackend:
         ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
         """
         op, x, m, n, k, group = call.op, call.x, call.m, call.n, call.k, call.group
-        key = describe(op, m, n, k, x, call.transposed, group.size(), topology.probe(group, x.device).kind)
-        found = self.answers.get((group.group_name, key))
-        if found is not None:
-            return found
-        if torch.cuda.is_current_stream_capturing():
-            return {"backend": "reference", "plan": None, "ms": {}}
-        kept: list[Any] = [load(cache_path()).get(key) if group.rank() == 0 else None]
-        dist.broadcast_object_list(kept, group=group, group_src=0)
-        found = kept[0]
+        link, captured = topology.probe(group, x.device).kind, capturing(x)
+        shape = (op, m, n, k, x, call.transposed, group.size(), link)
+        keys = [describe(*shape, captured=True), describe(*shape)] if captured else [describe(*shape)]
+        found = _first([self.answers.get((group.group_name, key)) for key in keys], captured)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                return {"backend": "reference", "plan": None, "ms": {}}
+            cache = load(cache_path()) if group.rank() == 0 else {}
+            kept: list[Any] = [_first([cache.get(key) for key in keys], captured)]
+            dist.broadcast_object_list(kept, group=group, group_src=0)
+            found = kept[0]
         if found is None:
             found = self._measure(call)
             if found["ms"] and group.rank() == 0:
-                store(cache_path(), key, found)
+                store(cache_path(), keys[0], found)
             if call.pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
                 self.pipelined.release(group)
-        self.answers[group.group_name, key] = found
+        self.answers[group.group_name, keys[0]] = found
         return found
 
     def answer(
@@ -286,7 +298,8 @@ class TunedBackend:
     ) -> dict[str, Any] | None:
         """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
         link = topology.probe(group, x.device).kind
-        return self.answers.get((group.group_name, describe(op, m, n, k, x, transposed, group.size(), link)))
+        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
+        return self.answers.get((group.group_name, key))
 
     def _pipelines(self, group: dist.ProcessGroup) -> bool:
         """Whether any call of ``group`` so far runs on ``pipelined``."""

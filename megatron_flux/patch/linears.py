@@ -7,6 +7,9 @@ Why these two: the column layer's gather happens inside ``_forward_impl``, the r
 
 Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers.
 Whatever is not recognised runs the stock method and is counted (:mod:`megatron_flux.patch.fallbacks`).
+
+Where a layer's configuration asks for Megatron's CUDA graphs, its first call switches the operators of this process to
+the mode of captured calls (:mod:`megatron_flux.ops.capture`): Megatron captures when it likes, and warms up by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear
+from megatron_flux.ops import capture
 from megatron_flux.ops.operators import DTYPES
 from megatron_flux.patch.choices import backends_of
 from megatron_flux.patch.fallbacks import Fallbacks
@@ -41,6 +45,8 @@ class LinearPatch:
         self.fallbacks = Fallbacks()
         self._row_forward_impl = row_forward_impl
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.cuda_graphs = False
+        """Whether a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
 
     @property
     def active_layers(self) -> int:
@@ -161,8 +167,18 @@ class LinearPatch:
         ahead.forget()
 
     def activate(self, layer: torch.nn.Module) -> None:
-        """Count ``layer`` as one that runs flux."""
+        """Count ``layer`` as one that runs flux. It must do so on all ranks of a group at the same call."""
+        if layer in self._active:
+            return
         self._active.add(layer)
+        if not self.cuda_graphs and asks_for_graphs(layer.config):
+            self.cuda_graphs = True
+            capture.always(True)
+
+    def close(self) -> None:
+        """The patch is undone. Graphs that were captured replay flux all the same."""
+        if self.cuda_graphs:
+            capture.always(False)
 
     def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
@@ -186,3 +202,13 @@ class LinearPatch:
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"
         return None
+
+
+def asks_for_graphs(config: Any) -> bool:
+    """Whether Megatron will capture layers of this configuration, or a whole iteration of them.
+
+    megatron-core 0.15 to 0.19 all have ``cuda_graph_impl``; its older names (``enable_cuda_graph``,
+    ``external_cuda_graph``) they turn into that one themselves. From 0.18 on it may be ``full_iteration``, before it is
+    ``local`` with that scope. A ``ModelParallelConfig`` has none of them.
+    """
+    return getattr(config, "cuda_graph_impl", "none") not in (None, "none")

@@ -152,6 +152,7 @@ def unpatch() -> None:
             )
     for r in reversed(_installed.replacements):
         r.undo()
+    _installed.linears.close()
     _log("megatron_flux: %d replacements undone", len(_installed.replacements))
     _installed = None
 
@@ -182,7 +183,9 @@ def report() -> dict[str, Any]:
     Returns:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
         ``fallbacks``: stock calls by ``"kind: reason"``, and operator calls that had to take a slower backend;
-        ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators.
+        ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators;
+        ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs
+        are replayed, it is not called any more.
     """
     linears = _installed.linears if _installed is not None else None
     return {
@@ -195,6 +198,7 @@ def report() -> dict[str, Any]:
         },
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
+        "cuda_graphs": linears.cuda_graphs if linears is not None else False,
     }
 
 

@@ -10,6 +10,11 @@ Parameters, ``_extra_state``, checkpoints and attributes stay as the stock const
 ``forward`` does besides its work is done here too: it ends the layer's first micro-batch, whose weight gradient
 replaces what is in ``main_grad``, and returns the bias that the caller is to add.
 
+In a CUDA graph the weight gradient is always added: one graph serves all micro-batches, and Megatron has zeroed
+``main_grad``. TransformerEngine's ``make_graphed_callables`` (to 2.13) sets ``is_first_microbatch`` again before it
+captures; a stock layer's graph then replaces what earlier micro-batches have added (TransformerEngine pull request
+2715).
+
 The two plain classes inherit ``forward`` from ``TELinear``, which is left alone: it also serves, replicated, as a
 linear without tensor parallelism. What flux does not take over runs stock and is counted, as in
 :mod:`megatron_flux.patch.linears`.
@@ -24,6 +29,7 @@ import torch
 
 from megatron_flux.config import STOCK
 from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
+from megatron_flux.ops.capture import capture_id
 from megatron_flux.patch.choices import backends_of
 from megatron_flux.patch.linears import CHOSEN, LinearPatch
 from megatron_flux.patch.te_seam import TransformerEngine
@@ -110,7 +116,7 @@ class TELinearPatch:
                 x,
                 weight,
                 gradient_accumulation_fusion=layer.fuse_wgrad_accumulation,
-                overwrite_main_grad=(first and not layer.disable_parameter_transpose_cache)
+                overwrite_main_grad=(first and not layer.disable_parameter_transpose_cache and capture_id(x) is None)
                 or getattr(weight, "overwrite_main_grad", False),
                 backend=backends,
             )

@@ -49,7 +49,9 @@ class Arm:
         self._peak_tflops = peak
         self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12
         """Of one step, per device."""
-        self._telemetry = Telemetry(config.sample_interval, device, flux=name == "flux")
+        self._replayed = name == "flux" and config.cuda_graph_impl != "none"
+        """Operator calls are in CUDA graphs: what Python counts is not what runs."""
+        self._telemetry = Telemetry(config.sample_interval, device, flux=name == "flux", replayed=self._replayed)
         self._profiler: StepProfiler | None = None
         self._run: dict[str, Any] | None = None
         """What the first record says of this process; None once it is written."""
@@ -87,6 +89,8 @@ class Arm:
             self._note_failure(error)
         if self._profiler is not None:
             self._profiler.close()
+        if error is None:
+            self.trainer.close()
         self._writers.__exit__(*exc)
 
     def patched(self) -> AbstractContextManager[None]:
@@ -151,11 +155,7 @@ class Arm:
             "warmup": iteration <= self._warm_after,
             # Of one copy of the model: the sum over pipeline stages.
             "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
-            "flux/all_gather_gemm_calls": _calls(after, "all_gather_gemm") - _calls(before, "all_gather_gemm"),
-            "flux/gemm_reduce_scatter_calls": _calls(after, "gemm_reduce_scatter")
-            - _calls(before, "gemm_reduce_scatter"),
-            "flux/bytes_received": after["bytes_received"] - before["bytes_received"],
-            "flux/fallback_calls": fallbacks.total(),
+            **self._counts(before, after, fallbacks),
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,
             "timestamp": time.time(),
@@ -168,6 +168,16 @@ class Arm:
         if self._run is not None:
             record["flux/run"], self._run = self._run, None
         return record
+
+    def _counts(self, before: dict[str, Any], after: dict[str, Any], fallbacks: Counter[str]) -> dict[str, int | None]:
+        """What the operators did in a step, by the host's counts; None where graphs did it."""
+        counts = {
+            f"flux/{operator}_calls": _calls(after, operator) - _calls(before, operator)
+            for operator in ("all_gather_gemm", "gemm_reduce_scatter")
+        }
+        counts["flux/bytes_received"] = after["bytes_received"] - before["bytes_received"]
+        counts["flux/fallback_calls"] = fallbacks.total()
+        return dict.fromkeys(counts) if self._replayed else {**counts}
 
     def _about(self, resumed_from: int | None, nodes: list[str]) -> dict[str, Any]:
         """``flux/run``."""
@@ -183,6 +193,7 @@ class Arm:
             "peak_tflops": self._peak_tflops,
             "peak_source": self._peak_source,
             "gpu_source": self._telemetry.gpu_source,
+            "operator_source": self._telemetry.operator_source,
             "sample_interval": self.config.sample_interval,
             "versions": environment.versions(),
         }

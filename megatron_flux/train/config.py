@@ -36,6 +36,7 @@ class RunConfig(BaseModel):
     shape: ModelShape
     padded_vocab_size: int
     transformer_impl: Literal["local", "transformer_engine"]
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
 
     device: Literal["cuda", "cpu"]
     world_size: int
@@ -138,7 +139,9 @@ def resolve(
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
     _check_backends(options, device, precision)
     if options.transformer_impl == "transformer_engine":
-        _check_transformer_engine(device)
+        _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
+    if options.cuda_graph_impl != "none":
+        _check_cuda_graphs(options, special, device, precision)
     preset = PRESETS[options.preset]
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     if options.num_attention_heads and not options.num_query_groups:
@@ -213,8 +216,7 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
             )
 
 
-def _check_transformer_engine(device: str) -> None:
-    given, instead = "--transformer-impl transformer_engine", "use --transformer-impl local"
+def _check_transformer_engine(device: str, given: str, instead: str) -> None:
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
     if importlib.util.find_spec("transformer_engine") is None:
@@ -222,6 +224,29 @@ def _check_transformer_engine(device: str) -> None:
             f"{given} needs TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own "
             f"guide, or {instead}"
         )
+
+
+def _check_cuda_graphs(
+    options: TrainOptions, special: CheckpointOptions | CompareOptions, device: str, precision: str
+) -> None:
+    given = f"--cuda-graph-impl {options.cuda_graph_impl}"
+    if device != "cuda":
+        raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
+    if isinstance(special, CompareOptions):
+        # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
+        raise UserError(
+            f"{given} with compare: megatron-core makes the CUDA graphs of one model in a process; use two runs, "
+            "megatron-flux train with and without --no-flux, and megatron-flux report RUN --against OTHER"
+        )
+    if options.cuda_graph_impl == "transformer_engine":
+        _check_transformer_engine(device, given, "use --cuda-graph-impl local")
+        if precision != "bf16":
+            raise UserError(f"{given} needs bf16, this run is {precision}; use --cuda-graph-impl local")
+    if options.recompute == "full":
+        raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
+    directions = options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend
+    if "pipelined" in (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend)):
+        raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
 
 
 def _kept_grouping(shape: ModelShape, heads: int) -> int:

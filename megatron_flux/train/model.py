@@ -59,6 +59,10 @@ def transformer_config(config: RunConfig) -> Any:
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        cuda_graph_impl=config.cuda_graph_impl,
+        # A graph serves all micro-batches: none of them may replace what others have added to main_grad, as stock
+        # TransformerEngine (to 2.13) has the first one do. Otherwise it is a matter of fp8.
+        disable_parameter_transpose_cache=config.cuda_graph_impl == "transformer_engine",
         recompute_granularity=None if config.recompute == "none" else config.recompute,
         recompute_method="uniform" if config.recompute == "full" else None,
         recompute_num_layers=1 if config.recompute == "full" else None,

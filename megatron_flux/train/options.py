@@ -28,6 +28,12 @@ class TrainOptions(BaseModel):
         "local", description="Linears of the layers: megatron-core's own, or TransformerEngine's (GPUs only)."
     )
 
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = Field(
+        "none",
+        description="Run every transformer layer as CUDA graphs: megatron-core's own, or TransformerEngine's (bf16). "
+        "GPUs only, and not in compare.",
+    )
+
     nproc: int | None = Field(
         None, ge=1, description="Processes to start on this machine. Default: one per GPU, or 2 on a CPU."
     )

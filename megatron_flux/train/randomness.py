@@ -9,14 +9,25 @@ import numpy as np
 import torch
 
 
-def seed_everything(seed: int) -> None:
-    """Seed as Megatron does: pipeline stages differ, tensor-parallel ranks share all but Megatron's tracker."""
+def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
+    """Seed as Megatron does: pipeline stages differ, tensor-parallel ranks share all but Megatron's tracker.
+
+    For CUDA graphs the tracker holds generators, which graphs advance as they are replayed.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    if cuda_graph_impl == "none":
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed,
+            te_rng_tracker=cuda_graph_impl == "transformer_engine",
+            use_cudagraphable_rng=True,
+            force_reset_rng=True,
+        )
     torch.manual_seed(seed)
 
 
@@ -30,8 +41,12 @@ def random_state() -> dict[str, Any]:
         "numpy": {"key": torch.from_numpy(numpy_state["key"].astype(np.int64)), "pos": int(numpy_state["pos"])},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+        "tracker": {name: _value(state) for name, state in get_cuda_rng_tracker().get_states().items()},
     }
+
+
+def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
 def set_random_state(state: dict[str, Any]) -> None:
@@ -44,4 +59,10 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
     torch.set_rng_state(state["torch"].cpu())
     torch.cuda.set_rng_state(state["cuda"].cpu())
-    get_cuda_rng_tracker().set_states({name: s.cpu() for name, s in state["tracker"].items()})
+    tracker = get_cuda_rng_tracker()
+    values = {name: s.cpu() for name, s in state["tracker"].items()}
+    generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
+    for name, generator in generators.items():
+        generator.set_state(values.pop(name))  # itself: graphs know it
+    if not generators:
+        tracker.set_states(values)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,21 +25,28 @@ from megatron_flux.ops import sampling
 from megatron_flux.train.gather import StepResult, known
 from megatron_flux.train.trainer import LocalStep
 
+REPLAYED = "none: calls inside replayed CUDA graphs are not seen by the host"
+"""Where operator counts and times come from."""
+
 _PER_RANK = ("operators_ms", *nvml.FIELDS, "throttle")
 
 
 class Telemetry:
     """Measures beside one arm's steps on this rank."""
 
-    def __init__(self, interval: int, device: torch.device, *, flux: bool) -> None:
-        """``interval``: steps between samples, 0 is never; ``flux``: the arm runs patched."""
-        self._flux = flux
+    def __init__(self, interval: int, device: torch.device, *, flux: bool, replayed: bool = False) -> None:
+        """``interval``: steps between samples, 0 is never; ``flux``: the arm runs patched; ``replayed``: its operator
+        calls are in CUDA graphs, so that those few that are not would pass for all.
+        """
+        self._flux, self._replayed = flux, replayed
+        self.operator_source = REPLAYED if replayed else "events around the host's calls"
         self.gpu_source = "none: nothing is sampled"
         self._sampler = sampling.Sampler(interval)
         self._gpu: nvml.Gpu | None = None
         if interval:
             self._open_gpu(device)
         self._last_seconds = 0.0
+        self._due = False
         self._reading: nvml.Reading | None = None
         self._sampled: dict[str, Any] | None = None
         self._choices = 0
@@ -59,7 +66,8 @@ class Telemetry:
         if self._gpu is not None and self._sampler.due(iteration):
             glance = nvml.Glance(self._gpu, self._last_seconds / 2)
         try:
-            with self._sampler.step(iteration):
+            self._due = self._sampler.due(iteration)
+            with nullcontext() if self._replayed else self._sampler.step(iteration):
                 yield
         finally:
             self._reading = glance.result() if glance is not None else None
@@ -67,9 +75,12 @@ class Telemetry:
     def values(self, local: LocalStep) -> dict[str, float | None]:
         """What this rank has to say of the step; collective when an operator's shape is new."""
         self._last_seconds = local.seconds
-        self._sampled = self._sampler.result()
+        if self._replayed:
+            self._sampled = dict.fromkeys(sampling.FIELDS) if self._due else None
+        else:
+            self._sampled = self._sampler.result()
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
-        if self._sampled is not None:
+        if self._sampled is not None and not self._replayed:
             values["operators_ms"] = sum(self._sampled["flux/operator_time_ms"].values())
         if self._reading is not None:
             values |= {name: getattr(self._reading, name) for name in nvml.FIELDS}
@@ -96,14 +107,18 @@ class Telemetry:
 
 
 def across_ranks(result: StepResult) -> dict[str, Any]:
-    """How the ranks of a sampled step differ."""
+    """How the ranks of a sampled step differ. Without operator times nobody knows who waited for whom."""
     ranks = result.ranks
     step_ms = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
-    own = [step - (operators or 0.0) for step, operators in zip(step_ms, ranks["operators_ms"], strict=True)]
+    own = [
+        step - operators
+        for step, operators in zip(step_ms, ranks["operators_ms"], strict=True)
+        if operators is not None
+    ]
     names = ("operators_ms", "peak_memory_bytes", *nvml.FIELDS)
     return {
-        "flux/slowest_rank": own.index(max(own)),
-        "flux/rank_spread_ms": max(own) - min(own),
+        "flux/slowest_rank": own.index(max(own)) if own else None,
+        "flux/rank_spread_ms": max(own) - min(own) if own else None,
         "flux/ranks": {"step_ms": step_ms, **{name: ranks[name] for name in names if known(ranks[name])}},
     }
 

@@ -19,6 +19,7 @@ import torch
 from megatron_flux.errors import FluxError
 from megatron_flux.ops import observe
 from megatron_flux.trace.parts import OPTIMIZER
+from megatron_flux.train import graphs
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.model import build_model, transformer_config
@@ -55,10 +56,11 @@ class Trainer:
 
         self.config, self.device = config, device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        seed_everything(config.seed)
+        seed_everything(config.seed, config.cuda_graph_impl)
         self._mcore_config = transformer_config(config)
         self.model = self._build_model()
         self.optimizer, self.scheduler = self._build_optimizer()
+        self._graphs = graphs.make(config, self.model, self._mcore_config, self.optimizer)
         self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
         self.iteration = 0
         self.static_bytes = (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0) - before
@@ -79,6 +81,8 @@ class Trainer:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         config = self.config
+        if self._graphs is not None:
+            self._graphs.before_step()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -96,6 +100,12 @@ class Trainer:
         self.scheduler.step(increment=config.global_batch_size)
         self.iteration += 1
         return _Advanced(losses, float(grad_norm or 0.0), lr)
+
+    def close(self) -> None:
+        """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
+        if self._graphs is not None:
+            self._synchronize()
+            self._graphs.release()
 
     def step(self) -> LocalStep:
         """:meth:`advance`, timed between two moments at which the device is idle."""

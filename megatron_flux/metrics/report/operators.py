@@ -15,6 +15,7 @@ from megatron_flux.metrics.rows import CROSS, MINUS, UNKNOWN, memory, millisecon
 from megatron_flux.metrics.statistics import Record, timed
 
 NOT_SAMPLED = f"{NOT_RECORDED}: no step of this run sampled its operators."
+REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."
 TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
 
 
@@ -31,7 +32,8 @@ def _efficiency(flux: Sequence[Record]) -> Part:
     # Timed steps only, unless sampling met nothing but warm-up.
     samples = [r for r in timed(flux) if r.get("flux/calls")] or [r for r in flux if r.get("flux/calls")]
     if not samples:
-        return Part("e-overlap", title, caption=NOT_SAMPLED)
+        replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)
+        return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {REPLAYED}" if replayed else NOT_SAMPLED)
     seen: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for record in samples:
         for call in record["flux/calls"]:
@@ -77,17 +79,19 @@ def _ms(value: float | None) -> str:
 
 def _activity(flux: Sequence[Record]) -> Part:
     last = flux[-1]
-    pairs = [
-        ("all_gather_gemm calls", f"{last['flux/all_gather_gemm_calls']:,}"),
-        ("gemm_reduce_scatter calls", f"{last['flux/gemm_reduce_scatter_calls']:,}"),
-        ("received from peers", memory(last["flux/bytes_received"])),
-        ("calls left to stock", f"{last['flux/fallback_calls']:,}"),
-    ]
+    counts = {
+        "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,}".format),
+        "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,}".format),
+        "received from peers": ("flux/bytes_received", memory),
+        "calls left to stock": ("flux/fallback_calls", "{:,}".format),
+    }
+    pairs = [(text, UNKNOWN if last.get(name) is None else shown(last[name])) for text, (name, shown) in counts.items()]
+    unseen = "" if last.get("flux/all_gather_gemm_calls") is not None else REPLAYED
     if last.get("flux/wait_timeouts") is not None:
         pairs.append(("waits that ran into their limit", f"{last['flux/wait_timeouts']:,}"))
     if (cost := _median(record.get("flux/metrics_ms") for record in flux)) is not None:
         pairs.append(("recording, median", f"{milliseconds(cost)} ms"))
-    return Part("operators", "Flux operators, last step of the recording rank", table=Table(pairs))
+    return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(pairs))
 
 
 def _choices(flux: Sequence[Record]) -> list[Part]:

@@ -1,0 +1,92 @@
+"""Megatron's CUDA graphs in this training loop: when they are captured, and their end.
+
+======================  =============================================================================================
+``local``               megatron-core records the layers' first forwards and backwards and makes the graphs at the end
+                        of the first step, in its schedules: nothing is to be done for it
+``transformer_engine``  after ``cuda_graph_warmup_steps`` steps whoever trains has them made, as Megatron-LM's loop does
+======================  =============================================================================================
+
+Hazard: megatron-core keeps one record of ``local`` graphs per process, closed when they have been made. A second model
+in the process finds none of its own: hence no graphs in ``compare``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_flux.train.config import RunConfig
+
+
+class LocalGraphs:
+    """Graphs of ``cuda_graph_impl="local"``."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """``model``: whose layers are captured."""
+        self._model = model
+
+    def before_step(self) -> None:
+        """Nothing: megatron-core's schedules capture."""
+
+    def runners(self) -> list[Any]:
+        """What holds a graph of a layer's forward and one of its backward (each None until they are made)."""
+        return [runner for module in self._model.modules() for runner in getattr(module, "cudagraph_runners", ())]
+
+    def release(self) -> None:
+        """Destroy the graphs; the GPU is idle."""
+        for runner in self.runners():
+            runner.fwd_graph = runner.bwd_graph = None
+
+
+class TransformerEngineGraphs:
+    """Graphs of ``cuda_graph_impl="transformer_engine"``."""
+
+    def __init__(self, config: RunConfig, model: torch.nn.Module, mcore_config: Any, optimizer: Any) -> None:
+        """Of ``model``'s layers; nothing is captured yet."""
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        # The helper asks how many micro-batches there are.
+        calculator.unset_num_microbatches_calculator()
+        calculator.init_num_microbatches_calculator(
+            0, None, config.global_batch_size, config.micro_batch_size, config.dp
+        )
+        self._helper = TECudaGraphHelper(
+            model=[model],
+            config=mcore_config,
+            seq_length=config.shape.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            optimizers=[optimizer],
+        )
+        self._model = model
+        self._warmup = mcore_config.cuda_graph_warmup_steps
+        self._created = False
+
+    def before_step(self) -> None:
+        """Capture, if enough steps have been done. It leaves zeros in the gradients. A collective call."""
+        if self._warmup == 0 and not self._created:
+            self._helper.create_cudagraphs()
+            self._created = True
+        self._warmup = max(0, self._warmup - 1)
+
+    def release(self) -> None:
+        """Destroy the graphs; the GPU is idle."""
+        for layer in self._model.modules():
+            graphed = vars(layer).get("cuda_graphs")
+            for graph in graphed or ():
+                if hasattr(graph, "reset"):  # TransformerEngine 2.10 and newer
+                    graph.reset()
+            if graphed:
+                layer.cuda_graphs = []
+
+
+def make(
+    config: RunConfig, model: torch.nn.Module, mcore_config: Any, optimizer: Any
+) -> LocalGraphs | TransformerEngineGraphs | None:
+    """What the run asks for, or None. ``model`` in DDP, ``mcore_config`` its TransformerConfig."""
+    if config.cuda_graph_impl == "local":
+        return LocalGraphs(model)
+    if config.cuda_graph_impl == "transformer_engine":
+        return TransformerEngineGraphs(config, model, mcore_config, optimizer)
+    return None

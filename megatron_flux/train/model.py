@@ -115,6 +115,8 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
     )
     if config.device == "cuda":
         model.cuda()
+        if config.cuda_graph_impl == "local":
+            torch.cuda.synchronize()  # megatron-core has changed the stream while the layers were built
     return Float16Module(mcore_config, model) if config.precision == "bf16" else model
 
 

@@ -77,6 +77,7 @@ def refused(
         (["--strict", "--no-sequence-parallel"], ["--strict", "--no-sequence-parallel"]),
         (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
         (["--transformer-impl", "transformer_engine"], ["needs GPUs", "on cpu", "--transformer-impl local"]),
+        (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "needs GPUs", "on cpu"]),
     ],
     ids=lambda value: "_".join(value).replace("-", "") if isinstance(value, list) and value[0][0] == "-" else "",
 )

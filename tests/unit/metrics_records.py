@@ -103,6 +103,7 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "peak_tflops": 989.4,
             "peak_source": "NVIDIA data sheet, dense bf16",
             "gpu_source": "NVML, driver 570.00",
+            "operator_source": "events around the host's calls",
             "sample_interval": 10,
             "versions": {"torch": "2.11.0", "megatron-core": "0.16.1"},
         },

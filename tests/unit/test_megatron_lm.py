@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import logging
 import re
 import sys
@@ -90,6 +91,13 @@ def test_a_config_without_all_arguments_takes_defaults() -> None:
 # Checks.
 
 
+class CudaGraphScope(enum.Enum):
+    """As megatron-core 0.16 and 0.17 have it; in 0.15 scopes are strings."""
+
+    full_iteration = 1
+    attn = 2
+
+
 def arguments(**changes: Any) -> types.SimpleNamespace:
     good = {
         "flux": True,
@@ -102,6 +110,27 @@ def arguments(**changes: Any) -> types.SimpleNamespace:
         "cuda_graph_impl": "none",
     }
     return types.SimpleNamespace(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [], "cuda_graph_warmup_steps": 0},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.attn], "overlap_grad_reduce": True},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration", "cuda_graph_warmup_steps": 3},
+        {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 1},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"], "flux_backend": "tuned"},
+        {"cuda_graph_impl": "none", "flux_backend": "pipelined"},
+    ],
+)
+def test_cuda_graphs_pass(changes: dict[str, Any]) -> None:
+    validate(arguments(**changes))
+
+
+def test_an_sm_margin_lets_the_whole_iteration_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
+    validate(arguments(cuda_graph_impl="full_iteration", overlap_grad_reduce=True))
 
 
 def test_what_goes_with_flux_passes() -> None:
@@ -118,7 +147,24 @@ def test_what_goes_with_flux_passes() -> None:
         ({"fp8": "hybrid"}, "stock with --fp8-format"),
         ({"fp4": "e2m1"}, "stock with --fp4-format"),
         ({"use_megatron_fsdp": True}, "stock with --use-megatron-fsdp"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        (
+            {"cuda_graph_impl": "local", "flux_wgrad": "pipelined"},
+            "backend pipelined (--flux-wgrad) cannot be captured in CUDA graphs (--cuda-graph-impl local)",
+        ),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, "--cuda-graph-warmup-steps 1 or more"),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration", "overlap_grad_reduce": True},
+            "with --overlap-grad-reduce one graph holds fused kernels",
+        ),
+        (
+            {
+                "cuda_graph_impl": "local",
+                "cuda_graph_scope": [CudaGraphScope.full_iteration],
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+            },
+            "with --overlap-grad-reduce and --overlap-param-gather one graph",
+        ),
     ],
 )
 def test_what_does_not_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
@@ -152,8 +198,11 @@ def test_all_reasons_are_said_at_once() -> None:
 # Metrics.
 
 
-def seen(calls: dict[str, int], received: int = 0, fallbacks: dict[str, int] | None = None) -> dict[str, Any]:
-    return {"active_layers": 4, "calls": calls, "bytes_received": received, "fallbacks": fallbacks or {}}
+def seen(
+    calls: dict[str, int], received: int = 0, fallbacks: dict[str, int] | None = None, *, graphs: bool = False
+) -> dict[str, Any]:
+    counts = {"calls": calls, "bytes_received": received, "fallbacks": fallbacks or {}}
+    return {"active_layers": 4, "cuda_graphs": graphs, **counts}
 
 
 def test_a_row_is_what_happened_since_the_last_one() -> None:
@@ -181,6 +230,7 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
         "flux/fallback_calls": 7,
     }
     assert counts.row(2, seen({})) is None
+    assert counts.row(3, seen(calls, graphs=True)) == {"flux/active_layers": 4}
 
 
 class Writer:
@@ -224,8 +274,8 @@ def test_a_sample_waits_for_the_next_written_row(
     megatron: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Samples:
-        def __init__(self, interval: int) -> None:
-            assert interval == 0
+        def __init__(self, interval: int, *, operators: bool) -> None:
+            assert (interval, operators) == (0, True)
 
         def after(self, iteration: int) -> dict[str, float]:
             return {"flux/e_overlap/all_gather_gemm": 0.9} if iteration == 1 else {}
@@ -235,6 +285,23 @@ def test_a_sample_waits_for_the_next_written_row(
         training_log.log(iteration)
     found = [row for row in megatron.tensorboard.rows if "e_overlap" in row[1]]
     assert found == [(2, "flux/e_overlap/all_gather_gemm", 0.9)]
+
+
+def test_what_graphs_hide_is_left_out_and_said(
+    megatron: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron.args.flux_sample_interval, megatron.args.tensorboard_log_interval = 2, 1
+    monkeypatch.setattr(training_log, "report", lambda: seen({"all_gather_gemm/fused": 9}, graphs=True))
+    for iteration in (1, 2, 3):
+        training_log.log(iteration)
+    assert "4 layers of rank 0 run flux, in CUDA graphs: calls, fallbacks and operator times" in capsys.readouterr().out
+    names = [{name for i, name, _ in megatron.tensorboard.rows if i == iteration} for iteration in (1, 2, 3)]
+    sampled = {name for name in names[1] if not name.startswith(("flux/gpu/", "flux/throttle"))}
+    assert (names[0], sampled, names[2]) == (
+        {"flux/active_layers"},
+        {"flux/active_layers", "flux/wait_timeouts"},
+        {"flux/active_layers"},
+    )
 
 
 def test_wandb_alone_is_enough(megatron: types.SimpleNamespace) -> None:

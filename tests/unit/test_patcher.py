@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear as ReexportedColumn
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 import megatron_flux
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
+from megatron_flux.ops import capture
 from megatron_flux.patch import patcher, te_seam
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
@@ -41,6 +44,19 @@ def stock_before_and_after() -> Iterator[None]:
 
 def config() -> FluxConfig | None:
     return None if patcher._installed is None else patcher._installed.linears.config
+
+
+def test_unpatch_ends_the_mode_of_cuda_graphs() -> None:
+    patch()
+    assert report()["cuda_graphs"] is False
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace(cuda_graph_impl="local")
+    patcher._installed.linears.activate(layer)
+    assert report()["cuda_graphs"] is True
+    assert capture.capturing(torch.ones(1))
+    unpatch()
+    assert not capture.capturing(torch.ones(1))
+    assert report()["cuda_graphs"] is False
 
 
 def test_patch_replaces_the_two_methods_and_unpatch_restores_them() -> None:

@@ -1,11 +1,12 @@
 """Which calls run flux and which run stock, decided from the layer and the call alone; every reason once.
 
-Covered: the table of reasons of both layers, at call time, and what is passed on to flux when there is none.
+Covered: the table of reasons of both layers, at call time, what is passed on to flux when there is none, and the mode
+that a layer's CUDA graphs need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from megatron_flux import FallbackError, FluxConfig
 from megatron_flux.config import Backends
+from megatron_flux.ops import capture
 from megatron_flux.patch import linears as module
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.registry import LINES
@@ -256,3 +258,53 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     ]
     assert seam.patch.active_layers == 1
     assert not seam.patch.fallbacks.counts
+
+
+# CUDA graphs
+
+
+@pytest.fixture
+def mode() -> Iterator[None]:
+    """Outside of the mode of captured calls before and after."""
+    assert not capture.capturing(X)
+    yield
+    capture.always(False)
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.usefixtures("mode")
+def test_a_layer_that_asks_for_graphs_switches_the_mode_until_the_patch_is_undone(
+    seam: SimpleNamespace, kind: str, impl: str
+) -> None:
+    run = {
+        "column": lambda layer: seam.column(layer, X, layer.weight, **keywords()),
+        "row": lambda layer: seam.row(layer, X),
+    }[kind]
+    for config in ({}, {"cuda_graph_impl": "none"}, {"cuda_graph_impl": None}):
+        run(configured(**config)())
+    assert (seam.patch.cuda_graphs, capture.capturing(X)) == (False, False)
+    seam.patch.close()
+    layer = configured(cuda_graph_impl=impl)()
+    run(layer)
+    assert (seam.patch.cuda_graphs, capture.capturing(X)) == (True, True)
+    with capture.captured_calls():
+        run(layer)
+    assert capture.capturing(X)
+    assert seam.patch.active_layers >= 1
+    seam.patch.close()
+    assert not capture.capturing(X)
+
+
+@pytest.mark.usefixtures("mode")
+def test_a_stock_layer_does_not_switch_it(seam: SimpleNamespace) -> None:
+    seam.row(configured(cuda_graph_impl="local", fp8="hybrid")(), X)
+    assert not capture.capturing(X)
+
+
+@pytest.mark.usefixtures("mode")
+def test_a_patch_without_graphs_leaves_the_mode_to_whoever_switched_it(seam: SimpleNamespace) -> None:
+    capture.always(True)
+    seam.row(Layer(), X)
+    seam.patch.close()
+    assert capture.capturing(X)

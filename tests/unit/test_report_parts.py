@@ -13,6 +13,7 @@ from megatron_flux.metrics.report.parts import Chapter, Part
 from megatron_flux.metrics.report.run import load, load_all
 from megatron_flux.metrics.report.several import with_pairs
 from megatron_flux.metrics.report.training import chapter
+from megatron_flux.ops.sampling import FIELDS
 from tests.unit.metrics_records import record, sampled_record
 from tests.unit.report_runs import RESULTS, SHAPE, full_arms, full_run, one_arm
 
@@ -80,6 +81,20 @@ def test_operators_without_a_reference_say_why(tmp_path: Path) -> None:
     shown = parts(chapter(load(full_run(tmp_path / "run", arms)), "run1"))
     assert shown["e-overlap"].figure is None
     assert "Not compared: cuda graph." in shown["e-overlap"].caption
+
+
+def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
+    arms = full_arms()
+    counts = ("all_gather_gemm_calls", "gemm_reduce_scatter_calls", "bytes_received", "fallback_calls")
+    for item in arms["flux"]:
+        item |= {f"flux/{name}": None for name in counts}
+        if item.get("flux/sampled"):
+            item |= dict.fromkeys((*FIELDS, "flux/slowest_rank", "flux/rank_spread_ms"))
+    shown = parts(chapter(load(full_run(tmp_path / "run", arms)), "run1"))
+    missing = dict(shown["missing"].table.rows)
+    assert "alls inside replayed CUDA graphs are not seen" in missing["Overlap efficiency per operator"]
+    assert "Calls inside replayed CUDA graphs are not seen" in shown["operators"].caption
+    assert [cell for _, cell in shown["operators"].table.rows[:4]] == ["\u2014"] * 4
 
 
 def test_ranks_and_throttling(tmp_path: Path, full: dict[str, Part]) -> None:

@@ -17,6 +17,7 @@ import torch
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, FluxError, UnsupportedVersionError
 from megatron_flux.config import Backends
+from megatron_flux.ops import capture
 from megatron_flux.patch import patcher, te_seam
 from megatron_flux.patch import te_linears as module
 from megatron_flux.patch.line import TE_LAYERS
@@ -243,6 +244,30 @@ def test_whether_to_gather_ahead_is_passed_on(world: SimpleNamespace, kind: str)
     world.linears.config = FluxConfig(backend="reference", gather_ahead=False)
     world.forwards[kind](Layer(), X)
     assert world.calls[0][2]["gather_ahead"] is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_graph_no_micro_batch_replaces_main_grad(
+    world: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "capture_id", lambda x: 1 if x is X else None)
+    layer = Layer()
+    world.forwards[kind](layer, X)
+    assert world.calls[0][2]["overwrite_main_grad"] is False
+    assert layer.is_first_microbatch is False
+    on_request = on_the_weight(overwrite_main_grad=True)
+    world.forwards[kind](on_request, X)
+    assert world.calls[1][2]["overwrite_main_grad"] is True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_switch_the_mode(world: SimpleNamespace, kind: str) -> None:
+    try:
+        world.forwards[kind](configured(cuda_graph_impl="transformer_engine"), X)
+        assert capture.capturing(X)
+    finally:
+        world.linears.close()
+    assert not capture.capturing(X)
 
 
 @pytest.mark.parametrize("kind", KINDS)

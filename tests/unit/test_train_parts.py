@@ -13,15 +13,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron_flux import FluxConfig, nvml
 from megatron_flux.errors import UserError
+from megatron_flux.ops import observe, sampling
 from megatron_flux.run.launcher import failure_of
-from megatron_flux.train import config
+from megatron_flux.train import config, graphs
 from megatron_flux.train.compare import schedule
 from megatron_flux.train.cpu_shims import cpu_shims
 from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.gather import StepResult
-from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.model import transformer_config
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.profile_steps import profiled_steps
-from megatron_flux.train.telemetry import across_ranks, over_gpus
+from megatron_flux.train.randomness import random_state, set_random_state
+from megatron_flux.train.telemetry import Telemetry, across_ranks, over_gpus
+from megatron_flux.train.trainer import LocalStep
 
 
 def test_turns_go_a_b_b_a() -> None:
@@ -115,6 +119,117 @@ def test_transformer_engine_must_be_there(
     assert "--transformer-impl local" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "special", "device", "said"),
+    [
+        ({}, CheckpointOptions(), "cpu", "--cuda-graph-impl local needs GPUs, this run is on cpu"),
+        ({}, CompareOptions(), "cuda", "use two runs, megatron-flux train with and without --no-flux"),
+        ({"recompute": "full"}, CheckpointOptions(), "cuda", "--recompute full"),
+        ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
+        ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
+        (
+            {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
+            CheckpointOptions(),
+            "cuda",
+            "--cuda-graph-impl transformer_engine needs bf16, this run is fp32",
+        ),
+    ],
+)
+def test_cuda_graphs_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], special: Any, device: Any, said: str
+) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    options = TrainOptions(**{"cuda_graph_impl": "local", **given})
+    with pytest.raises(UserError) as error:
+        config.resolve(options, special, world_size=2, device=device, out=Path("runs/x"))
+    assert said in str(error.value)
+
+
+def test_cuda_graphs_of_transformer_engine_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
+    options = TrainOptions(cuda_graph_impl="transformer_engine")
+    with pytest.raises(UserError, match=r"which is not installed; .* use --cuda-graph-impl local"):
+        config.resolve(options, CheckpointOptions(), world_size=2, device="cuda", out=Path("runs/x"))
+
+
+@pytest.mark.parametrize("impl", ["none", "local"])
+def test_cuda_graphs_reach_megatrons_configuration(impl: Any) -> None:
+    options = TrainOptions(cuda_graph_impl=impl)
+    run = config.resolve(options, CheckpointOptions(), world_size=1, device="cuda", out=Path("runs/x"))
+    made = transformer_config(run)
+    assert (made.cuda_graph_impl, made.disable_parameter_transpose_cache) == (impl, False)
+
+
+class Recorded:
+    """A helper of megatron-core that says what was asked of it."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.created = given, 0
+
+    def create_cudagraphs(self) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        assert get_num_microbatches() == 3
+        self.created += 1
+        for layer in self.given["model"][0]:
+            layer.cuda_graphs = [SimpleNamespace(reset=lambda: None)]
+
+
+def test_transformer_engines_graphs_are_made_once_behind_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "TECudaGraphHelper", Recorded)
+    run: Any = SimpleNamespace(
+        cuda_graph_impl="transformer_engine",
+        global_batch_size=12,
+        micro_batch_size=2,
+        dp=2,
+        shape=SimpleNamespace(seq_length=8),
+    )
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    made: Any = graphs.make(run, model, SimpleNamespace(cuda_graph_warmup_steps=2), "optimizer")
+    created = []
+    for _ in range(5):
+        made.before_step()
+        created.append(made._helper.created)
+    assert created == [0, 0, 1, 1, 1]
+    given = {name: made._helper.given[name] for name in ("seq_length", "micro_batch_size", "optimizers")}
+    assert given == {"seq_length": 8, "micro_batch_size": 2, "optimizers": ["optimizer"]}
+    made.release()
+    assert [layer.cuda_graphs for layer in model] == [[], []]
+
+
+def test_local_graphs_are_found_and_given_back() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    runner = SimpleNamespace(fwd_graph="forward", bwd_graph="backward")
+    model[1].cudagraph_manager = torch.nn.Module()
+    model[1].cudagraph_manager.cudagraph_runners = [runner]
+    run: Any = SimpleNamespace(cuda_graph_impl="local")
+    made: Any = graphs.make(run, model, None, None)
+    made.before_step()
+    assert made.runners() == [runner]
+    made.release()
+    assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
+    run.cuda_graph_impl = "none"
+    assert graphs.make(run, model, None, None) is None
+
+
+def test_random_state_of_generators_is_set_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs know the generators of megatron-core's tracker: they must stay the same objects."""
+    from megatron.core import tensor_parallel
+
+    generator = torch.Generator().manual_seed(3)
+    tracker = SimpleNamespace(get_states=lambda: {"model-parallel-rng": generator})
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    with cpu_shims():
+        state = random_state()
+        first = torch.rand(4, generator=generator)
+        assert not torch.equal(torch.rand(4, generator=generator), first)
+        assert all(isinstance(value, torch.Tensor) for value in state["tracker"].values())
+        set_random_state(state)
+    assert torch.equal(torch.rand(4, generator=generator), first)
+
+
 class Numbered:
     """A dataset whose sample ``i`` says ``i``."""
 
@@ -201,6 +316,20 @@ def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
     assert found["flux/slowest_rank"] == 1
     assert found["flux/rank_spread_ms"] == pytest.approx(50)
     assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
+
+
+def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
+    telemetry = Telemetry(2, torch.device("cpu"), flux=True, replayed=True)
+    local = LocalStep(loss_sum=1.0, loss_tokens=1.0, grad_norm=1.0, lr=1.0, seconds=0.2)
+    for iteration in (1, 2, 3):
+        with telemetry.step(iteration):
+            assert not observe.watching()
+        values = {"peak_memory_bytes": None, **telemetry.values(local)}
+        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}))
+        assert fields["flux/sampled"] is (iteration == 2)
+        found = {name: fields.get(name, "absent") for name in (*sampling.FIELDS, "flux/slowest_rank")}
+        assert set(found.values()) == ({None} if iteration == 2 else {"absent"})
+    assert telemetry.operator_source == "none: calls inside replayed CUDA graphs are not seen by the host"
 
 
 def test_gpus_are_summed_up_over_ranks() -> None:

@@ -144,6 +144,33 @@ def test_capture_measures_nothing_and_remembers_nothing(tuned: TunedBackend, mon
     assert call(tuned)[0] == "fused"
 
 
+def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: TunedBackend) -> None:
+    keep("fused", Plan(reducers=7))
+    with captured_calls():
+        assert call(tuned) == ("fused", Plan(reducers=7))
+        assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, Group())["backend"] == "fused"
+    tuner.cache_path().unlink()
+    tuned.answers.clear()
+    tuned._quick.clear()
+    keep("pipelined", None)
+    assert call(tuned) == ("pipelined", None)
+    with captured_calls():
+        assert call(tuned) == ("reference", None)  # no time to measure
+
+
+def test_calls_that_will_be_captured_keep_their_answer_for_themselves(tuned: TunedBackend) -> None:
+    key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink", captured=True)
+    store(tuner.cache_path(), key, {"backend": "fused", "plan": asdict(Plan(reducers=3)), "ms": {}})
+    assert call(tuned) == ("reference", None)
+    keep("fused", Plan(reducers=7))
+    with captured_calls():
+        assert call(tuned) == ("reference", None)  # as before in this process
+        tuned.answers.clear()
+        tuned._quick.clear()
+        assert call(tuned) == ("fused", Plan(reducers=3))
+    assert call(tuned) == ("fused", Plan(reducers=7))
+
+
 def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))

@@ -1,0 +1,216 @@
+"""Training with Megatron's own CUDA graphs: flux is captured, replayed, and the curves stay those without graphs.
+
+Two layers of both specs, two micro-batches a step (a graph that replaced what the first one added to ``main_grad``
+would show in the gradient norm), in this project's training loop, which drives megatron-core's schedules and helper.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.config import FluxConfig
+from tests.distributed.megatron_world import flux, megatron, on_gpu
+from tests.distributed.pool import WorkerPool
+
+pytestmark = [
+    pytest.mark.gpus(2),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+    ),
+]
+
+LAYERS, STEPS, MICRO_BATCHES = 2, 8, 2
+IN_GRAPHS = {"all_gather_gemm": 4 * LAYERS, "gemm_reduce_scatter": 4 * LAYERS, "all_gather": 2 * LAYERS}
+"""Calls that one graph per layer and direction holds: forward and dgrad of four linears, x of two for their wgrad."""
+
+BESIDE = {"all_gather_gemm": MICRO_BATCHES, "gemm_reduce_scatter": MICRO_BATCHES, "all_gather": MICRO_BATCHES}
+"""Calls of a step that are in no graph: the output layer's."""
+
+LOSS, NORM = 1e-2, 5e-2
+"""Relative differences: the embedding's gradient is added in no fixed order."""
+
+
+class Counting:
+    """Sequences in which each token is the one before plus one: quick to learn."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        text = (torch.arange(self._length + 1) + 7 * i) % 61
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": torch.ones(self._length),
+            "position_ids": torch.arange(self._length),
+        }
+
+
+def run_config(spec: str, graphs: str) -> Any:
+    from megatron_flux.train.config import resolve
+    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+
+    sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8, "seq_length": 512}
+    options = TrainOptions(
+        transformer_impl=spec,
+        cuda_graph_impl=graphs,
+        num_layers=LAYERS,
+        micro_batch_size=2,
+        global_batch_size=2 * MICRO_BATCHES,
+        backend="fused" if on_gpu() else "reference",
+        gradient_accumulation_fusion=True,
+        lr=5e-4,
+        **(sizes if on_gpu() else {"seq_length": 32}),
+    )
+    device = "cuda" if on_gpu() else "cpu"
+    return resolve(options, CheckpointOptions(), world_size=dist.get_world_size(), device=device, out=Path("unused"))
+
+
+def calls() -> Counter[str]:
+    """Operator calls so far, of all backends."""
+    from megatron_flux import ops
+
+    found: Counter[str] = Counter()
+    for (operator, _), n in ops.stats.calls.items():
+        found[operator] += n
+    return found
+
+
+class Captured:
+    """Counts the operators' calls that become part of a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron_flux.ops.fused import FusedBackend
+
+        self.calls: Counter[str] = Counter()
+        for operator in IN_GRAPHS:
+            monkeypatch.setattr(FusedBackend, operator, self._counted(operator, getattr(FusedBackend, operator)))
+
+    def _counted(self, operator: str, run: Any) -> Any:
+        def call(backend: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if on_gpu() and torch.cuda.is_current_stream_capturing():
+                self.calls[operator] += 1
+            return run(backend, x, *args, **kwargs)
+
+        return call
+
+
+def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) -> dict[str, Any]:
+    """Losses and gradient norms by step, and what flux and the graphs did.
+
+    ``te_default``: without what training sets for TransformerEngine's graphs, as in a script of somebody's own.
+    """
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    from contextlib import nullcontext
+
+    from megatron_flux import ops
+    from megatron_flux.ops import capture
+    from megatron_flux.train.trainer import Trainer
+    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+
+    losses, norms, last = [], [], {}
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        megatron(tp=dist.get_world_size()),
+        gradient_accumulation_fusion(),
+    ):
+        config = run_config(spec, graphs)
+        captured = Captured(monkeypatch)
+        device = torch.device("cuda", dist.get_rank()) if on_gpu() else torch.device("cpu")
+        with flux(FluxConfig(backend=config.backend, strict=True)) if patched else nullcontext() as seen:
+            trainer = Trainer(config, Counting(config.shape.seq_length), device)
+            if te_default:
+                for module in trainer.model.modules():
+                    if hasattr(module, "disable_parameter_transpose_cache"):
+                        module.disable_parameter_transpose_cache = False
+            with trainer.turn():
+                for _ in range(STEPS):
+                    before = calls()
+                    done = trainer.advance()
+                    total, tokens = sum(loss["lm loss"].double() for loss in done.losses).tolist()
+                    losses.append(total / tokens)
+                    norms.append(done.grad_norm)
+                    last = dict(calls() - before)
+            mode = capture._mode
+            made = graphs_of(trainer, graphs)
+            trainer.close()
+        found = {"losses": losses, "norms": norms, "last": last, "captured": dict(captured.calls), "mode": mode}
+        found |= {"graphs": made, "mode_after": capture._mode, "seen": seen.as_dict() if patched else None}
+        if graphs == "local":
+            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+            delete_cuda_graphs()
+        ops.stats.reset()
+        return found
+
+
+def graphs_of(trainer: Any, graphs: str) -> list[bool]:
+    """Of every layer's graphs, whether they are there."""
+    if graphs == "local":
+        runners = trainer._graphs.runners()
+        return [bool(r.cudagraph_created and r.fwd_graph is not None and r.bwd_graph is not None) for r in runners]
+    if graphs == "transformer_engine":
+        # One for all micro-batches. The block has such a list too, which stays empty.
+        return [len(made) == 1 for layer in trainer.model.modules() if (made := vars(layer).get("cuda_graphs"))]
+    return []
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WorkerPool]:
+    """Two ranks of their own: graphs change the process's random generators and streams."""
+    pool = WorkerPool(2, backend="nccl")
+    yield pool
+    pool.stop()
+
+
+_eager: dict[str, dict[str, Any]] = {}
+
+
+def eager(ranks: WorkerPool, spec: str) -> dict[str, Any]:
+    """What flux does without graphs, checked against stock."""
+    if spec not in _eager:
+        stock = ranks.run(rank_train, spec, "none", False)[0]
+        ours = ranks.run(rank_train, spec, "none", True)[0]
+        require_close("flux without graphs", ours, "stock", stock)
+        assert ours["losses"][-1] < ours["losses"][0] - 0.5, f"the loss does not fall: {ours['losses']}"
+        assert ours["mode"] is False, "captured mode without graphs"
+        _eager[spec] = ours
+    return _eager[spec]
+
+
+def require_close(name: str, found: dict[str, Any], other: str, expected: dict[str, Any]) -> None:
+    for what, tolerance in (("losses", LOSS), ("norms", NORM)):
+        pairs = list(zip(found[what], expected[what], strict=True))
+        worst = max(abs(a - b) / abs(b) for a, b in pairs)
+        assert worst <= tolerance, (
+            f"{what} of {name} and of {other} differ by {worst:.1e} (allowed {tolerance:.0e}): "
+            + ", ".join(f"{a:.5f}/{b:.5f}" for a, b in pairs)
+        )
+
+
+@pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
+@pytest.mark.parametrize("spec", ["transformer_engine", "local"])
+def test_flux_is_replayed_and_the_curve_stays(ranks: WorkerPool, spec: str, graphs: str) -> None:
+    expected = eager(ranks, spec)
+    for rank, found in enumerate(ranks.run(rank_train, spec, graphs, True, graphs == "transformer_engine")):
+        about = f"rank {rank}: {found}"
+        assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
+        assert found["captured"] == IN_GRAPHS, f"other calls captured than {IN_GRAPHS}, {about}"
+        assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
+        assert found["seen"]["active_layers"] == 4 * LAYERS + 1, about
+        assert found["seen"]["fallbacks"] == {}, about
+        assert all(name.endswith("/fused") for name in found["seen"]["calls"]), about
+        assert (found["mode"], found["mode_after"]) == (True, False), f"captured mode, {about}"
+        require_close(f"flux in graphs (rank {rank})", found, "flux without", expected)

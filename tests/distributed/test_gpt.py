@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from megatron_flux import FallbackError, FluxConfig, set_backend
-from megatron_flux.ops import registry
+from megatron_flux import FallbackError, FluxConfig, report, set_backend
+from megatron_flux.ops import capture, registry
 from megatron_flux.ops.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, loss_and_gradients, megatron
@@ -97,6 +97,26 @@ def test_bf16(world2: WorkerPool) -> None:
     expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
     options = {"params_dtype": torch.bfloat16, "bf16": True}
     assert world2.run(rank_model, "llama", False, options, 2**-8) == [expected] * 2
+
+
+def rank_graphs() -> tuple[list[bool], dict[str, Any]]:
+    """Until graphs are captured, which takes a GPU, a model that asks for them runs as it is."""
+    with megatron(tp=dist.get_world_size()):
+        # Its layers do nothing on their own; those of "local" ask for CUDA when they are built.
+        model = gpt_model("gpt3", cuda_graph_impl="transformer_engine")
+        stock = loss_and_gradients(model)
+        modes = [capture.capturing(stock[0])]
+        with flux(STRICT) as seen:
+            modes += [capture.capturing(stock[0]), report()["cuda_graphs"]]
+            ours = loss_and_gradients(model)
+            modes += [capture.capturing(stock[0]), report()["cuda_graphs"]]
+        require_same(stock, ours, {name for name, _ in model.named_parameters()})
+        return [*modes, capture.capturing(stock[0])], seen.as_dict()
+
+
+def test_a_model_that_asks_for_cuda_graphs_switches_the_mode(world2: WorkerPool) -> None:
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
+    assert world2.run(rank_graphs) == [([False, False, False, True, True, False], expected)] * 2
 
 
 def rank_dropout() -> None:

@@ -236,7 +236,7 @@ def _check_cuda_graphs(
         # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
         raise UserError(
             f"{given} with compare: megatron-core makes the CUDA graphs of one model in a process; use two runs, "
-            "megatron-flux train with and without --no-flux, and megatron-flux report RUN --against OTHER"
+            "megatron-flux train with and without --no-flux, and megatron-flux report RUN OTHER --out FOLDER for both"
         )
     if options.cuda_graph_impl == "transformer_engine":
         _check_transformer_engine(device, given, "use --cuda-graph-impl local")

@@ -91,6 +91,8 @@ class Slab:
     keep: Any = None
     calls: int = 0
     """So far; of a captured slab since the last one that was entered."""
+    in_graphs: bool = False
+    """Whether a call on it has been captured."""
     views: dict[Any, Any] = field(default_factory=dict)
     """Whatever operators want to keep per slab: views, descriptors."""
     _stream: torch.cuda.Stream | None = None
@@ -129,6 +131,8 @@ class Slab:
         self._capture = capture
         if capture is None:
             self._follow()
+        else:
+            self.in_graphs = True
         if enter:
             self.calls = 0
         return self._turn(enter=enter)
@@ -185,8 +189,8 @@ class Slab:
 class SlabPool:
     """The slabs of this process: one by group, purpose and whether it is for captured calls, of the largest size seen.
 
-    A larger call makes a larger slab and drops the smaller one. Slabs of captured calls are kept: graphs hold their
-    addresses. So memory is bounded by the largest call, whatever the number of layers and shapes.
+    A larger call makes a larger slab and drops the smaller one. Slabs that a call was captured on are kept: graphs hold
+    their addresses. So memory is bounded by the largest call, whatever the number of layers and shapes.
     """
 
     def __init__(self) -> None:
@@ -215,7 +219,7 @@ class SlabPool:
             )
         made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
         if slab is not None:
-            if captured and slab.group is group:
+            if slab.in_graphs and slab.group is group:
                 self._kept.append(slab)
             else:
                 slab.alarm.close()

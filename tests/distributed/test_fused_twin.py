@@ -176,6 +176,26 @@ def captured_between_eager() -> None:
     assert all(work.calls == 1 for work in captured), "each call was entered by itself"
 
 
+def outgrown() -> None:
+    """A slab that graphs hold stays when a larger one is made, any other goes."""
+    from megatron_flux.comm import slab
+    from megatron_flux.ops.capture import captured_calls
+
+    slab.pool.clear()
+    backend = twin()
+    backend.plan = Plan(**TINY)
+    for rows, kept in ((16, 0), (3 << 14, 0), (1 << 17, 1)):  # 4 MiB are the least
+        x, w = integers(rows, 32, torch.float16), integers(1, 32, torch.float16)
+        with captured_calls():
+            slab.pool.get(dist.group.WORLD, "gemm", 2 * x.numel() * x.element_size(), x.device, True)
+            if rows != 16:
+                with one_capture(rows):
+                    small = integers(16, 32, torch.float16)
+                    backend.all_gather_gemm(small, w, dist.group.WORLD, transposed=False)
+        assert len(slab.pool._kept) == kept
+    slab.pool.clear()
+
+
 @contextlib.contextmanager
 def one_capture(number: int) -> Iterator[None]:
     """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
@@ -377,6 +397,10 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie(world2: WorkerPoo
 
 def test_captured_calls_between_eager_ones(world2: WorkerPool) -> None:
     world2.run(captured_between_eager)
+
+
+def test_outgrown_workspaces_of_graphs_stay(world2: WorkerPool) -> None:
+    world2.run(outgrown)
 
 
 def test_graphs_may_be_replayed_in_any_order(world2: WorkerPool) -> None:

@@ -20,8 +20,9 @@ Shares of the hardware's figures that software reaches:
 * ``memory``: 0.8, a usual share for kernels that stream; assumed.
 * ``network``: 86 of 100 GB/s, a two-node all-reduce in NVIDIA/nccl-tests issue 175.
 * ``overlap``: FLUX's overlap efficiency, 1 where all communication hides behind its GEMM. H200: this project's median
-  (results/ops-h200x4-nvlink). Others: means that FLUX's paper gives for its own kernels (A100 PCIe 40 %, A100 NVLink
-  63 %, H800 72 %); this project's kernels have not been measured there. L20: taken as A100 PCIe.
+  of 32 calls, with plans chosen at the power limit (results/ops-h200x4-sustained). Others: means that FLUX's paper
+  gives for its own kernels (A100 PCIe 40 %, A100 NVLink 63 %, H800 72 %); this project's kernels have not been measured
+  there. L20: taken as A100 PCIe.
 * ``step_us``: latency of one step of a ring, from the same least squares; taken for all.
 * ``nccl_sms``: SMs that NCCL's ring takes, from the traces in results/layer-h200x4-nvlink; taken for all.
 """
@@ -84,7 +85,7 @@ DEVICES: dict[str, Device] = {
             network_gb_per_s=50,
             gemm=0.70,
             nccl=0.65,
-            overlap=0.88,
+            overlap=0.92,
             attention=0.35,
         ),
         Device(

@@ -78,7 +78,7 @@ def predict(job: Job, given: Inputs) -> dict[str, Any]:
     """The whole prediction, ready for JSON. Times are milliseconds, memory GB (1e9 bytes) per GPU.
 
     ``speedup_undisturbed`` is the speed-up if what flux receives while it computes cost the layer nothing: the
-    disturbance is known from one machine only.
+    disturbance is known from one kind of machine only.
 
     Args:
         job: the job.
@@ -202,7 +202,7 @@ def _notes(job: Job, given: Inputs, reason: str | None, memory: Memory) -> list[
     if reason:
         notes.append(f"flux runs stock in this job: {reason}")
     if given.layers is not None and not _used(job, given.layers):
-        notes.append(f"{given.layers.source} has no row of this layer, sequence, micro-batch and tp: it was not used")
+        notes.append(f"no row of this layer, sequence, micro-batch and tp in {given.layers.source}: it was not used")
     if memory.total + ROOM_GB > job.device.memory_gb:
         notes.append(
             f"the baseline needs {memory.total:.0f} GB of {job.device.memory_gb:.0f} GB with {ROOM_GB:.0f} GB to "

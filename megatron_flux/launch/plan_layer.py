@@ -8,10 +8,10 @@ Stock Megatron with sequence parallelism (arXiv 2205.05198, section 4.2.2; megat
 * backward of proj and FC2: all-gather of dy, dgrad in turn; wgrad;
 * backward of QKV and FC1: dgrad beside the all-gather of x; wgrad beside the reduce-scatter of dx (``overlapped``).
 
-Flux: every pair of collective and GEMM is one ``fused`` call; the copy engine gathers x behind dgrad, whose own
-reduce-scatter shares the link with it. That is ``gather_ahead=False``, with which the layers were measured that this is
-checked against (results/layer-h200x4-nvlink); by default x is gathered before, which is somewhat faster
-(results/layer-h200x4-ahead).
+Flux: every pair of collective and GEMM is one ``fused`` call. x for the wgrad of QKV and FC1 is gathered ahead
+(:mod:`megatron_flux.layers.ahead`), by copy engine beside what runs before their backward and leaves the link alone:
+proj's wgrad and attention's backward, FC2's wgrad. What of the gather is left then shares the link with dgrad's own
+reduce-scatter. The output layer, behind which no row-parallel layer comes, gathers all of its x so.
 
 Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
 (FlashAttention recomputes the scores, arXiv 2307.08691), at ``attention`` x peak. Norms, residuals, activation, bias
@@ -71,10 +71,11 @@ class Layer:
         return self.forward.total + self.backward.total
 
 
-def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgrad: Pair) -> Phase:
+def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgrad: Pair, before: float = 0.0) -> Phase:
     """Backward of a column-parallel linear with ``n`` outputs and ``k`` inputs a rank over ``m`` tokens.
 
-    ``dgrad`` is the :class:`~megatron_flux.launch.plan_rates.Pair` of its dgrad and reduce-scatter.
+    ``dgrad`` is the :class:`~megatron_flux.launch.plan_rates.Pair` of its dgrad and reduce-scatter; ``before``, the
+    milliseconds just before it in which flux gathers x and nothing else uses the link.
     """
     wgrad = rates.gemm(n, k, m)
     compute = dgrad.gemm + wgrad
@@ -84,7 +85,7 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
     if arm == "flux":
-        hidden = max(dgrad.fused, gather + dgrad.collective)
+        hidden = max(dgrad.fused, max(0.0, gather - before) + dgrad.collective)
         total = hidden + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
     return Phase(compute, total - compute, gather + dgrad.collective)
 
@@ -116,11 +117,13 @@ def predict_layer(
     ahead += Phase(attention + stream_forward + gap, 0.0, 0.0)
 
     back = Phase(2.5 * attention + stream_backward + 2 * gap, 0.0, 0.0)
+    wgrad = {name: rates.gemm(case.k, case.n, m) for name, (case, _) in dgrad.items()}
+    before = {"qkv": wgrad["proj"] + 2.5 * attention, "fc1": wgrad["fc2"]}
     for name, (case, pair) in dgrad.items():
-        if name in ("proj", "fc2"):  # dy is gathered once, for dgrad and wgrad
-            back += pair_phase(rates, pair, arm) + Phase(rates.gemm(case.k, case.n, m), 0.0, 0.0)
-        else:  # dgrad [m, k] has the linear's outputs as its k and its inputs as its n
-            back += column_backward(rates, arm, m, case.k, case.n, tp, pair)
+        if name in before:  # dgrad [m, k] has the linear's outputs as its k and its inputs as its n
+            back += column_backward(rates, arm, m, case.k, case.n, tp, pair, before[name])
+        else:  # dy is gathered once, for dgrad and wgrad
+            back += pair_phase(rates, pair, arm) + Phase(wgrad[name], 0.0, 0.0)
     if recompute == "full":
         back += ahead
     elif recompute == "selective":

@@ -99,10 +99,10 @@ BENCHMARK_ARMS = {"baseline": ("te", "local"), "flux": ("flux_te", "flux_local")
 
 
 class MeasuredLayers:
-    """The rows of one summary of ``bench layer``."""
+    """The rows of one or more summaries of ``bench layer``, each workload's of one."""
 
     def __init__(self, rows: list[dict[str, Any]], tp: int, device: Device, source: str) -> None:
-        """``rows`` as in the summary."""
+        """``rows`` as in the summaries."""
         self.rows, self.tp, self.device, self.source = rows, tp, device, source
 
     def ms(self, arm: str, model: Model, seq: int, micro_batch: int, tp: int) -> float | None:
@@ -117,14 +117,33 @@ class MeasuredLayers:
         return None
 
 
-def read_layers(path: Path) -> MeasuredLayers:
-    """Read a summary of ``bench layer``.
+def read_layers(paths: list[Path]) -> MeasuredLayers:
+    """Read summaries of ``bench layer``.
 
     Raises:
-        UserError: the file is none, or of a GPU that is not in the table.
+        UserError: a file that is none, of a GPU that is not in the table, files of different GPUs or tp, or a workload
+            that is in two of them: its arms count within one run.
     """
-    summary = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
-    return MeasuredLayers(summary["rows"], summary["tp"], _device(path, summary), str(path))
+    rows: list[dict[str, Any]] = []
+    kinds: dict[tuple[str, int], Device] = {}
+    seen: dict[tuple[str, int, int], Path] = {}
+    for path in paths:
+        summary = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
+        found = _device(path, summary)
+        kinds[found.key, summary["tp"]] = found
+        here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
+        for model, seq, micro_batch in here.keys() & seen.keys():
+            raise UserError(
+                f"--layers {seen[model, seq, micro_batch]} and {path} both have {model} {seq} x {micro_batch}, whose "
+                "arms count within one run; leave one out"
+            )
+        seen |= here
+        rows += summary["rows"]
+    if len(kinds) > 1:
+        told = ", ".join(f"{key} with tp {tp}" for key, tp in kinds)
+        raise UserError(f"--layers are of different GPUs or tp: {told}; give files of one kind")
+    ((_, tp), device), *_ = kinds.items()
+    return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))
 
 
 def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[str, Any]:

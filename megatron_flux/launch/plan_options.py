@@ -72,7 +72,10 @@ class PlanOptions(BaseModel):
     ops: list[Path] = Field(
         default_factory=list, description="summary.json of bench ops with times to predict from. May be repeated."
     )
-    layers: Path | None = Field(None, description="summary.json of bench layer: its layers replace predicted ones.")
+    layers: list[Path] = Field(
+        default_factory=list,
+        description="summary.json of bench layer: its layers replace predicted ones. May be repeated.",
+    )
     link_gb_per_s: float | None = Field(
         None, gt=0, description="Link in a node, one direction, instead of the table's."
     )

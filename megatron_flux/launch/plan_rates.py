@@ -9,8 +9,8 @@ serial                  GEMM + collective: stock Megatron's exposed pairs
 overlapped              max(GEMM, collective) + ``nccl_sms``/SMs x min(GEMM, collective): NCCL takes SMs meanwhile
 fused                   max(GEMM + (1 - E) x collective, collective), at most serial (the tuner knows stock as well);
                         E is FLUX's overlap efficiency, arXiv 2406.06858, equation 2
-disturbance             ``traffic`` x bytes received / memory bandwidth: what hidden communication costs a whole layer
-                        and no single call shows
+disturbance             ``traffic`` x bytes received / memory bandwidth: what communication costs a whole layer even
+                        where it is hidden, and no single call shows
 small kernels           bytes / (``streamed`` x memory bandwidth), and ``gap_ms`` of idle time a layer
 ======================  =======================================================================================
 """
@@ -26,16 +26,19 @@ from megatron_flux.launch.plan_measured import MeasuredCalls
 
 @dataclass(frozen=True)
 class Calibration:
-    """What only whole layers show. Defaults: of the three workloads in results/layer-h200x4-nvlink, as computed by
+    """What only whole layers show, none of it taken from a layer of flux. Defaults: of the four workloads in
+    results/layer-h200x4-ahead/sustained and results/layer-h200x4-more, as computed by
     :func:`megatron_flux.launch.plan_validate.calibrate`; they are taken for all devices.
     """
 
-    streamed: float = 0.35
+    streamed: float = 0.41
     """Share of the memory's bandwidth that norms, activations, residuals and copies reach."""
-    gap_ms: float = 0.14
+    gap_ms: float = 0.29
     """The GPU's idle time in a layer's forward and backward."""
-    traffic: float = 5.0
-    """Bytes of memory bandwidth that a layer loses per byte that flux receives while it computes."""
+    traffic: float = 3.0
+    """Bytes of memory bandwidth whose time a layer loses per byte that flux receives while it computes. Measured
+    without flux: layers without communication, with and without the same bytes sent beside them by copy engine
+    (:mod:`megatron_flux.bench.busy_floor`). Most of it is likely power: the clock falls by about as much."""
 
 
 @dataclass(frozen=True)

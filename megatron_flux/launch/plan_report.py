@@ -104,8 +104,12 @@ def show_checks(checks: list[Check], memory: Sequence[MemoryCheck], console: Con
         console.print(
             f"speed-up of flux, {row['workload']}: measured {row['measured']:.3f}, predicted {row['predicted']:.3f}"
         )
+    for kind, found in told["errors"].items():
+        console.print(f"error, {kind}: mean {found['mean']:.1%}, largest {found['largest']:.1%}")
     mean, largest = told["mean_absolute_error"], told["largest_absolute_error"]
-    console.print(f"error: mean {mean:.1%}, largest {largest:.1%}")
+    console.print(f"error, all: mean {mean:.1%}, largest {largest:.1%}")
+    if gains := told["speedup_errors"]:
+        console.print(f"error, speed-up of flux: mean {gains['mean']:.3f}, largest {gains['largest']:.3f}")
     sizes = [(c.workload, c.arm, f"{c.measured_gb:.2f}", f"{c.predicted_gb:.2f}", f"{c.error:+.1%}") for c in memory]
     console.print(f"{told['kind']} beside its peak memory, GB")
     console.print(table(("workload", "arm", "measured", "predicted", "error"), sizes))

@@ -3,7 +3,8 @@
 Embedding (first stage): rows are looked up on every rank and reduce-scattered, which nobody hides; backward gathers.
 Output layer (last stage): a column-parallel linear of padded vocabulary / tp columns, final norm, and the cross entropy
 over fp32 logits: 44 bytes a logit are read and written (conversion, maximum, difference, exponential, sum, gradient,
-conversion back). Its three all-reduces of one number per token are left out.
+conversion back). Its three all-reduces of one number per token are left out. No row-parallel layer comes behind it that
+could gather its x ahead.
 """
 
 from __future__ import annotations

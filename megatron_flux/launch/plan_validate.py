@@ -2,13 +2,15 @@
 
 Inputs of a prediction are operator times of ``bench ops`` or the device table, and three constants
 (:class:`~megatron_flux.launch.plan_rates.Calibration`) from rows of ``bench layer``. So that no row is its own input,
-each workload is predicted with constants from the *other* workloads of the summary (leave one out).
+each workload is predicted with constants from the *other* workloads of the summaries (leave one out).
 
 Constants, medians over workloads:
 
 * ``streamed``: bytes of the small kernels / memory bandwidth / (``norm_ms`` + ``other_ms``) of the floor;
 * ``gap_ms``: ``idle_ms`` of the floor;
-* ``traffic``: (flux - floor - predicted exposed without it) x memory bandwidth / bytes received.
+* ``traffic``: (busy floor - floor) x memory bandwidth / bytes received.
+
+No arm of stock or flux goes into them, so that the rows of both are predictions throughout.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from typing import Any
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Model, layer_cases
 from megatron_flux.errors import UserError
-from megatron_flux.launch.plan_layer import Layer, predict_layer, streamed_bytes
+from megatron_flux.launch.plan_layer import predict_layer, streamed_bytes
 from megatron_flux.launch.plan_measured import MeasuredLayers
 from megatron_flux.launch.plan_memory import flux_workspace, layer_activations, layer_parameters, working_memory
 from megatron_flux.launch.plan_rates import Calibration, Rates
 
-LARGEST_ERROR = 0.066
-"""Of a layer's time, with the times of results/ops-h200x4-nvlink against results/layer-h200x4-nvlink."""
+LARGEST_ERROR = 0.099
+"""Of a layer's time, from results/ops-h200x4-sustained or the table of devices, against the layers of
+results/layer-h200x4-ahead/sustained and results/layer-h200x4-more."""
 
-LARGEST_SPEEDUP_ERROR = 0.027
+LARGEST_SPEEDUP_ERROR = 0.015
 """Of flux's speed-up there."""
 
 ARMS = {"te": "baseline", "local": "baseline", "flux_te": "flux", "flux_local": "flux", "floor": "floor"}
@@ -53,42 +56,40 @@ class Check:
 
 
 def workloads(layers: MeasuredLayers) -> list[Workload]:
-    """The workloads of a summary that the table of models knows, in its order."""
+    """The workloads that the table of models knows, in the rows' order."""
     found = [(row["model"], row["seq"], row["micro_batch"]) for row in layers.rows if row["model"] in LAYER_MODELS]
     return list(dict.fromkeys(found))
 
 
-def calibrate(rates: Rates, layers: MeasuredLayers, chosen: Sequence[Workload]) -> Calibration:
+def calibrate(layers: MeasuredLayers, chosen: Sequence[Workload]) -> Calibration:
     """The constants from these workloads.
 
     Raises:
-        UserError: none of them has floor and flux with a breakdown.
+        UserError: none of them has the floor with a breakdown, and the busy floor.
     """
-    found = [constants for workload in chosen if (constants := _constants(rates, layers, workload)) is not None]
+    found = [constants for workload in chosen if (constants := _constants(layers, workload)) is not None]
     if not found:
         raise UserError(
-            f"{layers.source} has no workload with the arms flux_te and floor and their breakdown; measure with "
-            "megatron-flux bench layer and its default arms"
+            f"{layers.source}: too few workloads with the arms floor, with its breakdown, and busy_floor; measure with "
+            "megatron-flux bench layer --arms te,flux_te,flux_local,floor,busy_floor"
         )
     return Calibration(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
-def _constants(rates: Rates, layers: MeasuredLayers, workload: Workload) -> tuple[float, float, float] | None:
+def _constants(layers: MeasuredLayers, workload: Workload) -> tuple[float, float, float] | None:
     rows = {row["arm"]: row for row in layers.rows if (row["model"], row["seq"], row["micro_batch"]) == workload}
-    floor, flux = rows.get("floor"), rows.get("flux_te") or rows.get("flux_local")
-    if floor is None or flux is None or not floor.get("breakdown"):
+    floor, busy = rows.get("floor"), rows.get("busy_floor")
+    if floor is None or busy is None or not floor.get("breakdown"):
         return None
     model, m = LAYER_MODELS[workload[0]], workload[1] * workload[2]
-    parts, per_ms = floor["breakdown"], rates.device.memory_gb_per_s * 1e6
+    parts, per_ms = floor["breakdown"], layers.device.memory_gb_per_s * 1e6
     streamed = sum(streamed_bytes(model, m, layers.tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
-    undisturbed = replace(rates, calibration=replace(rates.calibration, traffic=0.0))
-    layer = _layer(undisturbed, "flux", workload, layers.tp)
-    lost = flux["ms_per_layer"] - floor["ms_per_layer"] - layer.forward.exposed - layer.backward.exposed
-    return streamed, parts["idle_ms"], max(0.0, lost) * per_ms / received(model, m, layers.tp)
+    lost = max(0.0, busy["ms_per_layer"] - floor["ms_per_layer"])
+    return streamed, parts["idle_ms"], lost * per_ms / received(model, m, layers.tp)
 
 
 def received(model: Model, m: int, tp: int) -> int:
-    """Bytes that a rank receives in forward and backward of a layer: of its pairs, and of x again for wgrad."""
+    """Bytes that a rank receives, and sends, in forward and backward of a layer: of its pairs, and of x for wgrad."""
     forward = layer_cases("", model, m, "forward", tp)
     again = sum(case.bytes_received(tp) for case in forward if case.op == "all_gather_gemm")
     return sum(c.bytes_received(tp) for c in forward + layer_cases("", model, m, "dgrad", tp)) + again
@@ -110,19 +111,15 @@ def validate(rates: Rates, layers: MeasuredLayers) -> list[Check]:
     checks = []
     for workload in every:
         others = [other for other in every if other != workload]
-        own = replace(rates, calibration=calibrate(rates, layers, others))
+        own = replace(rates, calibration=calibrate(layers, others))
         for row in layers.rows:
             if (row["model"], row["seq"], row["micro_batch"]) != workload or row["arm"] not in ARMS:
                 continue
             measured = row["ms_per_layer"]
-            predicted = _layer(own, ARMS[row["arm"]], workload, layers.tp).total
+            name, seq, micro_batch = workload
+            predicted = predict_layer(own, ARMS[row["arm"]], LAYER_MODELS[name], seq, micro_batch, layers.tp).total
             checks.append(Check(*workload, row["arm"], measured, predicted, predicted / measured - 1))
     return checks
-
-
-def _layer(rates: Rates, arm: str, workload: Workload, tp: int) -> Layer:
-    name, seq, micro_batch = workload
-    return predict_layer(rates, arm, LAYER_MODELS[name], seq, micro_batch, tp)
 
 
 @dataclass(frozen=True)
@@ -170,13 +167,21 @@ def speedups(checks: list[Check]) -> list[dict[str, Any]]:
 
 
 def summary(checks: list[Check], memory: Sequence[MemoryCheck] = ()) -> dict[str, Any]:
-    """For JSON: every row, the worst and the mean error, the speed-ups, and memory."""
+    """For JSON: every row, mean and largest error of all and by kind of arm, the speed-ups and theirs, and memory."""
     errors = [abs(check.error) for check in checks]
+    kinds = {ARMS[check.arm] for check in checks}
+    gains = speedups(checks)
     return {
         "kind": "Prediction",
         "rows": [asdict(check) for check in checks],
         "mean_absolute_error": statistics.mean(errors),
         "largest_absolute_error": max(errors),
-        "speedups": speedups(checks),
+        "errors": {kind: _errors([abs(c.error) for c in checks if ARMS[c.arm] == kind]) for kind in sorted(kinds)},
+        "speedups": gains,
+        "speedup_errors": _errors([abs(row["predicted"] - row["measured"]) for row in gains]) if gains else None,
         "memory": [asdict(check) for check in memory],
     }
+
+
+def _errors(values: list[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "largest": max(values)}

@@ -13,12 +13,12 @@ from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
 from megatron_flux.launch.devices import DEVICES, device_named
 from megatron_flux.launch.plan import inputs, predict, reached, why_stock
-from megatron_flux.launch.plan_layer import NOTHING, Layer, Phase, predict_layer
+from megatron_flux.launch.plan_layer import NOTHING, Layer, Phase, column_backward, predict_layer
 from megatron_flux.launch.plan_memory import flux_workspace, layer_activations, predict_memory, stage_parameters
 from megatron_flux.launch.plan_options import Job, PlanOptions, resolve
 from megatron_flux.launch.plan_rates import Calibration, Rates
 from megatron_flux.launch.plan_report import PARTS
-from megatron_flux.launch.plan_stage import Stage
+from megatron_flux.launch.plan_stage import Stage, predict_stages
 from megatron_flux.launch.plan_step import predict_step
 
 H100 = DEVICES["h100-sxm"]
@@ -167,6 +167,51 @@ def test_perfect_overlap_leaves_only_the_disturbance() -> None:
     bound = 2 * (pair.collective - pair.gemm)
     assert bound > 0
     assert layer.forward.exposed + layer.backward.exposed == pytest.approx(lost + bound)
+
+
+def test_what_is_gathered_ahead_leaves_the_link_to_dgrad() -> None:
+    rates = Rates(device=H100, overlap=1.0, calibration=Calibration(traffic=0.0))
+    (qkv,) = (c for c in layer_cases("", LAYER_MODELS["llama-70b"], 8192, "dgrad", 8) if c.layer == "qkv")
+    pair = rates.pair(qkv, 8)
+    gather = rates.collective(2 * 7 * 1024 * qkv.n, 8)
+    assert pair.gemm < gather  # the link binds
+
+    def after(before: float) -> float:
+        phase = column_backward(rates, "flux", 8192, qkv.k, qkv.n, 8, pair, before)
+        return phase.total - rates.gemm(qkv.k, qkv.n, 8192)
+
+    assert after(0.0) == pytest.approx(gather + pair.collective)
+    assert after(gather / 4) == pytest.approx(gather * 3 / 4 + pair.collective)
+    assert after(gather) == after(2 * gather) == pytest.approx(pair.fused)
+
+
+def test_x_is_gathered_beside_what_runs_before_a_column_layer() -> None:
+    # A link on which the gather takes longer than proj's wgrad with attention's backward, and than FC2's wgrad.
+    rates = Rates(device=H100, link_gb_per_s=5.0, overlap=1.0, calibration=Calibration(traffic=0.0))
+    cases = {case.layer: case for case in layer_cases("", GPT, 8192, "dgrad", 8)}
+    one = rates.collective(2 * 7 * 1024 * 12288, 8)
+    attention = 1e3 * 2 * 2048**2 * 12288 * 4 / 8 / (0.35 * 989.4e12)
+    wgrad = {name: rates.gemm(case.k, case.n, 8192) for name, case in cases.items()}
+    assert one > wgrad["fc2"] + 2.5 * attention
+    backward = predict_layer(rates, "flux", GPT, 2048, 4, 8).backward
+    hidden = wgrad["proj"] + 2.5 * attention + wgrad["fc2"] + sum(rates.pair(c, 8).gemm for c in cases.values())
+    assert backward.collectives == pytest.approx(6 * one)
+    assert backward.exposed == pytest.approx(6 * one - hidden)
+
+
+def test_the_output_layer_gathers_its_own_x() -> None:
+    chosen = job(preset="llama3-70b", gpus=8, tp=8, pp=1, num_layers=1)
+    rates = Rates(device=H100, link_gb_per_s=5.0, overlap=1.0, calibration=Calibration(traffic=0.0))
+    (stage,) = predict_stages(chosen, rates, "flux")
+    one = rates.collective(2 * 7 / 8 * chosen.tokens * chosen.run.shape.hidden_size, 8)
+    columns = chosen.run.padded_vocab_size // 8
+    embedding = 2 * one
+    forward = rates.pair(Case("all_gather_gemm", "", "", "forward", chosen.tokens, columns, 8192), 8)
+    dgrad = rates.pair(Case("gemm_reduce_scatter", "", "", "dgrad", chosen.tokens, 8192, columns), 8)
+    vocabulary = stage.vocabulary.forward.exposed + stage.vocabulary.backward.exposed
+    exposed = embedding + forward.fused - forward.gemm + 2 * one - dgrad.gemm
+    assert 2 * one > dgrad.fused
+    assert vocabulary == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize("device", list(DEVICES))

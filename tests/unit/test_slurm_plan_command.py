@@ -15,7 +15,8 @@ from megatron_flux import cli
 
 RESULTS = Path(__file__).parents[2] / "results"
 OPS = ("--ops", RESULTS / "ops-h200x4-nvlink" / "m8192")
-LAYERS = ("--layers", RESULTS / "layer-h200x4-nvlink")
+GPT, LLAMA = (RESULTS / "layer-h200x4-ahead" / "sustained" / name for name in ("gpt3", "llama"))
+LAYERS = ("--layers", GPT, "--layers", LLAMA)
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -84,7 +85,7 @@ def test_measured_files_name_the_device_and_are_named(run: Run) -> None:
     assert code == 0
     assert told["job"]["device"] == "h200"
     assert str(OPS[1]) in told["inputs"]["gemms"]
-    assert told["inputs"]["layers"] == str(LAYERS[1])
+    assert told["inputs"]["layers"] == f"{GPT}, {LLAMA}"
     assert 1 < told["speedup"] < 1.1
 
 
@@ -102,9 +103,14 @@ def test_validation_shows_measured_beside_predicted(run: Run) -> None:
     code, out, err = run("--validate", *LAYERS)
     assert code == 0, err
     assert out.startswith("Prediction beside the layer benchmark")
-    assert sum("flux_te" in line for line in out.splitlines()) == 6  # three of time, three of memory
+    assert sum("flux_te" in line for line in out.splitlines()) == 4  # two of time, two of memory
     told = json.loads(run("--validate", *LAYERS, "--json")[1])
-    assert (told["kind"], len(told["rows"]), len(told["memory"])) == ("Prediction", 15, 6)
+    assert (told["kind"], len(told["rows"]), len(told["memory"])) == ("Prediction", 8, 4)
+    gains = told["speedup_errors"]
+    for kind in ("baseline", "floor", "flux"):
+        found = told["errors"][kind]
+        assert f"error, {kind}: mean {found['mean']:.1%}, largest {found['largest']:.1%}" in out
+    assert f"error, speed-up of flux: mean {gains['mean']:.3f}, largest {gains['largest']:.3f}" in out
 
 
 def test_a_topology_is_shown(run: Run) -> None:
@@ -128,6 +134,7 @@ def test_a_topology_is_shown(run: Run) -> None:
         ((*OPS, "--device", "l20"), "--ops was measured on h200, the job is for l20; leave out --device or the file"),
         ((*LAYERS, "--device", "l20"), "--layers was measured on h200, the job is for l20"),
         (("--validate", *LAYERS, "--device", "l20"), "was measured on h200, the prediction is for l20"),
+        ((*LAYERS, "--layers", GPT.parents[1] / "bursts" / "gpt3"), "both have gpt3-175b 2048 x 4"),
         (("--out", "/dev/null/x"), "--out /dev/null/x cannot be written: Not a directory; give another folder"),
         (("--ops", "none.json"), "none.json cannot be read as a summary.json of megatron-flux bench ops"),
     ],

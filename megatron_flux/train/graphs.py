@@ -12,6 +12,8 @@ in the process finds none of its own: hence no graphs in ``compare``.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,6 +81,24 @@ class TransformerEngineGraphs:
                     graph.reset()
             if graphed:
                 layer.cuda_graphs = []
+
+
+@contextlib.contextmanager
+def side_stream(config: RunConfig) -> Iterator[None]:
+    """Where the model gets its DistributedDataParallel, if the run asks for graphs: a stream beside the default one.
+
+    DDP makes the parameters' gradient accumulators. Autograd has them run on the stream on which they were made, which
+    waits for the captured backward; the default stream cannot ("would make the legacy stream depend on a capturing
+    blocking stream", seen with TransformerEngine's graphs).
+    """
+    if config.cuda_graph_impl == "none":
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def make(

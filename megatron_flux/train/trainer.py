@@ -150,15 +150,17 @@ class Trainer:
         )
 
         config = self.config
-        model = DistributedDataParallel(
-            self._mcore_config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=config.overlap_grad_reduce,
-                use_distributed_optimizer=config.distributed_optimizer,
-            ),
-            build_model(config, self._mcore_config),
-        )
+        bare = build_model(config, self._mcore_config)
+        with graphs.side_stream(config):
+            model = DistributedDataParallel(
+                self._mcore_config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=config.overlap_grad_reduce,
+                    use_distributed_optimizer=config.distributed_optimizer,
+                ),
+                bare,
+            )
         self._mcore_config.finalize_model_grads_func = finalize_model_grads
         self._mcore_config.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
         self._mcore_config.grad_scale_func = None

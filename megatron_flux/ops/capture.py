@@ -14,34 +14,36 @@ from collections.abc import Iterator
 
 import torch
 
-_mode = False
+_within = 0
+"""How many :func:`captured_calls` are open."""
+_always = False
 
 
 @contextlib.contextmanager
 def captured_calls() -> Iterator[None]:
     """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one."""
-    global _mode
-    before, _mode = _mode, True
+    global _within
+    _within += 1
     try:
         yield
     finally:
-        _mode = before
+        _within -= 1
 
 
 def always(on: bool) -> None:
     """Whether from here on every fused call of this process runs as inside a CUDA graph."""
-    global _mode
-    _mode = on
+    global _always
+    _always = on
 
 
 def capturing(x: torch.Tensor) -> bool:
     """Whether a call on ``x`` runs in this mode."""
-    return _mode or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _always or _within > 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def capturing_on_gpu() -> bool:
     """As :func:`capturing`, where the call is known to be one on a GPU."""
-    return _mode or torch.cuda.is_current_stream_capturing()
+    return _always or _within > 0 or torch.cuda.is_current_stream_capturing()
 
 
 def capture_id(tensor: torch.Tensor) -> int | None:

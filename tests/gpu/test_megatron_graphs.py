@@ -143,11 +143,12 @@ def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) 
                     losses.append(total / tokens)
                     norms.append(done.grad_norm)
                     last = dict(calls() - before)
-            mode = capture._mode
+            mode = capture.capturing(torch.ones(1))
             made = graphs_of(trainer, graphs)
             trainer.close()
         found = {"losses": losses, "norms": norms, "last": last, "captured": dict(captured.calls), "mode": mode}
-        found |= {"graphs": made, "mode_after": capture._mode, "seen": seen.as_dict() if patched else None}
+        found |= {"graphs": made, "mode_after": capture.capturing(torch.ones(1))}
+        found |= {"seen": seen.as_dict() if patched else None}
         if graphs == "local":
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 

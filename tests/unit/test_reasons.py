@@ -297,6 +297,17 @@ def test_a_layer_that_asks_for_graphs_switches_the_mode_until_the_patch_is_undon
 
 
 @pytest.mark.usefixtures("mode")
+def test_a_warm_up_by_hand_in_which_it_is_switched_leaves_it_on(seam: SimpleNamespace) -> None:
+    with capture.captured_calls():
+        seam.row(configured(cuda_graph_impl="local")(), X)
+    assert capture.capturing(X)
+    with capture.captured_calls():
+        seam.patch.close()
+        assert capture.capturing(X)
+    assert not capture.capturing(X)
+
+
+@pytest.mark.usefixtures("mode")
 def test_a_stock_layer_does_not_switch_it(seam: SimpleNamespace) -> None:
     seam.row(configured(cuda_graph_impl="local", fp8="hybrid")(), X)
     assert not capture.capturing(X)

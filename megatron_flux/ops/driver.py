@@ -157,8 +157,13 @@ def capture_id(stream: int) -> int:
     """
     state, number = ctypes.c_int(), ctypes.c_uint64()
     status = _driver().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
-    if status or state.value != _CAPTURING:
-        raise OperatorError(f"CUDA names no capture of this stream: state {state.value}, {_words(status)}")
+    if status:
+        raise OperatorError(f"CUDA refused to name the capture of a stream: {_words(status)}")
+    if state.value != _CAPTURING:
+        raise OperatorError(
+            "a stream is not being captured any more: an earlier call, on any of its streams, is not allowed in a CUDA "
+            "graph and has ended the capture"
+        )
     return number.value
 
 

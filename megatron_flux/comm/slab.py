@@ -24,8 +24,12 @@ CUDA graphs
     is entered, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
     :func:`megatron_flux.ops.capture.captured_calls`.
 
+    Two calls of which one is entered must not overlap on a rank: whoever replays puts the replay behind what used the
+    slab before, and leaves no gather open around it.
+
 Hazards
-    * Calls on different streams are put in order: the later stream waits for all that the earlier one was given.
+    * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
+      are the streams of one capture. Replays are not seen.
     * ``torch.distributed._symmetric_memory`` is rendezvoused once per slab: a collective. All ranks reach it together,
       because sizes depend on shapes that all ranks share.
     * NVLink multicast is refused: a multicast pointer on the handle is an error.
@@ -97,8 +101,11 @@ class Slab:
     """Whatever operators want to keep per slab: views, descriptors."""
     _stream: torch.cuda.Stream | None = None
     _raw: int = -1
-    """The stream of the latest call, and its handle: asking for the handle costs a twentieth."""
-    _capture: int | None = None
+    """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
+    a twentieth."""
+    _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
+    """The same of the latest call that was not captured, while one is."""
+    capture: int | None = None
     """That the latest call was part of."""
 
     def __post_init__(self) -> None:
@@ -127,12 +134,14 @@ class Slab:
             OperatorError: an earlier call on this slab timed out.
         """
         self._check()
-        enter = capture is None or capture != self._capture
-        self._capture = capture
-        if capture is None:
-            self._follow()
-        else:
-            self.in_graphs = True
+        enter = capture is None or capture != self.capture
+        if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
+            if self.capture is None:
+                self._outside = self._stream, self._raw
+            self._stream, self._raw = self._outside if capture is None else (None, -1)
+            self.capture = capture
+        self.in_graphs |= capture is not None
+        self._follow()
         if enter:
             self.calls = 0
         return self._turn(enter=enter)
@@ -163,8 +172,6 @@ class Slab:
 
     def end(self) -> None:
         """Everything of the call is enqueued on the current stream."""
-        if self.captured:
-            return
         if self.data_table.is_cuda:
             self._follow()
         else:

@@ -4,7 +4,8 @@ It takes no SM from the GEMM it hides behind, and copies must be enqueued before
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
 
 In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must be in
-the same capture.
+the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun would be waited
+for at every replay.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.errors import UserError
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.ops import driver, relaunch
 from megatron_flux.ops.copies import Copy, enqueue, order
-from megatron_flux.ops.launch_enter import begin
+from megatron_flux.ops.launch_enter import begin, capture_of
 from megatron_flux.ops.plan import WHOLE, Edges, cdiv
 
 TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
@@ -29,13 +31,15 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards.
 
     One gather is open at a time: starting another waits for it first.
+
+    Raises:
+        UserError: from ``wait()`` too, when a gather is waited for in another capture than it was begun in.
     """
-    unfinished = work.views.pop("open", None)
-    if unfinished is not None:
-        unfinished.wait()
+    _finish_open(work)
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
     turn = begin(work)
+    capture = work.capture
     buffers = buffers_of(work, turn.half, mp * tp, k, x.dtype)
     flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
     finish = copy_engine_push(x, work, turn, buffers, flag_off, mp)
@@ -58,6 +62,11 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
         return relaunch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
 
     def wait() -> None:
+        if capture_of(work) != capture:
+            raise UserError(
+                f"an all_gather that was begun {'outside of' if capture is None else 'inside'} a CUDA graph's capture "
+                "can only be waited for there: finish it before capture begins or ends"
+            )
         if x.is_cuda:
             relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
         else:
@@ -70,6 +79,20 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     pending = Pending(buffers[rank], wait, keep=(x,))
     work.views["open"] = pending
     return pending
+
+
+def _finish_open(work: Slab) -> None:
+    """Wait for the gather that is open on ``work``, if there is one.
+
+    One that was begun in another capture is forgotten: that capture failed, and nothing of it has run or will.
+    """
+    unfinished = work.views.get("open")
+    if unfinished is None:
+        return
+    if work.capture is None or work.capture == capture_of(work):
+        unfinished.wait()
+    else:
+        del work.views["open"]
 
 
 def copy_engine_push(

@@ -16,10 +16,15 @@ def begin(work: Slab) -> Turn:
     """
     if not work.captured:
         return work.begin()
-    turn = work.begin_captured(capture_id(work.data_table))
+    turn = work.begin_captured(capture_of(work))
     if turn.enter:
         _enter(work)
     return turn
+
+
+def capture_of(work: Slab) -> int | None:
+    """The capture that a call on ``work`` would be part of now, None if it would run."""
+    return capture_id(work.data_table) if work.captured else None
 
 
 def _enter(work: Slab) -> None:

@@ -1,10 +1,14 @@
-"""Sizes of slabs: bounded waste, and no slab for every little difference of shape."""
+"""Sizes of slabs: bounded waste, and no slab for every little difference of shape. Which stream waits for which."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from megatron_flux.comm.slab import MIB, size_class
+import pytest
+import torch
+
+from megatron_flux.comm.slab import MIB, Slab, size_class
 
 
 @pytest.mark.parametrize(
@@ -26,3 +30,57 @@ def test_size_class_wastes_at_most_an_eighth() -> None:
     for nbytes in range(4 * MIB, 300 * MIB, 777_777):
         assert nbytes <= size_class(nbytes) <= nbytes * 9 / 8
         assert size_class(nbytes) % 1024 == 0
+
+
+class Streams:
+    """CUDA's streams by number: which one is current, and who was told to wait for whom."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.waits = 0, []
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.current, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream(self.current))
+
+    def stream(self, number: int) -> Any:
+        return SimpleNamespace(number=number, wait_stream=lambda other: self.waits.append((number, other.number)))
+
+    def call(self, slab: Slab, stream: int, capture: int | None, end: int | None = None) -> tuple[int, bool]:
+        """A captured call on ``stream``, whose end is enqueued on the stream ``end``: its half, whether entered."""
+        self.current = stream
+        turn = slab.begin_captured(capture)
+        self.current = stream if end is None else end
+        slab.end()
+        return turn.half, turn.enter
+
+
+@pytest.fixture
+def captured_slab() -> Slab:
+    device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
+    alarm: Any = SimpleNamespace(message=lambda: None)
+    empty = torch.empty(0)
+    return Slab(None, 0, True, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
+
+
+def test_captured_mode_orders_streams_outside_of_captures(captured_slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    assert streams.call(captured_slab, 1, None) == (0, True)
+    assert streams.call(captured_slab, 1, None, end=2) == (0, True)  # a gather, waited for elsewhere
+    assert streams.call(captured_slab, 3, None) == (0, True)
+    assert streams.waits == [(2, 1), (3, 2)]
+    assert not captured_slab.in_graphs
+
+
+def test_streams_of_one_capture_are_ordered_and_know_no_others(
+    captured_slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(monkeypatch)
+    streams.call(captured_slab, 1, None)
+    assert streams.call(captured_slab, 7, 100) == (0, True)
+    assert streams.call(captured_slab, 8, 100, end=9) == (1, False)
+    assert streams.call(captured_slab, 7, 100) == (0, False)
+    assert streams.waits == [(8, 7), (9, 8), (7, 9)]
+    streams.waits.clear()
+    assert streams.call(captured_slab, 8, 101) == (0, True)  # a capture of its own
+    assert streams.waits == []
+    assert streams.call(captured_slab, 2, None) == (0, True)  # behind what ran, not behind what was captured
+    assert streams.waits == [(2, 1)]
+    assert captured_slab.in_graphs

@@ -24,7 +24,7 @@ def begin(work: Slab) -> Turn:
 
 def capture_of(work: Slab) -> int | None:
     """The capture that a call on ``work`` would be part of now, None if it would run."""
-    return capture_id(work.data_table) if work.captured else None
+    return capture_id(work.data_table)
 
 
 def _enter(work: Slab) -> None:

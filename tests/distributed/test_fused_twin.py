@@ -303,6 +303,11 @@ def gather_across_captures() -> None:
     def gather() -> Any:
         return backend.all_gather(x, group, async_op=True)
 
+    eager = gather()
+    with one_capture(1), pytest.raises(UserError, match="begun outside of a CUDA graph's capture"):
+        eager.wait()
+    assert torch.equal(eager.wait(), wanted)
+    slab.pool.clear()
     with captured_calls():
         pending = gather()
     with one_capture(1):

@@ -18,6 +18,7 @@ from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.ops import driver, relaunch
+from megatron_flux.ops.capture import capture_id
 from megatron_flux.ops.copies import Copy, enqueue, order
 from megatron_flux.ops.launch_enter import begin
 from megatron_flux.ops.plan import WHOLE, Edges, cdiv
@@ -28,10 +29,12 @@ TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the ra
 def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards.
 
-    One gather is open at a time: starting another waits for it first.
+    One gather is open at a time: starting another waits for it first, unless it was left open by a capture that has
+    ended, which then failed: nothing of it has run.
     """
+    capture = capture_id(x) if work.captured else None
     unfinished = work.views.pop("open", None)
-    if unfinished is not None:
+    if unfinished is not None and work.views.get("open in") == capture:
         unfinished.wait()
     mp, k = x.shape
     tp, rank = work.group.size(), work.rank
@@ -68,7 +71,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
             del work.views["open"]
 
     pending = Pending(buffers[rank], wait, keep=(x,))
-    work.views["open"] = pending
+    work.views["open"], work.views["open in"] = pending, capture
     return pending
 
 

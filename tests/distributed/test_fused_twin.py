@@ -197,7 +197,7 @@ def outgrown() -> None:
 
 
 @contextlib.contextmanager
-def one_capture(number: int) -> Iterator[None]:
+def one_capture(number: int | None) -> Iterator[None]:
     """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
     from megatron_flux.ops import launch_enter
     from megatron_flux.ops.capture import captured_calls
@@ -254,6 +254,28 @@ def replays_in_any_order() -> None:
                         calls(1)
                     calls(2)
     assert len(entered) == 2 * (8 + 2), "graphs and calls outside of them, each once"
+    slab.pool.clear()
+
+
+def failed_capture() -> None:
+    """A gather that a failed capture left open has never run: nobody may wait for it."""
+    from megatron_flux.comm import slab
+    from megatron_flux.comm.slab import Turn
+    from megatron_flux.ops import launch_copies
+
+    slab.pool.clear()
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
+    backend, group = twin(), dist.group.WORLD
+    x = integers(16, 32, torch.float16)
+    nothing_runs = {"begin": lambda _: Turn(0, 1, True), "copy_engine_push": lambda *_: lambda: None}
+    with one_capture(1), mock.patch.multiple(launch_copies, capture_id=lambda _: 1, **nothing_runs):
+        backend.all_gather(x, group, async_op=True)
+    for number in (2, None):
+        want = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(want, x)
+        with one_capture(number), mock.patch.object(launch_copies, "capture_id", return_value=number):
+            assert torch.equal(backend.all_gather(x, group, async_op=True).wait(), torch.cat(want))
+    del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
     slab.pool.clear()
 
 
@@ -405,6 +427,10 @@ def test_outgrown_workspaces_of_graphs_stay(world2: WorkerPool) -> None:
 
 def test_graphs_may_be_replayed_in_any_order(world2: WorkerPool) -> None:
     world2.run(replays_in_any_order)
+
+
+def test_a_gather_of_a_failed_capture_is_forgotten(world2: WorkerPool) -> None:
+    world2.run(failed_capture)
 
 
 def test_captured_gather_stays_open_beside_captured_gemms(world2: WorkerPool) -> None:

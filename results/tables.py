@@ -122,6 +122,9 @@ def tiles(times: Mapping[str, float]) -> list[str]:
 LARGE = (("gpt3-175b", 8192), ("llama-70b", 8192))
 """Models and tokens."""
 
+LEFT_OUT = (("gpt3-175b", 2048), ("llama-405b", 8192))
+"""The same, of the layers that came after those."""
+
 
 def choices(path: str, tp: int, workloads: Sequence[tuple[str, int]] = LARGE) -> str:
     """What the tuner measured and chose: one row per call of each model with its tokens."""
@@ -279,10 +282,12 @@ def tp4_more(folder: str) -> str:
         f"{layers([f'{folder}/graphs-pushed'])}\n"
         f"### GPT-3 2048 {X} 1, every arm one CUDA graph, gathered by copy engine: `graphs-copies`\n\n"
         f"{layers([f'{folder}/graphs-copies'])}\n"
+        f"### The same, only a capture's first calls have a handshake: `graphs-entered-once`\n\n"
+        f"{layers([f'{folder}/graphs-entered-once'])}\n"
         f"### `CUDA_DEVICE_MAX_CONNECTIONS` 1 and 8, GPT-3 2048 {X} 4: `conn1` and `conn8`\n\n"
         f"{connections(f'{folder}/conn1', f'{folder}/conn8')}\n"
         f"### What the tuner measured: `tuned.json`, milliseconds\n\n"
-        f"{choices(f'{folder}/tuned.json', 4, [('gpt3-175b', 2048), ('llama-405b', 8192)])}\n"
+        f"{choices(f'{folder}/tuned.json', 4, LEFT_OUT)}\n"
         f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n"
         f"{kernels(folder, ['small', 'b405'])}"
     )
@@ -309,10 +314,13 @@ def stand_in(folder: str) -> str:
     return (
         f"### Layers, forward and backward: `bursts`\n\n{layers(models(f'{folder}/bursts'))}\n"
         f"### Layers, forward and backward: `sustained`\n\n{layers(models(f'{folder}/sustained'))}\n"
+        f"### Layers, forward and backward: `more`\n\n{layers([f'{folder}/more/small', f'{folder}/more/b405'])}\n"
         f"### GEMMs of backward in the order they ran, microseconds (`bursts/gemms.json`)\n\n"
         f"{backward(f'{folder}/bursts/gemms.json')}\n"
         f"### What the tuner measured: `sustained/tuned.json`, milliseconds\n\n"
         f"{choices(f'{folder}/sustained/tuned.json', 8)}\n"
+        f"### What the tuner measured: `more/tuned.json`, milliseconds\n\n"
+        f"{choices(f'{folder}/more/tuned.json', 8, LEFT_OUT)}\n"
         f"### All-gather + GEMM, SMs that push beside the copy engine (`mix.jsonl`), milliseconds\n\n"
         f"{turns(f'{folder}/mix.jsonl')}\n"
         f"### GEMM + reduce-scatter, pieces under way at once (`flight.jsonl`), milliseconds\n\n"

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ FOLDERS = (
     "stand-in-8-h200x2-ahead",
     "power-h200",
     "parity-h200x4-dp",
+    "megatron-graphs-h200x4",
 )
 
 X = "\u00d7"
@@ -108,6 +110,38 @@ def test_folders_are_listed(folder: str) -> None:
     assert f"| `{folder}/` |" in (RESULTS / "README.md").read_text()
 
 
+def test_the_curves_kept_say_what_the_script_of_parity_found() -> None:
+    folder = RESULTS / "parity-h200x4-dp"
+    tables, found = script(RESULTS / "tables.py"), json.loads((folder / "parity.json").read_text())
+    assert found["within_spread"] == dict.fromkeys(tables.CURVES, True)
+    short = {"stock again": "stock-again"}
+    short |= {"stock, resumed from flux": "stock-from-flux", "flux, resumed from stock": "flux-from-stock"}
+    runs = tables.trainings("parity-h200x4-dp/curves.json")
+    assert sorted(runs) == sorted(["stock", "flux", *short.values()])
+    for curve, pairs in found["curves"].items():
+        assert len(pairs) == 5
+        for pair, said in pairs.items():
+            against, run = (runs[short.get(name, name)] for name in pair.split(" / "))
+            apart = tables.apart(run, against, curve)
+            assert len(apart) == said["steps"]
+            assert (fmean(apart), max(apart)) == pytest.approx((said["mean"], said["largest"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("run", ["", "before"])
+def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: str) -> None:
+    folder = RESULTS / "host-bound-h200x2"
+    summary = json.loads((folder / run / "summary.json").read_text())
+    low, high = summary["speedup_ci95"]
+    said = f"{summary['speedup']:.2f} ({low:.2f}…{high:.2f})"
+    times = (summary["arms"][arm]["step_time_ms"] for arm in ("baseline", "flux"))
+    cells = (f"{of['median']:.1f} ({of['p10']:.1f}…{of['p90']:.1f})" for of in times)
+    loss = f"{summary['max_relative_loss_difference']:.1e}".replace("e-0", "e-")
+    assert f"| {' | '.join([*cells, said, loss])} |" in (folder / "README.md").read_text()
+    (row,) = (line for line in (RESULTS / "README.md").read_text().splitlines() if f"`{folder.name}/` |" in line)
+    assert said in row
+    assert loss in row
+
+
 @pytest.mark.parametrize(
     ("folder", "least"),
     [
@@ -117,7 +151,10 @@ def test_folders_are_listed(folder: str) -> None:
         ("ops-h200x4-sustained", 10),
         ("stand-in-8-h200x2-ahead", 35),
         ("power-h200", 1),
-        ("parity-h200x4-dp", 1),
+        ("parity-h200x4-dp", 2),
+        ("megatron-graphs-h200x4", 2),
+        ("host-bound-h200x2", 8),
+        ("gpu-tests-h200x2", 8),
     ],
 )
 def test_data_name_no_place(folder: str, least: int) -> None:

@@ -17,12 +17,14 @@ from typing import Any
 
 from megatron_flux.bench.choices import chosen
 from megatron_flux.bench.shapes import cases
+from megatron_flux.metrics.statistics import spread
 from results.ops_tables import beside, operators
 from results.readme_tables import SHORT, X, between_marks, percent, table
 
 HERE = Path(__file__).parent
 
 Json = Mapping[str, Any]
+Steps = Mapping[int, Mapping[str, float]]
 
 MODELS = ("gpt3", "llama")
 ARMS = {
@@ -121,6 +123,9 @@ def tiles(times: Mapping[str, float]) -> list[str]:
 
 LARGE = (("gpt3-175b", 8192), ("llama-70b", 8192))
 """Models and tokens."""
+
+LEFT_OUT = (("gpt3-175b", 2048), ("llama-405b", 8192))
+"""The same, of the layers that came after those."""
 
 
 def choices(path: str, tp: int, workloads: Sequence[tuple[str, int]] = LARGE) -> str:
@@ -233,27 +238,76 @@ def energy(path: str) -> str:
     )
 
 
-def curves(path: str) -> str:
-    """Relative differences between trainings, mean and largest over the steps; mean loss of the last 50."""
+CURVES = ("lm loss", "grad-norm")
+
+
+def trainings(path: str) -> dict[str, Steps]:
+    """Of a file of curves: by run and step what the step recorded, by the file's columns."""
     data = read(path)
-    runs: Mapping[str, Sequence[Sequence[float]]] = data["runs"]
+    found = {run: [dict(zip(data["columns"], step, strict=True)) for step in steps]
+             for run, steps in data["runs"].items()}  # fmt: skip
+    return {run: {step["step"]: step for step in steps} for run, steps in found.items()}
+
+
+def apart(run: Steps, other: Steps, curve: str) -> list[float]:
+    """Relative differences of ``run`` from ``other`` over the steps that both have, in their order."""
+    return [abs(run[step][curve] - theirs[curve]) / theirs[curve] for step, theirs in other.items() if step in run]
+
+
+def curves(path: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Relative differences between trainings, mean and largest over the steps; one row per pair."""
+    runs = trainings(path)
+    half = max(map(len, runs.values())) // 2
     rows = []
-    for run, other in (("stock-again", "stock"), ("flux", "stock"), ("flux", "stock-again")):
-        cells = []
-        for column in ("lm loss", "grad-norm"):
-            place = data["columns"].index(column)
-            apart = [
-                abs(ours[place] - theirs[place]) / theirs[place]
-                for ours, theirs in zip(runs[run], runs[other], strict=True)
-            ]
-            cells.append(f"{percent(fmean(apart), 2)}, {percent(max(apart), 1)}")
-        rows.append([run, other, str(len(apart)), *cells])
-    place = data["columns"].index("lm loss")
-    last = ([run, f"{fmean(step[place] for step in steps[-50:]):.4f}"] for run, steps in runs.items())
+    for run, other in pairs:
+        found = {curve: apart(runs[run], runs[other], curve) for curve in CURVES}
+        cells = [f"{percent(fmean(of), 2)}, {percent(max(of), 1)}" for of in found.values()]
+        count = len(found["lm loss"])
+        rows.append([run, other, str(count), *cells, percent(fmean(found["lm loss"][-half:]), 2)])
+    return table(("run", "against", "steps", "loss", "gradient norm", f"loss, last {half} steps"), rows)
+
+
+def times(path: str, against: str) -> str:
+    """Milliseconds per step once the first eight are over, and how much faster than the run ``against``."""
+    found = {
+        run: spread([step["ms"] for number, step in steps.items() if number > 8])
+        for run, steps in trainings(path).items()
+    }
+    rows = [
+        [
+            run,
+            f"{kept['median']:.1f} ({kept['p10']:.1f}…{kept['p90']:.1f})",
+            f"{found[against]['median'] / kept['median']:.2f}{X}",
+        ]
+        for run, kept in found.items()
+    ]
+    return table(("run", "ms per step, median (p10…p90)", f"vs {against}"), rows)
+
+
+def parity(path: str) -> str:
+    """What ``scripts/parity.py`` ran: two stock trainings, flux, and each resumed from the other half-way."""
+    first, resumed = ("stock", "stock-again", "flux"), ("stock-from-flux", "flux-from-stock")
+    pairs = [("stock-again", "stock"), ("flux", "stock"), ("flux", "stock-again")]
+    pairs += [(run, other) for run in resumed for other in first]
+    losses = {run: [step["lm loss"] for step in steps.values()] for run, steps in trainings(path).items()}
+    last = ([run, f"{fmean(of[-50:]):.4f}"] for run, of in losses.items())
+    return f"{curves(path, pairs)}\n{table(('run', 'mean loss of the last 50 steps'), last)}"
+
+
+def graphs(folder: str) -> str:
+    """Trainings with Megatron's CUDA graphs."""
+    small = f"{folder}/data-parallel.json"
+    pairs = [
+        ("flux, graphs", "stock, graphs"),
+        ("flux", "stock"),
+        ("stock, graphs", "stock"),
+        ("flux, graphs", "flux"),
+    ]
     return (
-        table(("run", "against", "steps", "loss", "gradient norm"), rows)
-        + "\n"
-        + table(("run", "mean loss of the last 50 steps"), last)
+        f"### Layers of GPT-3 175B, TP 4, both in graphs: `gpt3.json`\n\n{times(f'{folder}/gpt3.json', 'stock')}\n"
+        f"{curves(f'{folder}/gpt3.json', [('flux', 'stock')])}\n"
+        f"### A small GPT, TP 2 {X} DP 2: `data-parallel.json`\n\n{times(small, 'stock, graphs')}\n"
+        f"{curves(small, pairs)}"
     )
 
 
@@ -279,10 +333,12 @@ def tp4_more(folder: str) -> str:
         f"{layers([f'{folder}/graphs-pushed'])}\n"
         f"### GPT-3 2048 {X} 1, every arm one CUDA graph, gathered by copy engine: `graphs-copies`\n\n"
         f"{layers([f'{folder}/graphs-copies'])}\n"
+        f"### The same, only a capture's first calls have a handshake: `graphs-entered-once`\n\n"
+        f"{layers([f'{folder}/graphs-entered-once'])}\n"
         f"### `CUDA_DEVICE_MAX_CONNECTIONS` 1 and 8, GPT-3 2048 {X} 4: `conn1` and `conn8`\n\n"
         f"{connections(f'{folder}/conn1', f'{folder}/conn8')}\n"
         f"### What the tuner measured: `tuned.json`, milliseconds\n\n"
-        f"{choices(f'{folder}/tuned.json', 4, [('gpt3-175b', 2048), ('llama-405b', 8192)])}\n"
+        f"{choices(f'{folder}/tuned.json', 4, LEFT_OUT)}\n"
         f"### Kernels of one traced step, milliseconds per layer (`kernels.json`)\n\n"
         f"{kernels(folder, ['small', 'b405'])}"
     )
@@ -309,10 +365,13 @@ def stand_in(folder: str) -> str:
     return (
         f"### Layers, forward and backward: `bursts`\n\n{layers(models(f'{folder}/bursts'))}\n"
         f"### Layers, forward and backward: `sustained`\n\n{layers(models(f'{folder}/sustained'))}\n"
+        f"### Layers, forward and backward: `more`\n\n{layers([f'{folder}/more/small', f'{folder}/more/b405'])}\n"
         f"### GEMMs of backward in the order they ran, microseconds (`bursts/gemms.json`)\n\n"
         f"{backward(f'{folder}/bursts/gemms.json')}\n"
         f"### What the tuner measured: `sustained/tuned.json`, milliseconds\n\n"
         f"{choices(f'{folder}/sustained/tuned.json', 8)}\n"
+        f"### What the tuner measured: `more/tuned.json`, milliseconds\n\n"
+        f"{choices(f'{folder}/more/tuned.json', 8, LEFT_OUT)}\n"
         f"### All-gather + GEMM, SMs that push beside the copy engine (`mix.jsonl`), milliseconds\n\n"
         f"{turns(f'{folder}/mix.jsonl')}\n"
         f"### GEMM + reduce-scatter, pieces under way at once (`flight.jsonl`), milliseconds\n\n"
@@ -328,7 +387,8 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "ops-h200x4-sustained": ops_sustained,
     "stand-in-8-h200x2-ahead": stand_in,
     "power-h200": lambda folder: energy(f"{folder}/energy.jsonl"),
-    "parity-h200x4-dp": lambda folder: curves(f"{folder}/curves.json"),
+    "parity-h200x4-dp": lambda folder: parity(f"{folder}/curves.json"),
+    "megatron-graphs-h200x4": graphs,
 }
 
 

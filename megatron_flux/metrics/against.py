@@ -21,7 +21,17 @@ from megatron_flux.metrics.statistics import largest, relative_differences, time
 
 CHECKS = ("step-time", "loss", "memory")
 
-TIME_SETTINGS = ("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size", "precision", "recompute")
+TIME_SETTINGS = (
+    "world_size",
+    "tp",
+    "pp",
+    "dp",
+    "micro_batch_size",
+    "global_batch_size",
+    "precision",
+    "recompute",
+    "cuda_graph_impl",
+)
 LOSS_SETTINGS = (
     "seed",
     "data",

@@ -115,6 +115,13 @@ def test_other_settings_do_not_matter_to_what_is_checked(tmp_path: Path, results
     assert compare(full_run(tmp_path / "run", seed=1), results, Bands(), ("step-time",)).ok
 
 
+def test_graphs_and_no_graphs_are_not_compared_in_time(tmp_path: Path) -> None:
+    runs = [full_run(tmp_path / impl, cuda_graph_impl=impl) for impl in ("none", "local")]
+    with pytest.raises(UserError, match="cuda_graph_impl none and local; give results of the same settings"):
+        compare(*runs, Bands(), ("step-time",))
+    assert compare(*runs, Bands(), ("loss",)).ok
+
+
 def test_another_device(tmp_path: Path, results: Path) -> None:
     run = full_run(tmp_path / "run")
     for name in ("config.json", "summary.json"):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import json
 import re
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-RESULTS = Path(__file__).parents[2] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
 STAND_IN = RESULTS / "stand-in-8-h200x2"
 FOLDERS = (
     "layer-h200x4-ahead",
@@ -19,7 +23,25 @@ FOLDERS = (
     "stand-in-8-h200x2-ahead",
     "power-h200",
     "parity-h200x4-dp",
+    "megatron-graphs-h200x4",
 )
+
+X = "\u00d7"
+README_LAYERS = {
+    f"GPT-3 175B, 2048 {X} 4": "layer-h200x4-ahead/sustained/gpt3",
+    f"Llama-70B, 4096 {X} 2": "layer-h200x4-ahead/sustained/llama",
+    f"GPT-3 175B, 2048 {X} 1": "layer-h200x4-more/small",
+    f"GPT-3 175B, 2048 {X} 1, each arm one CUDA graph ³": "layer-h200x4-more/graphs-entered-once",
+    f"Llama-405B, 8192 {X} 1": "layer-h200x4-more/b405",
+}
+"""Rows of the layers' table of the README at the top, and their runs."""
+README_ARMS = ("te_ub", "flux_te", "flux_local", "busy_floor", "floor")
+
+
+def summary(run: str) -> dict[str, Any]:
+    """What a run of ``bench layer`` found."""
+    found: dict[str, Any] = json.loads((RESULTS / run / "summary.json").read_text())
+    return found
 
 
 def script(path: Path) -> ModuleType:
@@ -48,6 +70,36 @@ def test_tables_are_those_of_the_data(folder: str) -> None:
     assert "| --- |" in text.partition("tables.py: begin")[2].partition("tables.py: end")[0]
 
 
+@pytest.mark.parametrize(("layer", "run"), README_LAYERS.items())
+def test_the_readmes_layers_are_those_of_the_data(layer: str, run: str) -> None:
+    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {layer} |"))
+    te, *cells = line.split("|")[2:-1]
+    arms = {row["arm"]: row for row in summary(run)["rows"]}
+    assert te.strip() == f"{arms['te']['ms_per_layer']:.2f}"
+    for arm, cell in zip(README_ARMS, cells, strict=True):
+        if "²" not in cell:  # of another run
+            assert cell.strip(" *") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
+
+
+@pytest.mark.parametrize("run", ["graphs-pushed", "graphs-copies", "graphs-entered-once"])
+def test_graphs_are_graphs(run: str) -> None:
+    assert all(row["cuda_graph"] for row in summary(f"layer-h200x4-more/{run}")["rows"])
+
+
+@pytest.mark.parametrize("folder", ["layer-h200x4-more", "stand-in-8-h200x2-ahead"])
+def test_stored_checks_passed(folder: str) -> None:
+    lines = [line for file in (RESULTS / folder).rglob("checks*.jsonl") for line in file.read_text().splitlines()]
+    assert len(lines) > 2
+    assert all(json.loads(line)["ok"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "run", ["bursts/gpt3", "bursts/llama", "sustained/gpt3", "sustained/llama", "more/small", "more/b405"]
+)
+def test_what_stands_in_says_so(run: str) -> None:
+    assert summary(f"stand-in-8-h200x2-ahead/{run}")["stand_in"] == 2
+
+
 @pytest.mark.parametrize("folder", [STAND_IN.name, "stand-in-8-h200x2-ahead"])
 def test_a_stand_in_says_what_it_is(folder: str) -> None:
     assert "NOT a measurement of eight GPUs" in (RESULTS / folder / "README.md").read_text()
@@ -58,16 +110,51 @@ def test_folders_are_listed(folder: str) -> None:
     assert f"| `{folder}/` |" in (RESULTS / "README.md").read_text()
 
 
+def test_the_curves_kept_say_what_the_script_of_parity_found() -> None:
+    folder = RESULTS / "parity-h200x4-dp"
+    tables, found = script(RESULTS / "tables.py"), json.loads((folder / "parity.json").read_text())
+    assert found["within_spread"] == dict.fromkeys(tables.CURVES, True)
+    short = {"stock again": "stock-again"}
+    short |= {"stock, resumed from flux": "stock-from-flux", "flux, resumed from stock": "flux-from-stock"}
+    runs = tables.trainings("parity-h200x4-dp/curves.json")
+    assert sorted(runs) == sorted(["stock", "flux", *short.values()])
+    for curve, pairs in found["curves"].items():
+        assert len(pairs) == 5
+        for pair, said in pairs.items():
+            against, run = (runs[short.get(name, name)] for name in pair.split(" / "))
+            apart = tables.apart(run, against, curve)
+            assert len(apart) == said["steps"]
+            assert (fmean(apart), max(apart)) == pytest.approx((said["mean"], said["largest"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("run", ["", "before"])
+def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: str) -> None:
+    folder = RESULTS / "host-bound-h200x2"
+    summary = json.loads((folder / run / "summary.json").read_text())
+    low, high = summary["speedup_ci95"]
+    said = f"{summary['speedup']:.2f} ({low:.2f}…{high:.2f})"
+    times = (summary["arms"][arm]["step_time_ms"] for arm in ("baseline", "flux"))
+    cells = (f"{of['median']:.1f} ({of['p10']:.1f}…{of['p90']:.1f})" for of in times)
+    loss = f"{summary['max_relative_loss_difference']:.1e}".replace("e-0", "e-")
+    assert f"| {' | '.join([*cells, said, loss])} |" in (folder / "README.md").read_text()
+    (row,) = (line for line in (RESULTS / "README.md").read_text().splitlines() if f"`{folder.name}/` |" in line)
+    assert said in row
+    assert loss in row
+
+
 @pytest.mark.parametrize(
     ("folder", "least"),
     [
         (STAND_IN.name, 15),
         ("layer-h200x4-ahead", 25),
-        ("layer-h200x4-more", 35),
+        ("layer-h200x4-more", 40),
         ("ops-h200x4-sustained", 10),
-        ("stand-in-8-h200x2-ahead", 25),
+        ("stand-in-8-h200x2-ahead", 35),
         ("power-h200", 1),
-        ("parity-h200x4-dp", 1),
+        ("parity-h200x4-dp", 2),
+        ("megatron-graphs-h200x4", 2),
+        ("host-bound-h200x2", 8),
+        ("gpu-tests-h200x2", 8),
     ],
 )
 def test_data_name_no_place(folder: str, least: int) -> None:

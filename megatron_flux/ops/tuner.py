@@ -14,7 +14,7 @@ Contract
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
       compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
       0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
-      either.
+      either: a call that is new then takes ``reference`` and is logged.
     * Calls that will be captured (:mod:`megatron_flux.ops.capture`) take the answer for eager ones, unless it is
       ``pipelined``, which cannot be captured. Where there is none they are measured in their own mode, eagerly and so
       with a handshake for each, and the answer is kept for such calls alone.
@@ -279,6 +279,13 @@ class TunedBackend:
         found = _first([self.answers.get((group.group_name, key)) for key in keys], captured)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
+                if group.rank() == 0:
+                    logger.warning(
+                        "megatron_flux: %s m=%d n=%d k=%d was never run before this CUDA graph's capture, so stock's "
+                        "GEMM and collective become part of it; run it once inside "
+                        "megatron_flux.ops.capture.captured_calls() before",
+                        op, m, n, k,
+                    )  # fmt: skip
                 return {"backend": "reference", "plan": None, "ms": {}}
             cache = load(cache_path()) if group.rank() == 0 else {}
             kept: list[Any] = [_first([cache.get(key) for key in keys], captured)]

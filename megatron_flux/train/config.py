@@ -245,7 +245,8 @@ def _check_cuda_graphs(
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     directions = options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend
-    if "pipelined" in (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend)):
+    chosen = (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend))
+    if special.flux and "pipelined" in chosen:
         raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_flux.errors import UserError
+
 
 def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
     """Seed as Megatron does: pipeline stages differ, tensor-parallel ranks share all but Megatron's tracker.
@@ -50,7 +52,11 @@ def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to a state of :func:`random_state`."""
+    """Go back to a state of :func:`random_state`.
+
+    Raises:
+        UserError: it is of other trackers than those whose generators CUDA graphs know.
+    """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     version, internal, gauss = state["python"]
@@ -62,6 +68,11 @@ def set_random_state(state: dict[str, Any]) -> None:
     tracker = get_cuda_rng_tracker()
     values = {name: s.cpu() for name, s in state["tracker"].items()}
     generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
+    if generators and generators.keys() != values.keys():
+        raise UserError(
+            f"the random state is of the trackers {sorted(values)}, this run has {sorted(generators)}; resume with the "
+            "parallelism and --cuda-graph-impl it was saved with"
+        )
     for name, generator in generators.items():
         generator.set_state(values.pop(name))  # itself: graphs know it
     if not generators:

@@ -145,6 +145,12 @@ def test_cuda_graphs_that_cannot_be(
     assert said in str(error.value)
 
 
+def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> None:
+    options = TrainOptions(cuda_graph_impl="local", backend="pipelined")
+    run = config.resolve(options, CheckpointOptions(flux=False), world_size=2, device="cuda", out=Path("runs/x"))
+    assert run.cuda_graph_impl == "local"
+
+
 def test_cuda_graphs_of_transformer_engine_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
     options = TrainOptions(cuda_graph_impl="transformer_engine")
@@ -227,7 +233,10 @@ def test_random_state_of_generators_is_set_in_place(monkeypatch: pytest.MonkeyPa
         assert not torch.equal(torch.rand(4, generator=generator), first)
         assert all(isinstance(value, torch.Tensor) for value in state["tracker"].values())
         set_random_state(state)
-    assert torch.equal(torch.rand(4, generator=generator), first)
+        assert torch.equal(torch.rand(4, generator=generator), first)
+        state["tracker"]["expert-parallel-rng"] = state["tracker"].pop("model-parallel-rng")
+        with pytest.raises(UserError, match=r"of the trackers \['expert-parallel-rng'\], this run has \['model-"):
+            set_random_state(state)
 
 
 class Numbered:

@@ -136,12 +136,17 @@ def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
     assert call(tuned)[0] == "fused"
 
 
-def test_capture_measures_nothing_and_remembers_nothing(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_measures_nothing_and_remembers_nothing(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     keep("fused", Plan())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert call(tuned)[0] == "reference"
+    assert "gemm_reduce_scatter m=8 n=6 k=4 was never run before this CUDA graph's capture" in caplog.text
+    caplog.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert call(tuned)[0] == "fused"
+    assert not caplog.text
 
 
 def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: TunedBackend) -> None:

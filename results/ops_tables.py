@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_flux.bench import plot
 from results.readme_tables import SHORT, X, percent, table
 
 Row = Mapping[str, Any]
@@ -17,8 +18,9 @@ def named(row: Row) -> list[str]:
 
 
 def efficiency(row: Row, method: str) -> str:
-    """FLUX's overlap efficiency of a method."""
-    return percent(1 - (row[f"{method}_ms"] - row["gemm_ms"]) / (row["serial_ms"] - row["gemm_ms"]))
+    """FLUX's overlap efficiency of a method; ``-`` where there is none."""
+    found = plot.efficiency(dict(row), f"{method}_ms")
+    return "-" if found is None else percent(found)
 
 
 def operators(summary: Mapping[str, Any]) -> str:

@@ -11,20 +11,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from megatron_flux.bench.choices import chosen
 from megatron_flux.bench.shapes import cases
-from megatron_flux.metrics.statistics import spread
-from results.ops_tables import beside, operators
-from results.readme_tables import SHORT, X, between_marks, percent, table
+from megatron_flux.metrics.statistics import relative_differences, spread
+from results.ops_tables import beside, named, operators
+from results.readme_tables import X, between_marks, percent, table
 
 HERE = Path(__file__).parent
 
 Json = Mapping[str, Any]
-Steps = Mapping[int, Mapping[str, float]]
+Steps = Sequence[Mapping[str, Any]]
 
 MODELS = ("gpt3", "llama")
 ARMS = {
@@ -138,8 +139,7 @@ def choices(path: str, tp: int, workloads: Sequence[tuple[str, int]] = LARGE) ->
         (kept,) = (value for key, value in tuned.items() if key.startswith(start))
         rows.append(
             [
-                f"{SHORT[case.op]} {case.model} {case.layer} {case.direction}",
-                f"{case.m}{X}{case.n}{X}{case.k}",
+                *named(asdict(case)),
                 f"{kept['gemm_ms']:.3f}",
                 *tiles(kept["ms"]),
                 *(tiles(kept["sustained_ms"]) if "sustained_ms" in kept else []),
@@ -242,16 +242,15 @@ CURVES = ("lm loss", "grad-norm")
 
 
 def trainings(path: str) -> dict[str, Steps]:
-    """Of a file of curves: by run and step what the step recorded, by the file's columns."""
+    """Of a file of curves: by run what each step recorded, by the file's columns."""
     data = read(path)
-    found = {run: [dict(zip(data["columns"], step, strict=True)) for step in steps]
-             for run, steps in data["runs"].items()}  # fmt: skip
-    return {run: {step["step"]: step for step in steps} for run, steps in found.items()}
+    columns = ["iteration" if column == "step" else column for column in data["columns"]]
+    return {run: [dict(zip(columns, step, strict=True)) for step in steps] for run, steps in data["runs"].items()}
 
 
 def apart(run: Steps, other: Steps, curve: str) -> list[float]:
     """Relative differences of ``run`` from ``other`` over the steps that both have, in their order."""
-    return [abs(run[step][curve] - theirs[curve]) / theirs[curve] for step, theirs in other.items() if step in run]
+    return [difference for _, difference in relative_differences(other, run, curve)]
 
 
 def curves(path: str, pairs: Sequence[tuple[str, str]]) -> str:
@@ -270,8 +269,7 @@ def curves(path: str, pairs: Sequence[tuple[str, str]]) -> str:
 def times(path: str, against: str) -> str:
     """Milliseconds per step once the first eight are over, and how much faster than the run ``against``."""
     found = {
-        run: spread([step["ms"] for number, step in steps.items() if number > 8])
-        for run, steps in trainings(path).items()
+        run: spread([step["ms"] for step in steps if step["iteration"] > 8]) for run, steps in trainings(path).items()
     }
     rows = [
         [
@@ -289,7 +287,7 @@ def parity(path: str) -> str:
     first, resumed = ("stock", "stock-again", "flux"), ("stock-from-flux", "flux-from-stock")
     pairs = [("stock-again", "stock"), ("flux", "stock"), ("flux", "stock-again")]
     pairs += [(run, other) for run in resumed for other in first]
-    losses = {run: [step["lm loss"] for step in steps.values()] for run, steps in trainings(path).items()}
+    losses = {run: [step["lm loss"] for step in steps] for run, steps in trainings(path).items()}
     last = ([run, f"{fmean(of[-50:]):.4f}"] for run, of in losses.items())
     return f"{curves(path, pairs)}\n{table(('run', 'mean loss of the last 50 steps'), last)}"
 

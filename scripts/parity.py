@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_flux import environment
 from megatron_flux.metrics import read_records
+from megatron_flux.metrics.statistics import relative_differences
 
 CURVES = ("lm loss", "grad-norm")
 
@@ -90,8 +91,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def difference(a: list[dict[str, Any]], b: list[dict[str, Any]], curve: str) -> dict[str, float]:
     """Relative differences over the iterations that both have."""
-    ours = {record["iteration"]: record[curve] for record in b}
-    found = [abs(r[curve] - ours[r["iteration"]]) / abs(r[curve]) for r in a if r["iteration"] in ours]
+    found = [difference for _, difference in relative_differences(a, b, curve)]
     tail = found[-max(1, len(found) // 4) :]
     return {"steps": len(found), "largest": max(found), "mean": fmean(found), "mean_of_last_quarter": fmean(tail)}
 

@@ -25,13 +25,11 @@ class Samples:
 
     def __init__(self, interval: int, *, operators: bool = True) -> None:
         """Nothing runs before the first step that is due. Without ``operators`` their calls are not timed."""
-        self._operators = operators
-        self._sampler = Sampler(interval)
+        self._sampler = Sampler(interval, operators=operators)
         self._running = ExitStack()
         self._glance: nvml.Glance | None = None
         self._gpu: nvml.Gpu | None = None
         self._began = self._seconds = 0.0
-        self._due = False
         if interval and nvml.why_not() is None and torch.cuda.is_available():
             try:
                 self._gpu = nvml.of_device(torch.device("cuda", torch.cuda.current_device()))
@@ -48,26 +46,19 @@ class Samples:
         self._running.close()
         reading = self._glance.result() if self._glance is not None else None
         self._glance = None
-        row = _row(self._sampled(), reading)
-        self._due = self._sampler.due(iteration + 1)
-        if self._due:
-            if self._operators:
-                self._running.enter_context(self._sampler.step(iteration + 1))
+        row = _row(self._sampler.result(), reading)
+        if self._sampler.due(iteration + 1):
+            self._running.enter_context(self._sampler.step(iteration + 1))
             if self._gpu is not None:
                 self._glance = nvml.Glance(self._gpu, self._seconds / 2)
         return row
-
-    def _sampled(self) -> dict[str, Any] | None:
-        """The operators of the step that has ended, if it was due: none of them where they are not timed."""
-        if self._operators:
-            return self._sampler.result()
-        return {name: {} for name in _SUMS} if self._due else None
 
 
 def _row(sampled: dict[str, Any] | None, reading: nvml.Reading | None) -> dict[str, float]:
     if sampled is None:
         return {}
-    row: dict[str, float | None] = {f"{name}/{op}": value for name in _SUMS for op, value in sampled[name].items()}
+    sums = {name: sampled[name] or {} for name in _SUMS}  # null where they are not timed
+    row: dict[str, float | None] = {f"{name}/{op}": value for name in _SUMS for op, value in sums[name].items()}
     row["flux/wait_timeouts"] = watch.timeouts()
     if reading is not None:
         row |= {f"flux/gpu/{name}": getattr(reading, name) for name in nvml.FIELDS}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,17 +36,16 @@ class Telemetry:
 
     def __init__(self, interval: int, device: torch.device, *, flux: bool, replayed: bool = False) -> None:
         """``interval``: steps between samples, 0 is never; ``flux``: the arm runs patched; ``replayed``: its operator
-        calls are in CUDA graphs, so that those few that are not would pass for all.
+        calls are in CUDA graphs.
         """
-        self._flux, self._replayed = flux, replayed
+        self._flux = flux
         self.operator_source = REPLAYED if replayed else "events around the host's calls"
         self.gpu_source = "none: nothing is sampled"
-        self._sampler = sampling.Sampler(interval)
+        self._sampler = sampling.Sampler(interval, operators=not replayed)
         self._gpu: nvml.Gpu | None = None
         if interval:
             self._open_gpu(device)
         self._last_seconds = 0.0
-        self._due = False
         self._reading: nvml.Reading | None = None
         self._sampled: dict[str, Any] | None = None
         self._choices = 0
@@ -66,8 +65,7 @@ class Telemetry:
         if self._gpu is not None and self._sampler.due(iteration):
             glance = nvml.Glance(self._gpu, self._last_seconds / 2)
         try:
-            self._due = self._sampler.due(iteration)
-            with nullcontext() if self._replayed else self._sampler.step(iteration):
+            with self._sampler.step(iteration):
                 yield
         finally:
             self._reading = glance.result() if glance is not None else None
@@ -75,13 +73,10 @@ class Telemetry:
     def values(self, local: LocalStep) -> dict[str, float | None]:
         """What this rank has to say of the step; collective when an operator's shape is new."""
         self._last_seconds = local.seconds
-        if self._replayed:
-            self._sampled = dict.fromkeys(sampling.FIELDS) if self._due else None
-        else:
-            self._sampled = self._sampler.result()
+        self._sampled = self._sampler.result()
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
-        if self._sampled is not None and not self._replayed:
-            values["operators_ms"] = sum(self._sampled["flux/operator_time_ms"].values())
+        if self._sampled is not None and (taken := self._sampled["flux/operator_time_ms"]) is not None:
+            values["operators_ms"] = sum(taken.values())
         if self._reading is not None:
             values |= {name: getattr(self._reading, name) for name in nvml.FIELDS}
             values["throttle"] = float(self._reading.throttle)

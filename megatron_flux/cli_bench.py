@@ -43,10 +43,10 @@ def ops(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = Fals
 @with_options(CallOptions, TuneOptions)
 def tune(options: dict[str, Any], special: dict[str, Any], show: Show = False, dry_run: DryRun = False) -> None:
     """Measure which backend is fastest for each layer of large models, and keep the choices for training."""
-    from megatron_flux.ops import tuner
+    from megatron_flux.ops import tuning_cache
 
     given, more = make_options(CallOptions, options), make_options(TuneOptions, special)
-    cache = more.cache or tuner.cache_path()
+    cache = more.cache or tuning_cache.cache_path()
     if show:
         if dry_run or more.force:
             raise UserError("--show only prints what is kept; leave out --dry-run and --force")
@@ -57,7 +57,7 @@ def tune(options: dict[str, Any], special: dict[str, Any], show: Show = False, d
     run = TuneRun(**{**_calls(given), **more.model_dump(), "cache": cache.absolute()})
     if not dry_run:
         _require_writable(cache)
-    tuner.load(cache)  # refuses a damaged one
+    tuning_cache.load(cache)  # refuses a damaged one
     if dry_run:
         _print_description(run)
         return
@@ -109,11 +109,11 @@ def _require_writable(cache: Path) -> None:
 
 def _show(cache: Path, *, asked: bool) -> None:
     from megatron_flux.bench import choices
-    from megatron_flux.ops import tuner
+    from megatron_flux.ops import tuning_cache
 
     if asked and not cache.exists():
         raise UserError(f"--cache {cache} does not exist; give a file that `megatron-flux tune` has written")
-    kept = tuner.load(cache)
+    kept = tuning_cache.load(cache)
     if kept:
         choices.show(kept)
     typer.echo(f"choices: {cache}" if kept else f"nothing has been tuned yet: no choices in {cache}")

@@ -15,7 +15,7 @@ from megatron_flux.ops.plan import Plan
 Answers = Mapping[str, Mapping[str, Any]]
 
 _CALL = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setting>.+)")
-"""The part of a key before the first bar; see :func:`megatron_flux.ops.tuner.describe`."""
+"""The part of a key before the first bar; see :func:`megatron_flux.ops.tuning_cache.describe`."""
 
 _TIMES = ("reference", "pipelined", "best fused", "choice")
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from megatron_flux.bench import choices, world
 from megatron_flux.bench.methods import call, operands, tuning_key
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.terminal import milliseconds
-from megatron_flux.ops import tuner
+from megatron_flux.comm import rank_errors
+from megatron_flux.errors import UserError
+from megatron_flux.ops import tuning_cache
 from megatron_flux.ops.registry import get_backend
 
 
@@ -47,7 +50,8 @@ def run(
         Case, key in the cache and answer, in the order of the cases.
 
     Raises:
-        UserError: no CUDA device, the group cannot run the fused backend (with the reason), or a damaged cache.
+        UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
+        OperatorError: an answer could not be kept, because the file cannot be read or written.
     """
     group = group or dist.group.WORLD
     device, link = world.checked("tune", group, dtype)
@@ -62,17 +66,28 @@ def run(
         for number, case in enumerate(cases, 1):
             x, weight = operands(case, group, dtype, device)
             key = tuning_key(case, x, group.size(), link.kind)
-            known = (group.group_name, key) in tuned.answers or (first and key in tuner.load(tuner.cache_path()))
+            known = (group.group_name, key) in tuned.answers or rank_errors.first_rank(group, partial(_kept, key))
             call(case, x, weight, group, "tuned")()
             answer = tuned.answers[group.group_name, key]
             done.append((case, key, answer))
+            rank_errors.first_rank(group, partial(_keep, cache, key, answer, force))
             if first:
-                if force:
-                    tuner.store(cache, key, answer)
                 log(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {_line(case, answer, known)}")
             del x, weight
             torch.cuda.empty_cache()
     return done
+
+
+def _kept(key: str) -> bool:
+    return tuning_cache.find([key]) != [None]
+
+
+def _keep(cache: Path, key: str, answer: dict[str, Any], force: bool) -> None:
+    """Whoever trains can do without the file. Here it is all that is wanted."""
+    if force:
+        tuning_cache.store(cache, key, answer)
+    elif answer["ms"] and key not in tuning_cache.load(cache):
+        raise UserError(f"the choice for {key} could not be kept in {cache}; give another file as --cache")
 
 
 def _line(case: Case, answer: dict[str, Any], known: bool) -> str:

@@ -143,7 +143,7 @@ def _block(mp: int, rows: int) -> int:
 
 
 def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[Plan]:
-    """Plans worth measuring, the likeliest first."""
+    """Plans worth measuring, the likeliest first; none where a slab has too few flags for any of them."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
@@ -173,6 +173,14 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
-    if mp * tp > CALL_FLAGS:  # each row that is pushed by the SM of a warp-specialised kernel has a flag
-        found = [plan for plan in found if not (plan.ws and plan.comm)]
-    return list(dict.fromkeys(found))
+    return [plan for plan in dict.fromkeys(found) if _flags(op, plan, mp, n, tp) <= CALL_FLAGS]
+
+
+def _flags(op: str, plan: Plan, mp: int, n: int, tp: int) -> int:
+    """How many flags a call of one of :func:`candidates` needs; :mod:`megatron_flux.ops.launch` raises with more."""
+    if op == "gemm_reduce_scatter":  # one for each tile
+        return cdiv(mp, plan.bm) * cdiv(n, plan.bn) * tp
+    if plan.ws:  # one for each row that SMs push, of whose chunks there are as many as there are flags left
+        return mp * tp if plan.comm else 2 * tp
+    # One for each block of rows and each CTA that pushes a part of it.
+    return tp * cdiv(mp, plan.block or mp) * (1 << (max(1, plan.comm) - 1).bit_length())

@@ -7,10 +7,12 @@ Contract
       its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
-      the group's first rank and broadcast. One collective per new shape, none afterwards.
+      the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
-      in the cache folder (:mod:`megatron_flux.cache`). Its keys name operator, shape, dtype, weight form, group size,
-      link, GPU and versions. Only the first rank of a group writes, atomically.
+      in the cache folder (:mod:`megatron_flux.cache`). Only the first rank of a group writes, atomically. The file is
+      optional: what is wrong with it is logged and never stops a training (:mod:`megatron_flux.ops.tuning_cache`).
+    * A candidate that fails on all ranks is dropped with a log line; one that fails on some only is an error on all,
+      with rank and plan: what the others have enqueued waits for those ranks.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
       compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
       0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
@@ -22,28 +24,22 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import json
 import logging
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.cache import cache_folder
-from megatron_flux.comm import topology
+from megatron_flux.comm import rank_errors, topology
 from megatron_flux.comm.pending import Pending
-from megatron_flux.errors import UserError
-from megatron_flux.ops import timing
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops import timing, tuning_cache
 from megatron_flux.ops.alone import GemmAlone
 from megatron_flux.ops.capture import capturing
 from megatron_flux.ops.fused import FusedBackend
@@ -51,7 +47,7 @@ from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.ready import ReadyCall
 from megatron_flux.ops.reference import ReferenceBackend
-from megatron_flux.version import __version__
+from megatron_flux.ops.tuning_cache import describe
 
 logger = logging.getLogger("megatron_flux")
 
@@ -59,65 +55,6 @@ MARGIN = 0.99
 
 CLOSE, FINALISTS = 1.08, 6
 """How much slower in bursts, and how many, the candidates are that are measured once more by themselves."""
-
-
-def cache_path() -> Path:
-    """Where answers are kept."""
-    given = os.environ.get("MEGATRON_FLUX_TUNE_CACHE")
-    return Path(given) if given else cache_folder() / "tuned.json"
-
-
-def describe(
-    op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str, *, captured: bool = False
-) -> str:
-    """The key of an answer: everything it depends on. ``captured``: the calls run as inside a CUDA graph."""
-    device = _device_name(x.device)
-    form = "[k,n]" if transposed else "[n,k]"
-    versions = f"flux {__version__} torch {torch.__version__}"
-    mode = " in graphs" if captured else ""
-    return f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link}{mode} | {device} | {versions}"
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def load(path: Path) -> dict[str, Any]:
-    """All kept answers; none if the file does not exist.
-
-    Raises:
-        UserError: the file is not what this module writes.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"tuning cache {path} cannot be read: {error}; delete it to tune again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"tuning cache {path} must hold one JSON object; delete it to tune again")
-    return found
-
-
-def store(path: Path, key: str, answer: dict[str, Any]) -> None:
-    """Add one answer; a reader sees the old file or the new one, and writers take turns (several groups, several jobs).
-
-    On a file system without locks a writer may undo what another one added meanwhile: that call is tuned once more.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        merged = {**load(path), key: answer}
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as out:
-            json.dump(merged, out, indent=1, sort_keys=True)
-            out.write("\n")
-        os.replace(name, path)
-    finally:
-        os.close(folder)  # and with it the lock
 
 
 def _kind(
@@ -141,6 +78,15 @@ def finalists(ms: dict[str, float]) -> list[str]:
 def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str, Any] | None:
     """The first answer that there is and that such a call can run."""
     return next((a for a in answers if a is not None and not (captured and a["backend"] == "pipelined")), None)
+
+
+def _seconds() -> float:
+    """How long one shape may be measured."""
+    given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    try:
+        return float(given)
+    except ValueError:
+        raise UserError(f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, not {given!r}; 0 is never") from None
 
 
 class _Call(NamedTuple):
@@ -287,14 +233,11 @@ class TunedBackend:
                         op, m, n, k,
                     )  # fmt: skip
                 return {"backend": "reference", "plan": None, "ms": {}}
-            cache = load(cache_path()) if group.rank() == 0 else {}
-            kept: list[Any] = [_first([cache.get(key) for key in keys], captured)]
-            dist.broadcast_object_list(kept, group=group, group_src=0)
-            found = kept[0]
+            found = rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
         if found is None:
             found = self._measure(call)
-            if found["ms"] and group.rank() == 0:
-                store(cache_path(), keys[0], found)
+            if found["ms"]:
+                rank_errors.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             if call.pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
                 self.pipelined.release(group)
         self.answers[group.group_name, keys[0]] = found
@@ -314,8 +257,33 @@ class TunedBackend:
             name == group.group_name and answer["backend"] == "pipelined" for (name, _), answer in self.answers.items()
         )
 
+    def _tried(self, call: _Call, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
+        """``way`` itself after a first call; None if that failed on all ranks. Collective.
+
+        Raises:
+            OperatorError: it failed on some ranks only.
+        """
+        error = None
+        try:
+            way()
+        except Exception as raised:
+            error = raised
+        failed = rank_errors.failures(call.group, None if error is None else f"{type(error).__name__}: {error}")
+        if not failed:
+            return way
+        words = f"{call.op} m={call.m} n={call.n} k={call.k} with {name}"
+        told = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+        if len(failed) < min(call.group.size(), dist.get_world_size()):  # the smaller one: ranks that are made up
+            raise OperatorError(
+                f"{words} failed on some ranks ({told}) and not on the others, whose kernels wait for them; set "
+                "MEGATRON_FLUX_TUNE_SECONDS=0 to train without measuring"
+            ) from error
+        if call.group.rank() == 0:
+            logger.warning("megatron_flux: %s cannot run and is not considered (%s)", words, told)
+        return None
+
     def _measure(self, call: _Call) -> dict[str, Any]:
-        limit = float(os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30"))
+        limit = _seconds()
         if limit <= 0:
             return {"backend": "reference", "plan": None, "ms": {}}
         began = time.monotonic()
@@ -326,17 +294,16 @@ class TunedBackend:
         ws = hopper_kernels(x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
         ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
         if call.pipelines and not capturing(x):
-            ways["pipelined"] = (None, lambda: run(self.pipelined))
-            ways["pipelined"][1]()  # allocates its workspace
+            way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
+            if way is not None:
+                ways["pipelined"] = (None, way)
         for plan in candidates(op, mp, n, k, tp, sm_count(device), ws):
-
-            def way(plan: Plan = plan) -> Any:
-                return self._with_plan(run, plan)
-
             if not timing.all_agree(time.monotonic() - began <= limit, group, device):
                 break
-            way()  # compiles
-            ways[f"fused {plan.label()}"] = (plan, way)
+            name = f"fused {plan.label()}"
+            way = self._tried(call, name, functools.partial(self._with_plan, run, plan))  # compiles
+            if way is not None:
+                ways[name] = (plan, way)
         timed = {name: way for name, (_, way) in ways.items()}
         alone = GemmAlone()
         if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):

@@ -13,7 +13,7 @@ import pytest
 from megatron_flux.bench import choices, plot, table
 from megatron_flux.errors import UserError
 from megatron_flux.ops.plan import Plan
-from megatron_flux.ops.tuner import describe
+from megatron_flux.ops.tuning_cache import describe
 
 STORED = Path(__file__).parents[2] / "results" / "ops-h200x4-nvlink-triton"
 
@@ -88,6 +88,15 @@ def test_the_stored_cache_as_a_table() -> None:
     )
     shapes = [line.split()[5:10] for line in lines if "all_gather_gemm bfloat16 [n,k]" in " ".join(line.split())]
     assert shapes == sorted(shapes, key=lambda s: [int(n) for n in s[::2]])
+
+
+def test_keys_of_earlier_versions_stand_beside_those_of_this_one() -> None:
+    old = "all_gather_gemm m=8 n=6 k=4 float32 [k,n] tp=2 p2p | cpu | flux 0.1.0 torch 2.11.0"
+    lines = printed(choices.show, {old: answer("reference", reference=2.0), key(): answer("pipelined", pipelined=1.0)})
+    titles = [line for line in lines if line.endswith(": 1 call(s)")]
+    assert "cpu, flux 0.1.0 torch 2.11.0: 1 call(s)" in titles
+    assert any(" plan " in title and " nccl none, nvls=" in title for title in titles)
+    assert len([line for line in lines if "8 x 6 x 4" in " ".join(line.split())]) == 2
 
 
 def answer(backend: str = "fused", plan: Plan | None = None, **ms: float) -> dict[str, Any]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_flux.bench.shapes import MODELS, cases
 from megatron_flux.errors import UserError
-from megatron_flux.ops import tuner
+from megatron_flux.ops import tuning_cache
 from megatron_flux.ops.plan import Plan, ag_plan, candidates, rs_plan
 
 
@@ -68,9 +72,9 @@ def test_bad_choices_say_what_is_allowed(
 
 def test_cache_is_merged_and_readable(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tuned.json"
-    tuner.store(path, "a", {"backend": "reference", "plan": None, "ms": {}})
-    tuner.store(path, "b", {"backend": "fused", "plan": {"bm": 128}, "ms": {"reference": 2.0}})
-    assert set(tuner.load(path)) == {"a", "b"}
+    tuning_cache.store(path, "a", {"backend": "reference", "plan": None, "ms": {}})
+    tuning_cache.store(path, "b", {"backend": "fused", "plan": {"bm": 128}, "ms": {"reference": 2.0}})
+    assert set(tuning_cache.load(path)) == {"a", "b"}
     assert len(path.read_text().splitlines()) > 5
     assert [p.name for p in path.parent.iterdir()] == ["tuned.json"]
 
@@ -79,15 +83,15 @@ def test_broken_cache_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text("{")
     with pytest.raises(UserError, match="delete it"):
-        tuner.load(path)
+        tuning_cache.load(path)
     path.write_text(json.dumps([1]))
     with pytest.raises(UserError, match="delete it"):
-        tuner.load(path)
+        tuning_cache.load(path)
 
 
 def test_key_names_everything_an_answer_depends_on() -> None:
     x = torch.empty(1, 1, dtype=torch.bfloat16)
-    key = tuner.describe("all_gather_gemm", 8192, 6144, 12288, x, True, 8, "nvlink")
+    key = tuning_cache.describe("all_gather_gemm", 8192, 6144, 12288, x, True, 8, "nvlink")
     for part in (
         "all_gather_gemm",
         "m=8192",
@@ -99,8 +103,47 @@ def test_key_names_everything_an_answer_depends_on() -> None:
         "nvlink",
         "torch",
         "flux",
+        f" plan {tuning_cache.plan_schema()} ",
+        " triton ",
+        " nccl ",
+        "nvls=",
+        "margin=",
+        "connections=",
     ):
         assert part in key
+
+
+@pytest.mark.parametrize("name", ["NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_a_setting_that_changes_who_is_fastest_changes_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return tuning_cache.describe("all_gather_gemm", 8, 6, 4, torch.empty(0), False, 2, "nvlink")
+
+    monkeypatch.delenv(name, raising=False)
+    unset = key()
+    monkeypatch.setenv(name, "1")
+    one = key()
+    monkeypatch.setenv(name, "0")
+    assert len({unset, one, key()}) == 3
+
+
+def test_a_field_more_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tuning_cache.plan_schema.__wrapped__()
+    monkeypatch.setattr(tuning_cache, "fields", lambda plan: fields(plan)[:-1])
+    assert tuning_cache.plan_schema.__wrapped__() != before
+
+
+def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
+    monkeypatch.setattr(os, "replace", full)
+    tuning_cache.keep("a", {"backend": "reference", "plan": None, "ms": {}})
+    assert "No space left on device" in caplog.text
+    assert str(tmp_path / "tuned.json") in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_warp_specialised_plans_for_hopper() -> None:
@@ -143,3 +186,41 @@ def test_a_shard_of_one_block_of_columns_is_not_cut_and_measured_again() -> None
     found = candidates("all_gather_gemm", 2048, 12288, 64, 4, 132, ws=True)
     assert len(found) == 3
     assert not any(plan.early or plan.late for plan in found)
+
+
+# What a half's flags are enough for; ops/launch.py raises otherwise.
+
+LARGE = [(131072, 16384, 8192), (262144, 16384, 1024), (1 << 20, 256, 64), (1 << 20, 16384, 64)]
+
+
+@pytest.mark.parametrize("ws", [False, True])
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize(("m", "n", "k"), LARGE)
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_no_candidate_needs_more_flags_than_there_are(
+    op: str, m: int, n: int, k: int, tp: int, ws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the launch itself, which checks before it takes a turn of the slab."""
+    pytest.importorskip("triton")
+    from megatron_flux.ops import launch
+
+    work = SimpleNamespace(rank=0, group=SimpleNamespace(size=lambda: tp))
+
+    def begin(_: object) -> None:
+        raise StopIteration("the checks are behind")
+
+    monkeypatch.setattr(launch, "begin", begin)
+    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
+    monkeypatch.setattr(launch, "hopper_kernels", lambda *_: ws)
+    x = torch.empty((m // tp if op == "all_gather_gemm" else m, k), device="meta", dtype=torch.bfloat16)
+    weight = torch.empty((n, k), device="meta", dtype=torch.bfloat16)
+    found = candidates(op, m // tp, n, k, tp, 132, ws)
+    for plan in found:
+        plan = launch.within_flags(plan, m) if op == "all_gather_gemm" else plan
+        with pytest.raises(StopIteration):
+            getattr(launch, op)(x, weight, work, plan, transposed=False)
+    if (op, m, n) == ("gemm_reduce_scatter", 131072, 16384):
+        assert found, "wide tiles fit"
+        assert all(plan.bn == 256 for plan in found)
+    if (op, m, n) == ("gemm_reduce_scatter", 262144, 16384):
+        assert found == [], "stock runs it"

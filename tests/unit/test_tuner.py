@@ -14,10 +14,11 @@ import torch
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.topology import Link
-from megatron_flux.ops import timing, tuner
+from megatron_flux.ops import timing, tuner, tuning_cache
 from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.plan import Plan
-from megatron_flux.ops.tuner import TunedBackend, describe, store
+from megatron_flux.ops.tuner import TunedBackend
+from megatron_flux.ops.tuning_cache import describe, store
 
 
 class Group:
@@ -54,6 +55,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     monkeypatch.setattr(tuner.topology, "probe", lambda group, device: Link("nvlink", ""))
     monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
+    monkeypatch.setattr(tuner.rank_errors, "failures", lambda group, mine: {} if mine is None else {0: mine})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     log: list[Any] = []
     made = TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))  # type: ignore[arg-type]
@@ -68,7 +70,7 @@ def call(backend: TunedBackend) -> Any:
 
 def keep(backend: str, plan: Plan | None) -> None:
     key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink")
-    store(tuner.cache_path(), key, {"backend": backend, "plan": plan and asdict(plan), "ms": {backend: 1.0}})
+    store(tuning_cache.cache_path(), key, {"backend": backend, "plan": plan and asdict(plan), "ms": {backend: 1.0}})
 
 
 def test_nothing_kept_and_no_time_to_measure_is_reference(tuned: TunedBackend) -> None:
@@ -105,9 +107,9 @@ def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_
     monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
     monkeypatch.setattr(tuner, "candidates", lambda *_: [])
     assert gather(tuned, torch.zeros(6)) == ("reference", None)
-    (answer,) = tuner.load(tuner.cache_path()).values()
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert (answer["backend"], list(answer["ms"])) == ("reference", ["reference"])
-    tuner.cache_path().unlink()
+    tuning_cache.cache_path().unlink()
     tuned.answers.clear()
     tuned._quick.clear()
     tuned.pipelined.release = lambda group: None
@@ -115,11 +117,11 @@ def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_
     assert gather(tuned, torch.zeros(6)) == ("reference", None)
     with captured_calls():
         assert gather(tuned, None) == ("reference", None), "it cannot be captured"
-        tuner.cache_path().unlink()
+        tuning_cache.cache_path().unlink()
         tuned.answers.clear()
         tuned._quick.clear()
         assert gather(tuned, None) == ("reference", None)
-    (answer,) = tuner.load(tuner.cache_path()).values()
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert list(answer["ms"]) == ["reference"], "it is not measured for calls that will be captured"
 
 
@@ -132,7 +134,7 @@ def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:
 def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
     keep("fused", Plan())
     call(tuned)
-    tuner.cache_path().unlink()
+    tuning_cache.cache_path().unlink()
     assert call(tuned)[0] == "fused"
 
 
@@ -154,7 +156,7 @@ def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: Tuned
     with captured_calls():
         assert call(tuned) == ("fused", Plan(reducers=7))
         assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, Group())["backend"] == "fused"
-    tuner.cache_path().unlink()
+    tuning_cache.cache_path().unlink()
     tuned.answers.clear()
     tuned._quick.clear()
     keep("pipelined", None)
@@ -165,7 +167,7 @@ def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: Tuned
 
 def test_calls_that_will_be_captured_keep_their_answer_for_themselves(tuned: TunedBackend) -> None:
     key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink", captured=True)
-    store(tuner.cache_path(), key, {"backend": "fused", "plan": asdict(Plan(reducers=3)), "ms": {}})
+    store(tuning_cache.cache_path(), key, {"backend": "fused", "plan": asdict(Plan(reducers=3)), "ms": {}})
     assert call(tuned) == ("reference", None)
     keep("fused", Plan(reducers=7))
     with captured_calls():
@@ -179,15 +181,15 @@ def test_calls_that_will_be_captured_keep_their_answer_for_themselves(tuned: Tun
 def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))
-    assert tuner.cache_path() == tmp_path / "tuned.json"
+    assert tuning_cache.cache_path() == tmp_path / "tuned.json"
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "mine.json"))
-    assert tuner.cache_path() == tmp_path / "mine.json"
+    assert tuning_cache.cache_path() == tmp_path / "mine.json"
 
 
 STORE = """
 import sys, time
 from pathlib import Path
-from megatron_flux.ops.tuner import store
+from megatron_flux.ops.tuning_cache import store
 path, name = Path(sys.argv[1]), sys.argv[2]
 path.with_name(name).touch()
 while not all(path.with_name(other).exists() for other in "ab"):
@@ -201,7 +203,7 @@ def test_writers_at_the_same_time_lose_no_answer(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     writers = [subprocess.Popen([sys.executable, "-c", STORE, str(path), name]) for name in "ab"]
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert len(tuner.load(path)) == 80
+    assert len(tuning_cache.load(path)) == 80
     assert not list(path.parent.glob("tuned.json?*"))
 
 
@@ -249,7 +251,7 @@ def test_the_fastest_by_itself_is_taken(
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == (chosen, None)
     assert asked == [(["reference", "pipelined"], {"reference": 1.0, "pipelined": 1.01})]
-    (answer,) = tuner.load(tuner.cache_path()).values()
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert (answer["backend"], answer["sustained_ms"]) == (chosen, lasting)
 
 
@@ -262,7 +264,7 @@ def test_no_time_is_left_to_run_candidates_by_themselves(tuned: TunedBackend, mo
     monkeypatch.setattr(tuner.GemmAlone, "prepare", lambda *_: False)
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == ("pipelined", None)
-    (answer,) = tuner.load(tuner.cache_path()).values()
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert answer["sustained_ms"] == {}
 
 

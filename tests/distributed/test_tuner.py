@@ -1,0 +1,199 @@
+"""The tuner on two real ranks without GPUs: a file that cannot be used, candidates that fail, ranks that disagree.
+
+Real: processes, files, the agreement of the ranks, the operators of stock. Replaced: the clock and the fused kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.topology import Link
+from megatron_flux.ops import timing, tuner, tuning_cache
+from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.tuner import TunedBackend
+from tests.distributed.pool import RankError, WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+SHAPE = (8, 6, 4)
+PLANS = (Plan(), Plan(reducers=7))
+
+
+class Fused(ReferenceBackend):
+    """Right results by stock's way, under a plan; fails with plans that a rank is told to fail with."""
+
+    def __init__(self, failing: dict[int, tuple[Plan, ...]]) -> None:
+        self.plan: Plan | None = None
+        self._failing = failing.get(dist.get_rank(), ())
+        self._alone = bool(failing)  # as a kernel that is enqueued: it does not hold up the host
+
+    def gemm_reduce_scatter(self, x: torch.Tensor, *args: Any, **options: Any) -> Pending:
+        if self.plan in self._failing:
+            raise MemoryError("no room for the tiles")
+        return Pending(x) if self._alone else super().gemm_reduce_scatter(x, *args, **options)
+
+
+class Said(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def without_gpus(cache: Path) -> Iterator[list[str]]:
+    """``fused`` with the last plan is the fastest; yields what is logged."""
+
+    def timed(ways: dict[str, Any], group: Any, *_: Any) -> dict[str, list[float]]:
+        for way in ways.values():
+            way()
+        return {name: [1.0 / place] for place, name in enumerate(ways, 1)}
+
+    said = Said()
+    logger = logging.getLogger("megatron_flux")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        patch.setattr(tuner.topology, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(tuner, "candidates", lambda *_: list(PLANS))
+        patch.setattr(timing, "interleaved", timed)
+        patch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
+        logger.addHandler(said)
+        try:
+            yield said.lines
+        finally:
+            logger.removeHandler(said)
+
+
+def tune_once(cache: Path, failing: dict[int, tuple[Plan, ...]]) -> tuple[dict[str, Any], list[str], list[float]]:
+    """The answer for one call, what was logged, and that call's result."""
+    group = dist.group.WORLD
+    m, n, k = SHAPE
+    x, weight = torch.ones(m, k), torch.ones(n, k)
+    with without_gpus(cache) as said:
+        tuned = TunedBackend(ReferenceBackend(), None, Fused(failing))  # type: ignore[arg-type]
+        for _ in range(2):  # the second call of another tuner's life: what is wrong is said once
+            tuned.answers.clear()
+            tuned._quick.clear()
+            y = tuned.gemm_reduce_scatter(x, weight, group, transposed=False, async_op=False).wait()
+        (answer,) = tuned.answers.values()
+    return answer, said, y.flatten().tolist()
+
+
+def key_of_the_call() -> str:
+    """As the rank's environment has it."""
+    return tuning_cache.describe("gemm_reduce_scatter", *SHAPE, torch.empty(0), False, 2, "nvlink")
+
+
+def damage(what: str, folder: Path, key: str) -> Path:
+    """The path of a cache that cannot be used."""
+    path = folder / "tuned.json"
+    kept: dict[str, Any] = {"backend": "fused", "plan": asdict(PLANS[0]), "ms": {"reference": 1.0}}
+    if what == "folder that cannot be made":
+        path.write_text("")
+        return path / "below" / "tuned.json"
+    if what == "folder in its place":
+        path.mkdir()
+    elif what == "truncated":
+        path.write_text(json.dumps({key: kept})[:-9])
+    elif what == "no object":
+        path.write_text("[]")
+    else:
+        plan = {**kept["plan"], **({"wings": 2} if what == "unknown field" else {"bm": "wide"})}
+        entry = "fused" if what == "entry of a wrong type" else {**kept, "plan": plan}
+        path.write_text(json.dumps({key: entry}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("folder that cannot be made", "cannot be kept in"),
+        ("folder in its place", "cannot be read"),
+        ("truncated", "delete it to tune again"),
+        ("no object", "delete it to tune again"),
+        ("unknown field", "unknown field 'wings'"),
+        ("field of a wrong type", "bm must be of type int, not 'wide'"),
+        ("entry of a wrong type", "it must be an object, not str"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_said_once_and_tuning_goes_on(
+    world2: WorkerPool, tmp_path: Path, what: str, words: str
+) -> None:
+    path = damage(what, tmp_path, world2.run(key_of_the_call)[0])
+    before = path.read_text() if path.is_file() else None
+    (answer, said, y), (other, silent, z) = world2.run(tune_once, path, {}, timeout=30)
+    assert answer == other
+    assert (answer["backend"], answer["plan"]) == ("fused", asdict(PLANS[1]))
+    assert y == z == [float(2 * SHAPE[2])] * (SHAPE[0] // 2 * SHAPE[1])
+    assert silent == []
+    told = [line for line in said if words in line]
+    assert len(told) == 1, said
+    assert str(path) in told[0]
+    if "of a wrong type" in what or "field" in what:
+        ((_, kept),) = json.loads(path.read_text()).items()
+        assert kept == answer, "an entry that cannot be used makes way for one that can"
+    else:
+        assert (path.read_text() if path.is_file() else None) == before, "what is damaged is left to its owner"
+
+
+def test_an_error_that_nobody_foresaw_is_raised_on_all_ranks(world2: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as raised:
+        world2.run(tune_with_a_broken_reader, tmp_path / "tuned.json", timeout=30)
+    words = str(raised.value)
+    assert words.count("OperatorError: the first rank of the group failed: KeyError: 'lost'") == 2, words
+
+
+def tune_with_a_broken_reader(cache: Path) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("lost")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning_cache, "find", broken)
+        tune_once(cache, {})
+
+
+def test_a_candidate_that_fails_everywhere_is_dropped(world2: WorkerPool, tmp_path: Path) -> None:
+    failing = {0: (PLANS[1],), 1: (PLANS[1],)}
+    (answer, said, _), (other, silent, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)
+    assert answer == other
+    assert (answer["backend"], answer["plan"]) == ("fused", asdict(PLANS[0]))
+    assert set(answer["ms"]) == {"reference", "fused default"}
+    assert silent == []
+    (line,) = said
+    for part in ("gemm_reduce_scatter m=8 n=6 k=4", "fused reducers=7", "MemoryError: no room for the tiles"):
+        assert part in line
+
+
+def test_all_candidates_fail_everywhere(world2: WorkerPool, tmp_path: Path) -> None:
+    failing = {0: PLANS, 1: PLANS}
+    (answer, said, _), (other, _, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)
+    assert answer == other
+    assert (answer["backend"], set(answer["ms"])) == ("reference", {"reference"})
+    assert len(said) == 2
+
+
+def test_a_candidate_that_fails_on_one_rank_is_an_error_on_all(world2: WorkerPool, tmp_path: Path) -> None:
+    """The slab is out of step then: nothing fused can follow on it."""
+    with pytest.raises(RankError) as raised:
+        world2.run(tune_once, tmp_path / "tuned.json", {1: (PLANS[1],)}, timeout=30)
+    words = str(raised.value)
+    for part in ("fused reducers=7", "rank 1: MemoryError: no room for the tiles", "not on the others"):
+        assert words.count(part) >= 2, words
+    assert not (tmp_path / "tuned.json").exists()

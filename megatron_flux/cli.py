@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from megatron_flux import cli_patch_source, cli_report, cli_slurm, cli_trace
+from megatron_flux import cli_errors, cli_patch_source, cli_report, cli_slurm, cli_trace
 from megatron_flux.cli_bench import bench, tune
 from megatron_flux.cli_bench_layer import bench_app
 from megatron_flux.cli_bench_metrics import metrics_app
 from megatron_flux.cli_options import DryRun, make_options, with_options
 from megatron_flux.cli_slurm_plan import plan
 from megatron_flux.cli_watch import watch
-from megatron_flux.errors import FluxError, UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.version import __version__
 
 app = typer.Typer(
+    cls=cli_errors.Commands,
     add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -127,19 +126,7 @@ def _layout(run: Any) -> str:
 
 def main() -> None:
     """Entry point of ``megatron-flux``."""
-    try:
-        if "RANK" in os.environ:
-            from megatron_flux.run import rank as this_rank
-
-            this_rank.recorded(app)
-            sys.exit(0)  # which torch's recorder has swallowed
-        else:
-            app()
-    except FluxError as error:
-        if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
-            rank = f" rank {os.environ['RANK']}:" if "RANK" in os.environ else ""
-            print(f"megatron-flux: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else getattr(error, "exit_code", 1))
+    cli_errors.run(app)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.errors import UserError
 from megatron_flux.launch.profile import Profile, read_yaml, validated
-from megatron_flux.launch.values import Name, Text
+from megatron_flux.launch.values import Name, Text, seconds
 from megatron_flux.train import config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import ModelShape
@@ -104,6 +104,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
     check_memory(run, profile)
+    check_time(profile.time, profile.signal_seconds)
     words = ["compare" if mode == "compare" else "train"]
     words += [word for name, value in layout.items() for word in _words(name, value)]
     if mode != "compare":
@@ -172,6 +173,27 @@ def check_memory(run: config.RunConfig, profile: Profile) -> None:
             f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
             f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
             "(--set num_layers=...), or run baseline and flux as two jobs"
+        )
+
+
+def check_time(time: str, lead: int) -> None:
+    """Refuse a job that would be asked to save and stop as soon as it has begun.
+
+    Args:
+        time: the time limit, a ``Duration``. Slurm rounds it up to whole minutes.
+        lead: seconds ahead of it that the signal comes.
+
+    Raises:
+        UserError: ``time`` is not above ``lead``.
+    """
+    given = seconds(time)
+    if given is None:
+        return
+    limit = -(-given // 60) * 60
+    if limit <= lead:
+        raise UserError(
+            f"time {time} is {limit} s, and the job is asked to save and stop {lead} s ahead of its end (the profile's "
+            f"signal_seconds): it would stop at once; give --time {lead // 60 + 1} or more, or a profile with a shorter lead"
         )
 
 

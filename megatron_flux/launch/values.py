@@ -60,6 +60,24 @@ Duration = Annotated[
 ]
 """Slurm's forms of a time limit; ``D-H`` and ``M:SS`` too."""
 
+
+def seconds(duration: str) -> int | None:
+    """A time limit in seconds; None for Slurm's 0, which means no limit.
+
+    Args:
+        duration: a :data:`Duration`: M, M:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS.
+    """
+    days, dash, rest = duration.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, more = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, more = parts
+    else:
+        hours, (minutes, more) = 0, (*parts, 0)[:2]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + more or None
+
+
 Memory = Annotated[str, _matching(r"\d{1,9}[KMGT]?", "0 (all of a node), or a number with K, M, G or T")]
 
 Text = Annotated[str, AfterValidator(_printable)]

@@ -191,4 +191,4 @@ def _message(failure: ProcessFailure) -> str:
     kind, separator, rest = str(text).partition(": ")
     if separator and kind.endswith("UserError"):
         text = rest
-    return " ".join(str(text).split())
+    return " ".join(str(text).split()).removesuffix(":")  # of an exception without a text

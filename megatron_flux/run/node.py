@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from torch.distributed import run
@@ -42,12 +43,16 @@ def main(words: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = launcher.first_failure(error)
         said = f"rank {rank} on {node_name()} {launcher.account_of(failure)}"
-        _leave(f"{launcher.cause_order(failure.exitcode)} {_time_of(failure):.6f} {said}")
-        print(f"megatron-flux: error: {said}", file=sys.stderr)
+        _account(launcher.cause_order(failure.exitcode), _time_of(failure), said)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         print(f"megatron-flux: {node_name()} was stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + int(error.sigval)
+    except Exception as error:  # a port that is taken, a node that does not answer, a disk that is full
+        traceback.print_exc()
+        said = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
+        _account(launcher.cause_order(1), time.time(), said)
+        return 1
     return 0
 
 
@@ -64,11 +69,13 @@ def _time_of(failure: ProcessFailure) -> float:
         return time.time()
 
 
-def _leave(line: str) -> None:
+def _account(order: int, when: float, said: str) -> None:
+    """Leave the cause for the job's script, and print it as the last line."""
     folder = os.environ.get(FAILURES)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / node_name()).write_text(f"{line}\n")
+        (Path(folder) / node_name()).write_text(f"{order} {when:.6f} {said}\n")
+    print(f"megatron-flux: error: {said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ def work() -> None:
         raise UserError("three is\nnot even")
     elif rank == 1 and what == "fail":
         raise RuntimeError("broke")
+    elif rank == 1 and what == "end":
+        raise EOFError
     elif rank == 1 and what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
     [
         ("refuse", "UserError three is not even"),
         ("fail", "FluxError rank 1 failed: RuntimeError: broke (exit code 1); the rest is in the attic"),
+        ("end", "FluxError rank 1 failed: EOFError (exit code 1); the rest is in the attic"),
         ("die", "FluxError rank 1 was killed by SIGKILL (exit code -9); the rest is in the attic"),
     ],
 )
@@ -63,6 +65,28 @@ def test_a_failure_is_one_line_and_ends_the_others(what: str, said: str) -> None
     began = time.monotonic()
     assert launch(what) == (1, said)
     assert time.monotonic() - began < 120
+
+
+def test_a_node_that_cannot_start_its_ranks_says_why(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}", "script.py"]
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_flux.run.node", *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
+            env={**os.environ, "MEGATRON_FLUX_FAILURES": str(tmp_path), "SLURMD_NODENAME": "n07"},
+        )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("megatron-flux: error: the launcher on n07 failed: DistNetworkError: ")
+    assert "EADDRINUSE" in last
+    order, _, said = (tmp_path / "n07").read_text().strip().split(" ", 2)
+    assert (order, f"megatron-flux: error: {said}") == ("1", last)
 
 
 @pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_flux import cli
 from megatron_flux.errors import UserError
-from megatron_flux.launch import job, profile, render
+from megatron_flux.launch import job, profile, render, values
 from megatron_flux.train.presets import PRESETS
 from tests.slurm import golden
 
@@ -137,6 +137,29 @@ def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("90", 90 * 60),
+        ("2:30", 150),
+        ("1:00:01", 3601),
+        ("2-3", 51 * 3600),
+        ("2-03:04", 51 * 3600 + 240),
+        ("1-00:00:05", 86405),
+        ("0", None),
+        ("00:00", None),
+    ],
+)
+def test_durations_are_read_as_slurm_reads_them(given: str, seconds: int | None) -> None:
+    assert values.seconds(given) == seconds
+
+
+def test_a_time_limit_need_only_be_above_the_signals_lead() -> None:
+    site = {"time": "2"}
+    assert "#SBATCH --time=2\n" in rendered(profile.load_profile("local", site), name="tiny")
+    assert "#SBATCH --time=0\n" in rendered(profile.load_profile("local", {"time": "0"}), name="tiny"), "no limit"
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--profile", "nvlink"], ["unknown profile 'nvlink'", "nvlink-h100", ".yaml"]),
@@ -154,6 +177,8 @@ def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
         (["--profile", "nvlink-h100", "--partition", "a b"], ["partition 'a b'", "letters, digits"]),
         (["--profile", "nvlink-h100", "--time", "soon"], ["time 'soon'", "minutes"]),
         (["--profile", "pcie-l20"], ["61 GiB", "--set num_layers"]),
+        (["--profile", "local", "--job", "tiny", "--time", "1"], ["time 1 ", "is 60 s", "60 s ahead", "--time 2"]),
+        (["--profile", "nvlink-h100", "--time", "4:30"], ["time 4:30 ", "is 300 s", "300 s ahead", "--time 6"]),
     ],
 )
 def test_bad_input_is_one_line(

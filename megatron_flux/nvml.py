@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -23,6 +23,8 @@ import torch
 
 _P2P_READ, _P2P_NVLINK = 0, 2
 """``nvmlGpuP2PCapsIndex_t``. The binding's own constant of the first is a tuple, which its functions do not take."""
+
+_MOST_XIDS = 64
 
 FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
@@ -37,6 +39,26 @@ class Reading:
     temperature_c: float | None
     throttle: int
     """NVML's bits; :func:`throttle_reasons` names them."""
+
+
+@dataclass(frozen=True)
+class Pcie:
+    """A GPU's PCIe link: lanes and generation, now and at most with this GPU in this slot; None where not told."""
+
+    width: int | None
+    max_width: int | None
+    generation: int | None
+    max_generation: int | None
+
+
+@dataclass(frozen=True)
+class RemappedRows:
+    """What the GPU did about memory rows that had errors."""
+
+    pending: bool
+    """Some are to be remapped at the next reset."""
+    failed: bool
+    """One could not be remapped."""
 
 
 @cache
@@ -127,6 +149,28 @@ class Gpu:
             throttle=int(throttle or 0),
         )
 
+    def pcie(self) -> Pcie:
+        """Its PCIe link now; an idle GPU may have lowered the generation to save power."""
+        nvml, handle = self._nvml, self._handle
+        values = (
+            self._ask(getattr(nvml, f"nvmlDeviceGet{which}PcieLink{what}"), handle)
+            for what in ("Width", "Generation")
+            for which in ("Curr", "Max")
+        )
+        return Pcie(*(None if value is None else int(value) for value in values))
+
+    def remapped_rows(self) -> RemappedRows | None:
+        """What became of memory rows with errors; None where the GPU or its driver has no such account."""
+        try:
+            _, _, pending, failed = self._nvml.nvmlDeviceGetRemappedRows(self._handle)
+        except self._nvml.NVMLError:
+            return None
+        return RemappedRows(pending=bool(pending), failed=bool(failed))
+
+    def bus_id(self) -> str:
+        """Its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""
+        return _text(self._nvml.nvmlDeviceGetPciInfo(self._handle).busId)
+
     def _ask(self, function: Callable[..., Any] | None, *arguments: Any) -> float | None:
         if function is None:
             return None
@@ -134,6 +178,51 @@ class Gpu:
             return float(function(*arguments))
         except self._nvml.NVMLError:
             return None
+
+
+class XidWatch:
+    """Collects the Xid errors that GPUs report from its making on.
+
+    NVML tells of new errors only; those before are in the kernel's log.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        """Watch ``gpus``.
+
+        Raises:
+            LookupError: the driver tells of no events; the message says why.
+        """
+        self._nvml = gpus[0]._nvml if gpus else None
+        if self._nvml is None:
+            return
+        try:
+            self._set = self._nvml.nvmlEventSetCreate()
+            for gpu in gpus:
+                self._nvml.nvmlDeviceRegisterEvents(gpu._handle, self._nvml.nvmlEventTypeXidCriticalError, self._set)
+        except self._nvml.NVMLError as error:
+            raise LookupError(f"NVML tells of no Xid errors: {error}") from error
+
+    def seen(self) -> list[tuple[str, int]]:
+        """``(bus id, Xid)`` of each error since the watch began; ends the watch.
+
+        Raises:
+            LookupError: the driver stopped telling, as it does when a GPU is lost.
+        """
+        nvml = self._nvml
+        if nvml is None:
+            return []
+        found = []
+        try:
+            # An error that comes again and again must not keep this here.
+            while len(found) < _MOST_XIDS:
+                event = nvml.nvmlEventSetWait_v2(self._set, 0)
+                found.append((_text(nvml.nvmlDeviceGetPciInfo(event.device).busId), int(event.eventData)))
+        except nvml.NVMLError as error:
+            if getattr(error, "value", None) != nvml.NVML_ERROR_TIMEOUT:
+                raise LookupError(f"NVML stopped telling of Xid errors: {error}") from error
+        finally:
+            nvml.nvmlEventSetFree(self._set)
+        return found
 
 
 def of_device(device: torch.device) -> Gpu:

@@ -13,9 +13,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_flux import nvml
+from megatron_flux.launch import preflight_floors as floors
+from megatron_flux.launch import preflight_hardware as hardware
 from megatron_flux.launch import preflight_rules as rules
 from megatron_flux.run.node import node_name
 
@@ -40,21 +44,32 @@ def options(words: list[str] | None = None) -> rules.Expected:
     parser.add_argument("--needs-numactl", action="store_true")
     parser.add_argument("--slow-fraction", type=float, default=0.8)
     parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the job")
+    parser.add_argument(
+        "--floors", type=floors.Floors.model_validate_json, default=floors.Floors(), help="least values, as JSON"
+    )
     return rules.Expected(**vars(parser.parse_args(words)))
 
 
 def examine_node(expected: rules.Expected) -> dict[str, Any]:
-    """What this node is and has: ``doctor``'s findings, and of each GPU its memory, state and speed."""
+    """What this node is and has: ``doctor``'s findings, its network ports, and of each GPU memory, state and speed.
+
+    ``unknown`` names what could not be asked.
+    """
     import torch
 
     from megatron_flux import doctor
 
-    found: dict[str, Any] = {"node": node_name(), "doctor": doctor.examine(), "gpus": []}
+    found: dict[str, Any] = {"node": node_name(), "doctor": doctor.examine(), "gpus": [], "xids": [], "unknown": []}
     found["numactl"] = shutil.which("numactl") is not None
+    found["infiniband"] = hardware.infiniband()
     if expected.device == "cuda":
         found["driver"] = _nvidia_smi()
         count = torch.cuda.device_count()
-        speeds = _gemm_tflops(count)
+        states: list[dict[str, Any]] = []
+        watch, watched = _watched(count, found["unknown"])
+        # An idle GPU lowers its link to save power, so it is asked while it computes.
+        speeds = _gemm_tflops(count, lambda: states.extend(hardware.of_gpu(gpu) for gpu in watched))
         for index in range(count):
             free, total = torch.cuda.mem_get_info(index)
             found["gpus"].append(
@@ -63,9 +78,40 @@ def examine_node(expected: rules.Expected) -> dict[str, Any]:
                     "memory_gib": round(total / 2**30, 2),
                     "used_by_others_gib": round((total - free) / 2**30, 2),
                     "gemm_tflops": speeds[index],
+                    **(states[index] if states else {}),
                 }
             )
+        found["xids"] = _xids(watch, found["unknown"])
+        found["unknown"] += hardware.untold(found["gpus"])
     return found
+
+
+def _watched(count: int, unknown: list[str]) -> tuple[nvml.XidWatch | None, list[nvml.Gpu]]:
+    """NVML's view of the GPUs in CUDA's order, and a watch for their Xid errors."""
+    import torch
+
+    gpus: list[nvml.Gpu] = []
+    try:
+        gpus = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]
+        return nvml.XidWatch(gpus), gpus
+    except LookupError as error:
+        unknown.append(str(error))
+        return None, gpus if len(gpus) == count else []
+
+
+def _xids(watch: nvml.XidWatch | None, unknown: list[str]) -> list[dict[str, Any]]:
+    """Xid errors of the kernel's log, and those since the watch began (``hours_ago`` null)."""
+    xids = []
+    try:
+        xids = hardware.logged_xids()
+    except LookupError as error:
+        unknown.append(f"earlier Xid errors: {error}")
+    if watch is not None:
+        try:
+            xids += [{"bus_id": bus, "xid": xid, "hours_ago": None} for bus, xid in watch.seen()]
+        except LookupError as error:
+            unknown.append(str(error))
+    return xids
 
 
 def _nvidia_smi() -> list[dict[str, str]] | None:
@@ -84,8 +130,11 @@ def _nvidia_smi() -> list[dict[str, str]] | None:
     return [dict(zip(_FIELDS, map(str.strip, line.split(",")), strict=False)) for line in done.stdout.splitlines()]
 
 
-def _gemm_tflops(count: int, size: int = 8192, repeats: int = 20) -> list[float]:
-    """bf16 TFLOP/s of every GPU with all of them at work: one that is throttled or damaged falls behind."""
+def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, repeats: int = 20) -> list[float]:
+    """bf16 TFLOP/s of every GPU with all of them at work: one that is throttled or damaged falls behind.
+
+    ``meanwhile`` is called once, while they compute.
+    """
     import torch
 
     operands, events = [], []
@@ -103,6 +152,7 @@ def _gemm_tflops(count: int, size: int = 8192, repeats: int = 20) -> list[float]
                     a @ b
                 if timed:
                     events[index][1].record()
+    meanwhile()
     speeds = []
     for index in range(count):
         torch.cuda.synchronize(index)
@@ -119,7 +169,12 @@ def main() -> int:
     expected.folder.mkdir(parents=True, exist_ok=True)
     try:
         found = examine_node(expected)
-        problems = rules.of_node(found, expected)
+        more, notes = floors.judged(
+            floors.of_node(found, expected.floors, link=expected.link, nodes=expected.nodes), expected.floors
+        )
+        problems = rules.of_node(found, expected) + more
+        for note in [*notes, *(f"{name}: not known: {what}" for what in found["unknown"])]:
+            print(f"megatron-flux: pre-flight: {note}", flush=True)
         (expected.folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     except Exception as error:  # a GPU that is broken fails in ways of its own; the node must be named all the same
         problems = [f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"]

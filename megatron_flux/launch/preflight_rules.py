@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_flux.launch.preflight_floors import Floors
 
 _OTHERS_GIB = 2.0
 """Device memory that drivers, displays and this process itself may hold on an empty GPU."""
@@ -26,6 +28,9 @@ class Expected:
     needs_numactl: bool = False
     slow_fraction: float = 0.8
     timeout: float = 600.0
+    floors: Floors = field(default_factory=Floors)
+    nodes: int = 1
+    """Of the job."""
 
 
 def of_node(found: Mapping[str, Any], expected: Expected) -> list[str]:
@@ -97,6 +102,8 @@ def of_nodes(reports: Sequence[Mapping[str, Any]], expected: Expected) -> list[s
         problems += _odd_ones(values, what)
     problems += _odd_ones({r["node"]: ", ".join(dict.fromkeys(r["doctor"]["devices"])) for r in reports}, "device")
     problems += _odd_ones({r["node"]: r["doctor"]["link"]["kind"] for r in reports}, "link")
+    if "infiniband" not in expected.floors.waived:
+        problems += _odd_ones({r["node"]: _ports(r) for r in reports}, "active InfiniBand ports and their Gb/s")
     clocks = {r["node"]: _highest_clocks(r) for r in reports}
     problems += _odd_ones(clocks, "highest SM clock (MHz)")
     if expected.device == "cuda":
@@ -107,6 +114,11 @@ def of_nodes(reports: Sequence[Mapping[str, Any]], expected: Expected) -> list[s
 
 def _highest_clocks(report: Mapping[str, Any]) -> str:
     return ", ".join(sorted({row.get("clocks.max.sm", "unknown") for row in report.get("driver") or ()})) or "unknown"
+
+
+def _ports(report: Mapping[str, Any]) -> str:
+    rates = Counter(port["rate"] for port in report["infiniband"] if port["state"] == "ACTIVE")
+    return ", ".join(f"{count} at {rate:g}" for rate, count in sorted(rates.items())) or "0"
 
 
 def _odd_ones(values: Mapping[str, str], what: str) -> list[str]:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from megatron_flux.errors import UserError
+from megatron_flux.launch.preflight_floors import DEFAULTS, Floors
 from megatron_flux.launch.values import (
     Constraint,
     Duration,
@@ -60,6 +61,8 @@ class Preflight(_Part):
     """A GPU or a node that reaches less than this part of the median stops the job."""
     timeout: PositiveInt = 600
     """Seconds for the test that runs on all nodes together."""
+    floors: Floors = Floors()
+    """The least that links and hardware must reach, and rules that are waived, with the reason."""
 
 
 class Profile(_Part):
@@ -104,6 +107,11 @@ class Profile(_Part):
     preflight: Preflight = Preflight()
     training: dict[Name, bool | int | float | Text | list[Text]] = {}
     """Options of ``megatron-flux train`` for all jobs on this cluster, by their names with underscores."""
+
+    @property
+    def floors(self) -> Floors:
+        """The profile's floors, with its link's defaults for what it does not name."""
+        return DEFAULTS[self.link].model_copy(update=self.preflight.floors.model_dump(exclude_unset=True))
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:

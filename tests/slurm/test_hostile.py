@@ -63,7 +63,7 @@ CLUSTER: dict[str, Any] = {
     "environment": {"SITE_VARIABLE": "value"},
     "numa_binding": "node",
     "tune": True,
-    "preflight": {"enabled": True, "slow_fraction": 0.8, "timeout": 60},
+    "preflight": {"enabled": True, "slow_fraction": 0.8, "timeout": 60, "floors": {"waived": {"xid": "why"}}},
     "training": {"wandb_project": "x"},
 }
 WORK: dict[str, Any] = {
@@ -174,13 +174,21 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
             else:
                 work = replaced(work, path, value)
     if value.isprintable():
-        wanted = {("description",), ("environment", "SITE_VARIABLE"), ("training", "data", 0), ("gpu", "name")}
+        wanted = {
+            ("description",),
+            ("preflight", "floors", "waived", "xid"),
+            ("environment", "SITE_VARIABLE"),
+            ("training", "data", 0),
+            ("gpu", "name"),
+        }
+        wanted.add(("preflight", "floors", "waived", "xid"))
         assert wanted <= set(accepted)
     assert all("\n" not in refusal for refusal in refusals)
     # All that was accepted, in one script that runs.
     text = script(cluster, work)
     run(text, stubs, where)
     words = (stubs[1] / "srun").read_bytes().decode().split("\0")
+    floors = validated(Profile, "profile", cluster).floors
     for path in accepted:
         expected = {
             ("gpu", "name"): f"--gpu-name={value}",
@@ -188,6 +196,7 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
             ("training", "data_cache"): f"--data-cache={value}",
             ("training", "wandb_project"): f"--wandb-project={value}",
             ("container", "image"): value,
+            ("preflight", "floors", "waived", "xid"): f"--floors={floors.model_dump_json(exclude_defaults=True)}",
             ("container", "mounts", 0): value,
         }.get(path)
         assert expected is None or expected in words, path

@@ -192,3 +192,23 @@ def test_a_bad_node_is_named_before_training(at_the_cluster: Cluster, slurm: Slu
     assert "error: pre-flight stopped the job: n00: " in said[-1]
     assert "sbatch --exclude=NODE" in said[-1]
     assert not any("training" in line for line in said)
+
+
+def test_a_network_below_its_floor_stops_the_job(at_the_cluster: Cluster, slurm: Slurm) -> None:
+    """gloo over the loopback reaches no terabytes: what NCCL over TCP is to InfiniBand."""
+    own = (ROOT / "megatron_flux" / "launch" / "profiles" / "local.yaml").read_text()
+    own = own.replace("processes_per_node: 1", "processes_per_node: 2")
+    own += "preflight:\n  floors:\n    node_gbps: 1.0e+6\n    network_gbps: 2.0e+6\n"
+    Path("own.yaml").write_text(own + "    waived: {node_bandwidth: 'memory is $(slow) \"here\"'}\n")
+    job = re.search(r"job (\d+)", slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux"))[1]
+    at_the_cluster.wait_for_job(job, ("FAILED",))
+    said = log_of(at_the_cluster, job)
+    found = re.search(r"error: pre-flight stopped the job: n00 with n01: (\S+) GB/s \(bus\) in all_reduce, ", said[-1])
+    assert 0 < float(found[1]) < 1000
+    assert "the profile's floor is 2e+06; NCCL may have fallen back to TCP" in said[-1]
+    assert "(rule network_bandwidth)" in said[-1]
+    assert not any("training" in line for line in said)
+    (log,) = Path("runs").glob(f"tiny-flux-{job}/rep-0/logs/0/preflight-together-0-n00.log")
+    notes = [line for line in log.read_text().splitlines() if "rule node_bandwidth is waived" in line]
+    assert len(notes) == 4, "two nodes, two collectives"
+    assert all(line.endswith('(rule node_bandwidth is waived: memory is $(slow) "here")') for line in notes)

@@ -48,6 +48,12 @@ def library(**answers: Any) -> types.SimpleNamespace:
         "nvmlDeviceGetTemperature": lambda handle, kind: 55,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
         "nvmlSystemGetDriverVersion": lambda: "570.1",
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda handle: 8 if handle == 2 else 16,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: 16,
+        "nvmlDeviceGetCurrPcieLinkGeneration": lambda handle: 4,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
+        "nvmlDeviceGetRemappedRows": lambda handle: (1, 2, int(handle == 1), int(handle == 3)),
+        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:0{handle}:00.0".encode()),
     }
     return types.SimpleNamespace(NVMLError=RefusedError, **constants, **{**functions, **answers})
 
@@ -113,6 +119,71 @@ def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     reading = Gpu("GPU-0").read()
     assert reading.power_w is None
     assert reading.throttle == 0x20
+
+
+def test_links_and_memory_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Gpu("2").pcie() == nvml.Pcie(8, 16, 4, 5)
+    assert Gpu("1").remapped_rows() == nvml.RemappedRows(pending=True, failed=False)
+    assert Gpu("3").remapped_rows() == nvml.RemappedRows(pending=False, failed=True)
+    assert Gpu("3").bus_id() == "00000000:03:00.0"
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not supported")
+
+    old = library(nvmlDeviceGetRemappedRows=refuse, nvmlDeviceGetMaxPcieLinkWidth=refuse)
+    monkeypatch.setattr(nvml, "_library", lambda: old)
+    assert Gpu("2").pcie() == nvml.Pcie(8, None, 4, 5)
+    assert Gpu("2").remapped_rows() is None
+
+
+class TimedOutError(RefusedError):
+    value = pynvml.NVML_ERROR_TIMEOUT
+
+
+def events(monkeypatch: pytest.MonkeyPatch, waiting: list[Any]) -> list[Any]:
+    """NVML with these events, or errors, to tell of; the list of what was registered and freed."""
+    done: list[Any] = []
+
+    def wait(events: str, milliseconds: int) -> Any:
+        assert milliseconds == 0
+        answer = waiting.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return types.SimpleNamespace(device=answer[0], eventData=answer[1])
+
+    told = library(
+        NVML_ERROR_TIMEOUT=pynvml.NVML_ERROR_TIMEOUT,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlEventSetCreate=lambda: "set",
+        nvmlDeviceRegisterEvents=lambda handle, kind, events: done.append((handle, kind, events)),
+        nvmlEventSetWait_v2=wait,
+        nvmlEventSetFree=lambda events: done.append(events),
+    )
+    monkeypatch.setattr(nvml, "_library", lambda: told)
+    return done
+
+
+def test_xid_errors_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = events(monkeypatch, [(2, 79), (0, 31), TimedOutError("time-out")])
+    watch = nvml.XidWatch([Gpu("0"), Gpu("2")])
+    assert watch.seen() == [("00000000:02:00.0", 79), ("00000000:00:00.0", 31)]
+    assert done == [(0, 8, "set"), (2, 8, "set"), "set"]
+    assert nvml.XidWatch([]).seen() == []
+
+
+def test_a_lost_gpu_ends_the_watch_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = events(monkeypatch, [RefusedError("GPU is lost")])
+    with pytest.raises(LookupError, match="stopped telling of Xid errors: GPU is lost"):
+        nvml.XidWatch([Gpu("0")]).seen()
+    assert done[-1] == "set"
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not supported")
+
+    unable = library(nvmlEventSetCreate=refuse)
+    monkeypatch.setattr(nvml, "_library", lambda: unable)
+    with pytest.raises(LookupError, match="tells of no Xid errors: not supported"):
+        nvml.XidWatch([Gpu("0")])
 
 
 def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,28 @@ def report(node: str = "n03") -> dict[str, Any]:
         },
         "driver": [{"index": str(i), "clocks.max.sm": "1980"} for i in range(8)],
         "gpus": [
-            {"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.2, "used_by_others_gib": 0.5, "gemm_tflops": 700.0 + i}
+            {
+                "name": "NVIDIA H100 80GB HBM3",
+                "memory_gib": 79.2,
+                "used_by_others_gib": 0.5,
+                "gemm_tflops": 700.0 + i,
+                "pcie": {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5},
+                "rows": {"pending": False, "failed": False},
+                "bus_id": f"00000000:0{i}:00.0",
+            }
+            for i in range(8)
+        ],
+        "xids": [],
+        "unknown": [],
+        "infiniband": [
+            {
+                "name": f"mlx5_{i}:1",
+                "state": "ACTIVE",
+                "physical": "LinkUp",
+                "rate": 400.0,
+                "layer": "InfiniBand",
+                "asked_for": False,
+            }
             for i in range(8)
         ],
     }
@@ -76,6 +97,11 @@ def test_what_is_wrong_with_a_node(path: tuple[Any, ...], value: Any, said: str)
         (("doctor", "versions", "transformer-engine"), "2.9", "n01: transformer-engine is 2.9, 2 of 3 nodes have none"),
         (("doctor", "devices"), ["NVIDIA H800"], "n01: device is NVIDIA H800, 2 of 3 nodes have NVIDIA H100"),
         (("doctor", "link", "kind"), "p2p", "n01: link is p2p, 2 of 3 nodes have nvlink"),
+        (
+            ("infiniband", 5, "state"),
+            "DOWN",
+            "n01: active InfiniBand ports and their Gb/s is 7 at 400, 2 of 3 nodes have 8 at 400",
+        ),
         (("driver",), [{"clocks.max.sm": "1755"}], "n01: highest SM clock (MHz) is 1755, 2 of 3 nodes have 1980"),
         (("gpus",), [{"gemm_tflops": 400.0}], "n01 reaches 400.0 TFLOP/s per GPU, the median is 703.5"),
     ],

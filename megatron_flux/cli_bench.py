@@ -38,6 +38,33 @@ def ops(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = Fals
     if rank.is_first():
         folder.make(out, _description(run), overwrite=run.overwrite)
     _start(run, where=f"run folder {out}", left=f"what was recorded is in {out}")
+    _measure_async_tp(run)
+
+
+def _measure_async_tp(run: OpsRun) -> None:
+    """Once more async-TP, in processes with a ``CUDA_DEVICE_MAX_CONNECTIONS`` that suits it."""
+    from megatron_flux.bench import async_tp, table
+    from megatron_flux.run import launcher, rank
+
+    value = async_tp.wanted(run)
+    if value is None:
+        return
+    if launcher.launched():
+        if rank.is_first():
+            typer.echo(
+                f"async-TP was not measured with {async_tp.VARIABLE}={value}: a launcher has started these processes; "
+                "run bench ops without one",
+                err=True,
+            )
+        return
+    before = os.environ[async_tp.VARIABLE]
+    os.environ[async_tp.VARIABLE] = value
+    try:
+        left = f"all else was measured and is in {run.out}"
+        launcher.launch(async_tp.__name__, [run.model_dump_json()], run.processes, left=left)
+    finally:
+        os.environ[async_tp.VARIABLE] = before
+    table.show_async_tp(async_tp.join(run.out))
 
 
 @with_options(CallOptions, TuneOptions)

@@ -36,8 +36,10 @@ GPUS=${MEGATRON_FLUX_GPUS:-$(python3 -c 'import torch; print(torch.cuda.device_c
     exit 2
 }
 
-# NVLink multicast off in every library, so that all sides use the same transport; one hardware queue, as Megatron asks.
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 UB_SKIPMC=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+# NVLink multicast off in every library, so that all sides use the same transport, and one hardware queue, as Megatron
+# asks; unless they are set already.
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE-0}" TORCH_SYMM_MEM_DISABLE_MULTICAST="${TORCH_SYMM_MEM_DISABLE_MULTICAST-1}" \
+    UB_SKIPMC="${UB_SKIPMC-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-1}"
 FLUX=(python3 -m megatron_flux.cli)
 RANKS=(python3 -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
 SMALL=(--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 1024

@@ -62,7 +62,7 @@ def prepare(checkout: Path, scratch: Path) -> Prepared:
         "PYTHONPATH": os.pathsep.join(path),
         "PATH": os.pathsep.join(words),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": variables.get("NCCL_NVLS_ENABLE", "0"),
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "offline",

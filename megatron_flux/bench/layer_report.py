@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -11,14 +12,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_flux.metrics.conditions import multicast
+from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
+
 COLUMNS = ("arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
 EXPLANATION = (
     "ms per layer: median (quartiles), slowest rank. hidden: share of what the floor saves over te. exposed, idle: ms "
-    "per layer of communication beside which nothing ran, and of nothing at all (rank 0). host ms: to enqueue one step."
-    " MHz: the slowest GPU's clock in the middle of a burst."
+    "per layer of communication beside which nothing ran, and of nothing at all (rank 0). "
+    f"{FUSED_WAITS} host ms: to enqueue one step. MHz: the slowest GPU's clock in the middle of a burst."
 )
 
-ROW, LEFT, WIDTH, TOP = 22, 190, 520, 46
+ROW, LEFT, WIDTH, TOP = 22, 190, 520, 60
 COLOURS = {"te": "#5f6368", "local": "#9aa0a6", "te_ub": "#f29900", "floor": "#dadce0", "busy_floor": "#bdc1c6"}
 FLUX_COLOUR = "#188038"
 
@@ -51,7 +55,7 @@ def print_summary(summary: dict[str, Any], file: IO[str] | None = None) -> None:
     if not console.is_terminal:
         # rich would fold a file or a pipe at 80 columns.
         console = Console(file=file, highlight=False, emoji=False, markup=False, color_system=None, width=120)
-    console.print(f"{summary['device']}, tp {summary['tp']}, {summary['link']}", soft_wrap=True)
+    console.print(f"{summary['device']}, tp {summary['tp']}, {summary['link']}, {conditions(summary)}", soft_wrap=True)
     for title, rows in _by_workload(summary["rows"]):
         table = Table(box=box.ASCII2, pad_edge=False, title=title, title_justify="left", title_style="bold")
         for index, column in enumerate(COLUMNS):
@@ -67,6 +71,12 @@ def print_summary(summary: dict[str, Any], file: IO[str] | None = None) -> None:
     console.print(EXPLANATION)
 
 
+def conditions(summary: Mapping[str, Any]) -> str:
+    """What stock was allowed to use."""
+    ran = any(row["arm"] == "te_ub" for row in summary["rows"])
+    return multicast(summary.get("environment"), userbuffers=ran)
+
+
 def svg(summary: dict[str, Any]) -> str:
     """Bars of ms per layer, one group per workload; the hatched part is exposed communication (rank 0's trace)."""
     groups = _by_workload(summary["rows"])
@@ -80,8 +90,9 @@ def svg(summary: dict[str, Any]) -> str:
         f'<text x="8" y="18" font-size="14">Forward and backward, ms per layer: {escape(summary["device"])}, '
         f"tp = {summary['tp']}, {escape(summary['link'])}</text>",
         '<rect x="8" y="26" width="16" height="10" fill="url(#exposed)"/>',
-        '<text x="30" y="35">exposed communication (one traced step). Whiskers: quartiles. floor skips all '
-        "communication: not a training run.</text>",
+        f'<text x="30" y="35">exposed communication (one traced step; {escape(WITHOUT_WAITS)}). Whiskers: quartiles. '
+        "floor skips all communication: not a training run.</text>",
+        f'<text x="30" y="50">{escape(conditions(summary))}</text>',
     ]
     y = TOP
     for title, rows in groups:

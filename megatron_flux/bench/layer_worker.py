@@ -12,23 +12,25 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_flux.bench.layer_config import LayerConfig
+from megatron_flux.bench.world import ENVIRONMENT
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.run.rank import is_first, serve
 
 logger = logging.getLogger("megatron_flux.bench")
 
 
-def set_switches() -> None:
-    """Environment that must be there before CUDA, NCCL or TransformerEngine start.
+SWITCHES = MappingProxyType({**ENVIRONMENT, "UB_SKIPMC": "1"})
+"""What is set unless the user has set it. Userbuffers refuse to start without the last one where NVLink multicast is
+missing."""
 
-    NVLink multicast stays off in all three of its users; userbuffers refuse to start without the last line.
-    """
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ["UB_SKIPMC"] = "1"
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+def set_switches() -> None:
+    """Apply :data:`SWITCHES`, before CUDA, NCCL or TransformerEngine start; what the user has set stays."""
+    for name, value in SWITCHES.items():
+        os.environ.setdefault(name, value)
 
 
 def run(config: LayerConfig, out: Path) -> None:

@@ -9,6 +9,8 @@ Run it on every rank of a node. All methods of a case are interleaved in one pro
   copy-engine rate measured at the start of the run.
 * ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
   their difference is host time.
+* ``async_tp_own``: async-TP, GEMM and both in turn once more, in processes of their own with another
+  ``CUDA_DEVICE_MAX_CONNECTIONS`` (``async_tp_connections`` of the summary): :mod:`megatron_flux.bench.async_tp`.
 * ``host_us``: by method, the time to enqueue one call.
 * ``stand_in``: null, or the processes that stood in for the group (:mod:`megatron_flux.bench.stand_in`): then the
   figures are those of two GPUs doing what each of ``tp`` would do, and no measurement of ``tp`` GPUs.

@@ -35,6 +35,13 @@ class OpsOptions(BaseModel):
     rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
     burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
     seconds: float | None = Field(None, gt=0, description="Begin no further call after this long. Default: no limit.")
+    async_tp_connections: int = Field(
+        8,
+        ge=0,
+        le=32,
+        description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
+        "after all else. 0: not at all.",
+    )
     stand_in_for: int | None = Field(None, description=HELP)
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
@@ -83,6 +90,7 @@ class OpsRun(Calls):
     rounds: int
     burst: int
     seconds: float | None
+    async_tp_connections: int = 0
     stand_in_for: int | None = None
     out: Path
     overwrite: bool

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.conditions import connections, multicast
 
 UNKNOWN = "—"
 MINUS = "\u2212"
@@ -112,6 +113,16 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
         ("active flux layers", UNKNOWN if layers is None else str(layers)),
+        *_conditions(summary),
         *(("fallback to stock", line) for line in fallbacks or ["none"]),
         *(("note", note) for note in summary["notes"]),
     ]
+
+
+def _conditions(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What both arms were allowed to use; of GPUs alone, and nothing where it is not known what they ran on."""
+    device = summary.get("device")
+    if not isinstance(device, Mapping) or device.get("kind") != "cuda":
+        return []
+    environment = summary.get("environment")
+    return [("both arms", ", ".join(filter(None, (multicast(environment), connections(environment)))))]

@@ -235,6 +235,8 @@ RUN: dict[str, str] = {
     "operator_source": "how operator calls are counted and timed, or why what is known of them is null",
     "sample_interval": "iterations between samples; 0 is never",
     "versions": "by package",
+    "environment": "variables that decide how communication and kernels run, null where one is not set; absent from "
+    "earlier records",
 }
 """What ``flux/run`` holds: of the process that wrote the records from there on; after a requeue it is another one."""
 
@@ -247,10 +249,16 @@ BREAKDOWN: dict[str, str] = {
     "source": "'gpu': the GPU's own timeline; 'cpu': the timeline of torch's operators on the host",
     "span_ms": "length of a step: what the parts add up to",
     "parts": "ms per step by part (BREAKDOWN_PARTS), disjoint: each moment counts once, see megatron_flux.trace.parts",
-    "communication_hidden_ms": "ms per step of communication beside something else; not part of the sum",
+    "communication_hidden_ms": "ms per step of communication beside something else; not part of the sum. What a fused "
+    "kernel waits for its peers is neither in this nor in communication_exposed, but in fused",
     "launches": "kernels, copies and fills (CPU: operators) per step",
 }
 """``<arm>/breakdown.json``: where a profiled step's time went. One object, written where steps are profiled."""
+
+WITHOUT_WAITS = "without the waiting inside fused kernels"
+FUSED_WAITS = "Waiting for peers inside a fused kernel counts as that kernel, not as exposed communication."
+"""What is said beside every figure of exposed communication that comes from a trace: its timeline has kernels, and does
+not show what a fused one waits for."""
 
 BREAKDOWN_PARTS = (
     "gemm",

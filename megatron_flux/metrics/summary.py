@@ -51,7 +51,8 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
         median flux step time; ``speedup_ci95`` ``[low, high]`` or null; ``paired_blocks``; ``compared_iterations``;
         ``max_relative_loss_difference``, ``max_relative_grad_norm_difference`` (|f - b| / |b|);
         ``flux_active_layers`` (the fewest in any flux step that counts for timing); ``flux_fallbacks`` (calls by
-        reason); ``baseline_is_stock``; ``notes``; ``verdict``; and the info.
+        reason); ``baseline_is_stock``; ``environment`` (of the process that wrote the first record, null where none
+        says); ``notes``; ``verdict``; and the info.
     """
     arms = {"baseline": _arm(baseline), "flux": _arm(flux)}
     base_ms, flux_ms = (arms[arm]["step_time_ms"]["median"] for arm in ARMS)
@@ -78,6 +79,7 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
         "baseline_is_stock": not any(
             record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline
         ),
+        "environment": _environment([*baseline, *flux]),
         "notes": _notes(baseline, flux, arms),
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
@@ -102,6 +104,12 @@ def _arm(records: Sequence[Record]) -> dict[str, Any]:
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": diverged[0] if diverged else None,
     }
+
+
+def _environment(records: Sequence[Record]) -> dict[str, Any] | None:
+    """The variables of the first start that recorded them."""
+    runs = (record.get("flux/run") or {} for record in records)
+    return next((run["environment"] for run in runs if isinstance(run.get("environment"), dict)), None)
 
 
 def _notes(baseline: Sequence[Record], flux: Sequence[Record], arms: Mapping[str, Any]) -> list[str]:

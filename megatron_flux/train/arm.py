@@ -196,6 +196,7 @@ class Arm:
             "operator_source": self._telemetry.operator_source,
             "sample_interval": self.config.sample_interval,
             "versions": environment.versions(),
+            "environment": environment.switches(),
         }
 
     def _open_profiler(self) -> None:

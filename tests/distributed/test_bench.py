@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import choices, ops, stand_in, table, tune, world
+from megatron_flux.bench import async_tp, choices, ops, stand_in, table, tune, world
 from megatron_flux.bench.methods import BACKENDS, call, methods, operands
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing
@@ -135,6 +135,23 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert set(rounds[0]["ms"]) == set(TIMES)
     assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
     table.show(summary)
+
+
+def bench_async_tp() -> list[dict[str, Any]]:
+    with without_gpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_tp, "interleaved", ops.interleaved)
+        return async_tp.measured(CASES, dist.group.WORLD, CPU, torch.float32, 3, 2)
+
+
+def test_async_tp_by_itself_has_the_calls_of_the_main_pass(world2: WorkerPool, tmp_path: Path) -> None:
+    summary, _ = world2.run(bench, tmp_path / "run", tmp_path / "tuned.json")[0]
+    first, second = world2.run(bench_async_tp)
+    assert first == second
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "rows": first[:-1]}
+    joined = async_tp.joined(summary, found)
+    own = {"gemm_ms": 1.0, "serial_ms": 1.5, "async_tp_ms": 1.3}
+    assert [row.pop("async_tp_own") for row in joined["rows"]] == [own, own, own, None]
+    assert {**joined, "async_tp_connections": None} == {**summary, "async_tp_connections": None}
 
 
 def bench_stand_in(out: Path, cache: Path) -> tuple[dict[str, Any], list[str]]:

@@ -64,6 +64,13 @@ def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) 
         answer = next(kept[key] for key in kept if key.startswith(f"{row['op']} m={row['m']} n={row['n']} "))
         assert row["tuned_choice"].split()[0] == answer["backend"]
         assert row["tuned_choice"] in done.stdout
+    own = [row.get("async_tp_own") for row in summary["rows"]]
+    if launcher is None:
+        assert summary["async_tp_connections"] == "8"
+        assert all(set(one) == {"gemm_ms", "serial_ms", "async_tp_ms"} and min(one.values()) > 0 for one in own)
+    else:  # whose processes have started CUDA with the variable as it was
+        assert own == [None, None]
+        assert "async-TP was not measured with CUDA_DEVICE_MAX_CONNECTIONS=8" in done.stderr
     assert done.stderr.count("[1/2, ") == done.stderr.count("[2/2, ") == 1
     log = (out / "log.txt").read_text()
     assert "[2/2, " in log

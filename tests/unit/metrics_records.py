@@ -106,6 +106,7 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "operator_source": "events around the host's calls",
             "sample_interval": 10,
             "versions": {"torch": "2.11.0", "megatron-core": "0.16.1"},
+            "environment": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         },
     }
     return record(iteration, flux=flux) | values | changes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from megatron_flux import cli
-from megatron_flux.bench import worker, world
+from megatron_flux.bench import async_tp, worker, world
 from megatron_flux.bench.stand_in_options import checked_stand_in
 from megatron_flux.run import launcher
 
@@ -231,8 +232,6 @@ def test_a_cache_that_could_not_be_kept(run: Run, gpus: Callable[[int], list[Any
 def test_the_benchmark_starts_with_multicast_off(
     run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # what the user has set stays
     started = gpus(4)
     monkeypatch.setattr(sys, "argv", ["megatron-flux", "bench", "ops", *FEW, "--out", "run"])
@@ -250,6 +249,58 @@ def test_the_benchmark_starts_with_multicast_off(
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
+
+
+def test_async_tp_gets_processes_with_its_own_number_of_queues(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    row = {
+        "op": "all_gather_gemm",
+        "model": "llama-70b",
+        "layer": "qkv",
+        "direction": "forward",
+        "m": 8,
+        "n": 6,
+        "k": 4,
+    }
+    main = {**row, "gemm_ms": 1.0, "serial_ms": 2.0, "async_tp_ms": 1.8}
+    queues: list[str] = []
+
+    def launch(module: str, words: list[str], *_: Any, **__: Any) -> None:
+        queues.append(f"{module} {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
+        out = worker.read(words[0]).out
+        if module == worker.__name__:
+            (out / "summary.json").write_text(json.dumps({"environment": world.environment(), "rows": [main]}))
+        else:
+            found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "rows": [{**main, "gemm_ms": 1.1, "async_tp_ms": 1.4}]}
+            (out / "async-tp.json").write_text(json.dumps(found))
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    code, said, _ = run("bench", "ops", *FEW, "--out", "run")
+    assert code == 0
+    assert queues == [f"{worker.__name__} 1", f"{async_tp.__name__} 8"]
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    summary = json.loads(Path("run", "summary.json").read_text())
+    assert summary["async_tp_connections"] == "8"
+    assert summary["rows"] == [{**main, "async_tp_own": {"gemm_ms": 1.1, "serial_ms": 2.0, "async_tp_ms": 1.4}}]
+    assert "20%" in said  # of its own pass
+    assert "67%" in said
+    assert run("bench", "ops", *FEW, "--out", "other", "--async-tp-connections", "0")[0] == 0
+    assert run("bench", "ops", *FEW, "--out", "third", "--async-tp-connections", "1")[0] == 0
+    assert queues[2:] == [f"{worker.__name__} 1"] * 2
+
+
+def test_under_a_launcher_async_tp_keeps_the_launchers_queues(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = gpus(2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(worker, "run", lambda _: None)
+    code, _, err = run("bench", "ops", *FEW, "--out", "run")
+    assert (code, started) == (0, [])
+    assert "async-TP was not measured with CUDA_DEVICE_MAX_CONNECTIONS=8: a launcher has started these processes" in err
 
 
 def test_tuning_starts_with_the_chosen_file(run: Run, gpus: Callable[[int], list[Any]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,13 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_flux.bench import layer_arms, layer_report
+from megatron_flux.bench import layer_arms, layer_report, layer_worker
 from megatron_flux.bench.layer_blocks import prepare_gradients, share, shared_name
 from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
 from megatron_flux.bench.layer_rows import complete, row
 from megatron_flux.bench.rounds import Samples, quartiles
 from megatron_flux.cli import app
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.metrics.schema import FUSED_WAITS
 
 STAND_IN = Path(__file__).parents[2] / "results" / "stand-in-8-h200x2"
 GPT = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
@@ -32,6 +34,29 @@ def test_defaults_are_the_documented_workloads() -> None:
     assert config.arms == ARMS
     assert (config.tp, config.device) == (8, "cuda")
     assert (config.layout().tp, config.layout().pp) == (8, 1)
+
+
+def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
+    found = json.loads((STAND_IN.parent / "layer-h200x4-ahead" / "bursts" / "gpt3" / "summary.json").read_text())
+    text = io.StringIO()
+    layer_report.print_summary(found, text)
+    said = "NVLink multicast off (NCCL_NVLS_ENABLE 0), TE's userbuffers without it too (UB_SKIPMC 1)"
+    assert said in text.getvalue()
+    assert FUSED_WAITS in " ".join(text.getvalue().split())
+    assert said.replace("'", "&#x27;") in layer_report.svg(found)
+    assert "without the waiting inside fused kernels" in layer_report.svg(found)
+    found["environment"]["NCCL_NVLS_ENABLE"] = None
+    assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in layer_report.svg(found)
+
+
+def test_the_users_switches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in layer_worker.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    layer_worker.set_switches()
+    found = {name: os.environ[name] for name in layer_worker.SWITCHES}
+    assert found == {**layer_worker.SWITCHES, "NCCL_NVLS_ENABLE": "1"}
+    assert found["UB_SKIPMC"] == found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 def test_overrides_and_order() -> None:
@@ -228,7 +253,9 @@ def test_what_stood_in_is_named_in_table_and_picture() -> None:
     found = json.loads((STAND_IN / "layer" / "summary.json").read_text())
     text = io.StringIO()
     layer_report.print_summary(found, text)
-    assert text.getvalue().startswith("NVIDIA H200 (2 standing in for 8), tp 8, nvlink stand-in\n")
+    assert text.getvalue().startswith(
+        "NVIDIA H200 (2 standing in for 8), tp 8, nvlink stand-in, NVLink multicast off (NCCL_"
+    )
     assert "NVIDIA H200 (2 standing in for 8), tp = 8" in layer_report.svg(found)
 
 

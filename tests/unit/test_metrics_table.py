@@ -53,6 +53,17 @@ def test_piped_has_no_colour_and_no_truncation(monkeypatch: pytest.MonkeyPatch, 
     assert text.splitlines()[-1] == verdict(comparison())
 
 
+def test_what_stock_was_allowed_to_use_stands_below_the_table() -> None:
+    arms = interleaved(1, {"baseline": [0.1], "flux": [0.1]})
+    info = {"device": {"kind": "cuda"}}
+    assert "both arms: NVLink multicast: not recorded\n" in piped(summarize(arms["baseline"], arms["flux"], info))
+    variables = {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    arms["baseline"][0]["flux/run"] = {"environment": variables}
+    text = piped(summarize(arms["baseline"], arms["flux"], info))
+    assert "both arms: NVLink multicast off (NCCL_NVLS_ENABLE 0), CUDA_DEVICE_MAX_CONNECTIONS 1\n" in text
+    assert "multicast" not in piped(summarize(arms["baseline"], arms["flux"], {"device": {"kind": "cpu"}}))
+
+
 def test_unknown_is_a_dash() -> None:
     arms = interleaved(1, {"baseline": [0.1], "flux": [0.1]})
     for item in arms["baseline"] + arms["flux"]:

@@ -13,6 +13,7 @@ from megatron_flux.metrics.report.parts import Chapter, Part
 from megatron_flux.metrics.report.run import load, load_all
 from megatron_flux.metrics.report.several import with_pairs
 from megatron_flux.metrics.report.training import chapter
+from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.ops.sampling import FIELDS
 from tests.unit.metrics_records import record, sampled_record
 from tests.unit.report_runs import RESULTS, SHAPE, full_arms, full_run, one_arm
@@ -71,6 +72,11 @@ def test_operators_are_medians_of_the_timed_samples(full: dict[str, Part]) -> No
         "80 %",
     )
     assert full["choices"].table.rows[0][1:] == ("fused bm=128 bn=256", "2")
+
+
+def test_exposed_communication_says_that_it_leaves_out_what_fused_kernels_wait(full: dict[str, Part]) -> None:
+    assert FUSED_WAITS in full["time"].caption
+    assert "exposed communication ¹" in [trace["name"] for trace in full["time"].figure["data"]]
 
 
 def test_operators_without_a_reference_say_why(tmp_path: Path) -> None:
@@ -133,6 +139,35 @@ def test_operator_benchmarks() -> None:
     assert {round(value / 100, 3) for value in tuned["x"]} == {round(value, 3) for value in stored}
     caption = parts(operators_chapter(second, "r"))["e-all_gather_gemm"].caption
     assert "1 point below \u2212100 % at the edge" in caption
+
+
+def test_async_tp_by_itself_stands_beside_the_shared_one() -> None:
+    from megatron_flux.metrics.report.benchmarks import operators_chapter
+
+    run = load(RESULTS / "ops-h200x4-sustained" / "m2048")
+    shared = "Async-TP ran with CUDA_DEVICE_MAX_CONNECTIONS 1 as all methods did, which may not be its best."
+    assert shared in parts(operators_chapter(run, "run1"))["ms-all_gather_gemm"].caption
+    run.summary["async_tp_connections"] = "8"
+    for row in run.summary["rows"]:
+        row["async_tp_own"] = {"gemm_ms": 1.0, "serial_ms": 2.0, "async_tp_ms": 1.25}
+    run.summary["rows"][0]["async_tp_own"] = None
+    shown = parts(operators_chapter(run, "run1"))
+    traces = {trace["name"]: trace for trace in shown["e-all_gather_gemm"].figure["data"]}
+    assert set(traces["torch async-TP, 8 queues"]["x"]) == {75.0, None}
+    table = shown["ms-all_gather_gemm"].table
+    assert (table.head[-1], [row[-1] for row in table.rows][:2]) == ("async-TP, 8 queues", ["\u2014", "1.250"])
+    assert "was measured by itself afterwards" in shown["ms-all_gather_gemm"].caption
+
+
+def test_benchmarks_say_what_stock_was_allowed_to_use() -> None:
+    from megatron_flux.metrics.report.benchmarks import layers_chapter, operators_chapter
+
+    multicast = "NVLink multicast off (NCCL_NVLS_ENABLE 0)"
+    operators = operators_chapter(load(RESULTS / "ops-h200x4-sustained" / "m2048"), "run1")
+    assert operators.subtitle.endswith(f", {multicast}, CUDA_DEVICE_MAX_CONNECTIONS 1")
+    layers = layers_chapter(load(RESULTS / "layer-h200x4-nvlink"), "run1")
+    assert f"{multicast}, TE's userbuffers without it too (UB_SKIPMC 1), CUDA" in layers.subtitle
+    assert FUSED_WAITS in parts(layers)["layers-1"].caption
 
 
 def test_layer_benchmarks() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,11 @@ README_LAYERS = {
     f"Llama-405B, 8192 {X} 1": "layer-h200x4-more/b405",
 }
 """Rows of the layers' table of the README at the top, and their runs."""
+README_OTHER_RUNS = {
+    f"GPT-3 175B, 2048 {X} 4": "layer-h200x4-ahead/bursts/gpt3",
+    f"Llama-70B, 4096 {X} 2": "layer-h200x4-ahead/bursts/llama",
+}
+"""The runs of cells with footnote 2, each against the TE of its own run."""
 README_ARMS = ("te_ub", "flux_te", "flux_local", "busy_floor", "floor")
 
 
@@ -74,11 +80,24 @@ def test_tables_are_those_of_the_data(folder: str) -> None:
 def test_the_readmes_layers_are_those_of_the_data(layer: str, run: str) -> None:
     (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {layer} |"))
     te, *cells = line.split("|")[2:-1]
-    arms = {row["arm"]: row for row in summary(run)["rows"]}
-    assert te.strip() == f"{arms['te']['ms_per_layer']:.2f}"
+    runs = [summary(name)["rows"] if name else [] for name in (run, README_OTHER_RUNS.get(layer))]
+    here, there = ({row["arm"]: row for row in rows} for rows in runs)
+    assert te.strip() == f"{here['te']['ms_per_layer']:.2f}"
     for arm, cell in zip(README_ARMS, cells, strict=True):
-        if "²" not in cell:  # of another run
-            assert cell.strip(" *") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
+        arms = there if "²" in cell else here
+        assert cell.strip(" *²") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
+
+
+@pytest.mark.parametrize("method", ["tuned", "serial"])
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
+@pytest.mark.parametrize("path", ["README.md", "results/ops-h200x4-sustained/README.md"])
+def test_host_times_are_medians_and_ranges_of_the_data(path: str, operator: str, method: str) -> None:
+    runs = [summary(f"ops-h200x4-sustained/{run}")["rows"] for run in ("m8192", "m2048")]
+    groups = [[row["host_us"][method] for row in rows if row["op"] == operator] for rows in runs]
+    figures = *map(median, groups), min(map(min, groups)), max(map(max, groups))
+    first, second, low, high = (math.floor(figure + 0.5) for figure in figures)
+    text = " ".join((ROOT / path).read_text().split())
+    assert re.search(f"{first} and {second}( µs)?, (single calls )?{low} to {high}", text)
 
 
 @pytest.mark.parametrize("run", ["graphs-pushed", "graphs-copies", "graphs-entered-once"])

@@ -14,7 +14,7 @@ TIME_PARTS: dict[str, tuple[str, str]] = {
     "norm": ("norm", "part-norm"),
     "optimizer": ("optimizer", "part-optimizer"),
     "other": ("other kernels", "part-rest"),
-    "communication_exposed": ("exposed communication", "part-exposed"),
+    "communication_exposed": ("exposed communication ¹", "part-exposed"),
     "idle": ("idle", "part-idle"),
 }
 """The disjoint parts of a breakdown in the order of the stack: name and colour.

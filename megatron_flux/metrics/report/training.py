@@ -10,6 +10,7 @@ from megatron_flux.metrics.report.differences import flat
 from megatron_flux.metrics.report.parts import NOT_RECORDED, Chapter, Part, Table
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.rows import CROSS, UNKNOWN, findings, rows
+from megatron_flux.metrics.schema import FUSED_WAITS
 
 ARMS_IN_WORDS = {("baseline",): "stock Megatron (baseline)", ("flux",): "patched Megatron (flux)"}
 NO_BREAKDOWN = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
@@ -99,7 +100,7 @@ def _where_time_goes(run: Run) -> Part:
         rows.append((label, *(_ms(found.get(key)) for found in run.breakdowns.values())))
     said = [f"{arm}: {_traced(found)}." for arm, found in run.breakdowns.items()]
     said += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in run.breakdowns]
-    caption = "Exposed: communication beside which nothing else ran. " + " ".join(said)
+    caption = f"¹ Communication beside which nothing else ran. {FUSED_WAITS} {' '.join(said)}"
     return Part("time", title, figure, caption, Table(rows, head=("ms per step", *run.breakdowns)))
 
 

@@ -1,0 +1,108 @@
+"""Torch's async-TP with a ``CUDA_DEVICE_MAX_CONNECTIONS`` of its own: ``python -m megatron_flux.bench.async_tp RUN``.
+
+Megatron trains with one hardware queue, and so do all methods of ``bench ops``. Async-TP moves shards on a second
+stream and may be faster with more. CUDA reads the variable when it starts, so that no process can measure both: after
+the main pass the same calls are made once more in other processes, by async-TP, GEMM alone and both in turn. The two
+passes are not interleaved; whether the machine was another by then is told by the GEMM, which both have.
+
+``RUN`` is an :class:`megatron_flux.bench.options.OpsRun` as JSON, whose main pass has ended. The first rank writes
+``async-tp.json`` into its folder; :func:`joined` puts the figures into the rows of ``summary.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench import world
+from megatron_flux.bench.methods import methods, operands
+from megatron_flux.bench.options import OpsRun
+from megatron_flux.bench.shapes import Case
+from megatron_flux.bench.timing import interleaved
+from megatron_flux.run import rank
+
+FILE, SUMMARY = "async-tp.json", "summary.json"
+WAYS = ("gemm", "serial", "async_tp")
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+logger = logging.getLogger("megatron_flux")
+
+
+def wanted(run: OpsRun) -> str | None:
+    """The variable's value in a pass of its own; None where the main pass has it, or there is no async-TP."""
+    value = str(run.async_tp_connections)
+    if not run.async_tp_connections or run.stand_in_for is not None or os.environ.get(VARIABLE) == value:
+        return None
+    return value
+
+
+def measured(
+    cases: Sequence[Case], group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, rounds: int, burst: int
+) -> list[dict[str, Any]]:
+    """One row per call, with milliseconds of :data:`WAYS` as in ``summary.json``. A collective call."""
+    rows = []
+    for number, case in enumerate(cases, 1):
+        x, weight = operands(case, group, dtype, device)
+        ways = {name: way for name, way in methods(case, x, weight, group).items() if name in WAYS}
+        times = interleaved(ways, group, rounds=rounds, burst=burst)
+        ms = {f"{name}_ms": round(times[name].median, 4) for name in WAYS}
+        rows.append({**asdict(case), **ms})
+        if rank.is_first():
+            logger.info("[%d/%d] async-TP by itself: %s %s", number, len(cases), case, ms)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _measure(run: OpsRun) -> None:
+    """The calls that the main pass of ``run`` has got to, on this rank."""
+    rows = json.loads((run.out / SUMMARY).read_text())["rows"]
+    done = [case for case in run.cases() if _key(asdict(case)) in set(map(_key, rows))]
+    dtype = DTYPES[run.dtype]
+    with world.opened() as group:
+        device, _ = world.checked("bench ops", group, dtype)
+        found = measured(done, group, device, dtype, run.rounds, run.burst)
+        if rank.is_first():
+            text = json.dumps({VARIABLE: os.environ.get(VARIABLE), "rows": found}, indent=1)
+            (run.out / FILE).write_text(text + "\n")
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k"))
+
+
+def joined(summary: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """``summary`` with what the pass for async-TP has found: ``async_tp_own`` of rows, and its variable's value.
+
+    ``async_tp_own`` has ``gemm_ms``, ``serial_ms`` and ``async_tp_ms`` of that pass, and is null in a row without one.
+    """
+    own = {_key(row): {f"{name}_ms": row[f"{name}_ms"] for name in WAYS} for row in found["rows"]}
+    rows = [{**row, "async_tp_own": own.get(_key(row))} for row in summary["rows"]]
+    return {**summary, "async_tp_connections": found[VARIABLE], "rows": rows}
+
+
+def join(out: Path) -> dict[str, Any]:
+    """The summary of the folder ``out`` with the figures of its pass for async-TP, written in place."""
+    path = out / SUMMARY
+    summary = joined(json.loads(path.read_text()), json.loads((out / FILE).read_text()))
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def main() -> None:
+    """Measure what the first argument says."""
+    _measure(OpsRun.model_validate_json(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    rank.serve(main)

@@ -27,6 +27,11 @@ CUDA graphs
     Two calls of which one is entered must not overlap on a rank: whoever replays puts the replay behind what used the
     slab before, and leaves no gather open around it.
 
+Exceptions
+    A turn is taken on the host and completed by the call's kernel. An exception in between leaves the slab poisoned:
+    it refuses every further call on its rank, and peers run into their bounded waits (:mod:`megatron_flux.ops.broken`).
+    A larger slab, which all ranks make together, knows nothing of that.
+
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
       are the streams of one capture. Replays are not seen.
@@ -121,7 +126,7 @@ class Slab:
         """Start a call that is not captured: checks earlier time-outs, orders streams, says which half to use.
 
         Raises:
-            OperatorError: an earlier call on this slab timed out.
+            OperatorError: an earlier call on this slab timed out or was broken off.
         """
         self._check()
         self._follow()
@@ -131,7 +136,7 @@ class Slab:
         """As :meth:`begin`, on a captured slab; ``capture`` is the one that the call is part of, None if it runs now.
 
         Raises:
-            OperatorError: an earlier call on this slab timed out.
+            OperatorError: an earlier call on this slab timed out or was broken off.
         """
         self._check()
         enter = capture is None or capture != self.capture
@@ -156,11 +161,15 @@ class Slab:
         if reason is not None:
             raise OperatorError(reason)
 
+    def poison(self, operator: str, error: BaseException) -> None:
+        """``error`` broke a call of ``operator`` off after it had taken its turn: every further call is refused."""
+        self.alarm.poison(operator, error)
+
     def step(self) -> tuple[int, int]:
         """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream.
 
         Raises:
-            OperatorError: an earlier call on this slab timed out.
+            OperatorError: an earlier call on this slab timed out or was broken off.
         """
         self._check()
         raw = torch._C._cuda_getCurrentRawStream(self._index)
@@ -171,7 +180,7 @@ class Slab:
         return half, raw
 
     def end(self) -> None:
-        """Everything of the call is enqueued on the current stream."""
+        """The call ends on the current stream, which comes behind all that the slab's streams were given before."""
         if self.data_table.is_cuda:
             self._follow()
         else:
@@ -226,13 +235,31 @@ class SlabPool:
             )
         made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
         if slab is not None:
-            if slab.in_graphs and slab.group is group:
-                self._kept.append(slab)
-            else:
-                slab.alarm.close()
+            self._retire(slab, group)
         self._slabs[key] = made
         self.generation += 1
         return made
+
+    def _retire(self, slab: Slab, group: dist.ProcessGroup) -> None:
+        if slab.in_graphs and slab.group is group:
+            self._kept.append(slab)
+        else:
+            slab.alarm.close()
+
+    def renew(self, group: dist.ProcessGroup) -> None:
+        """Have the next calls of ``group`` make new slabs: the way on after an exception broke calls off.
+
+        Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
+        (:mod:`megatron_flux.ops.broken`). Waits for the device. Gathers that are open are lost.
+        """
+        found = [key for key in self._slabs if key[0] == group.group_name]
+        for device in {self._slabs[key].data_table.device for key in found}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        dist.barrier(group=group)  # no peer's kernel or copy is under way to what is freed here
+        for key in found:
+            self._retire(self._slabs.pop(key), group)
+        self.generation += 1
 
     def bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Bytes of symmetric memory this rank holds, of one group or of all."""

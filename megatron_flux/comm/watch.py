@@ -22,6 +22,11 @@ UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard"}
 DEFAULT_TIMEOUT_S = 120.0
 POLLS_PER_SECOND = 2000  # of the CPU twin
 
+_POISONED = 2
+"""In place of the 1 that kernels write first."""
+_SAID = 300
+"""Characters of an exception that a message repeats."""
+
 _log = logging.getLogger("megatron_flux")
 _alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -54,6 +59,7 @@ class Alarm:
         self._rank = dist.get_rank()
         self._tp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
+        self._poison: str | None = None
         self._told = False
         self._counted = False
         self.limit = int(timeout_s() * (1e9 if cuda else POLLS_PER_SECOND))
@@ -62,9 +68,11 @@ class Alarm:
             _start()
 
     def message(self) -> str | None:
-        """What was waited for in vain, or None."""
+        """What was waited for in vain, or which call was broken off; None as long as all is well."""
         if not self._view[0]:
             return None
+        if self._view[0] == _POISONED:
+            return self._poison
         if not self._counted:
             global _timeouts
             self._counted = True
@@ -76,6 +84,23 @@ class Alarm:
             f"{UNITS.get(op, 'unit')} {unit}, epoch {epoch}; the peer's last epoch here is {seen}. Did it die, or make "
             "another sequence of calls? The limit is MEGATRON_FLUX_TIMEOUT_S"
         )
+
+    def poison(self, operator: str, error: BaseException) -> None:
+        """From here on :meth:`message` says that ``error`` broke a call of ``operator`` off, unless it says something.
+
+        It is in the word that kernels write, so that whoever asks for a message looks at one thing.
+        """
+        if self._view[0]:
+            return
+        said = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+        self._poison = (
+            f"rank {self._rank} (tp rank {self._tp_rank} of {len(self._ranks)}): a call of {operator} was broken off "
+            f"here by {said[:_SAID]}; its peers still wait for it, and its workspace is of no use any more: start the "
+            "job again from its last checkpoint"
+        )
+        self._view[0] = _POISONED
+        self._told = True
+        _log.error(self._poison)
 
     def tell(self) -> None:
         """Print the message once."""

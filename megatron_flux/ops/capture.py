@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_flux.errors import UserError
+
 _within = 0
 """How many :func:`captured_calls` are open."""
 _always = False
@@ -53,3 +55,11 @@ def capture_id(tensor: torch.Tensor) -> int | None:
     from megatron_flux.ops import driver
 
     return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
+
+
+def waited_elsewhere(begun: int | None) -> UserError:
+    """The error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
+    return UserError(
+        f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
+        "be waited for there: finish it before capture begins or ends"
+    )

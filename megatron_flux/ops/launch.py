@@ -18,6 +18,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.kernels.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.alignment import BYTES
+from megatron_flux.ops.broken import unbroken
 from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
 from megatron_flux.ops.launch_enter import begin
 from megatron_flux.ops.plan import Plan, cdiv
@@ -90,96 +91,97 @@ def all_gather_gemm(
         raise UserError("all_gather_gemm: the copy engine moves whole rows; chunks need comm > 0")
     if block < mp and block % plan.bm:
         raise UserError(f"all_gather_gemm: blocks of {block} rows must be multiples of the tile's {plan.bm}")
-    turn = begin(work)
-    buffers = buffers_of(work, turn.half, m, k, x.dtype)
-    gathered = buffers[rank]
-    flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-    finish = None
-    if plan.comm == 0:
-        finish = copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
-    _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    early = sms - plan.comm
-    per = cdiv(block, plan.bm) * cdiv(n, plan.bn)
-    skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
-    tma = _tma(x, n, k)
-    mask_rows = mp % plan.bm != 0
-    a = b = cd = weight
-    push_rows, push_cols = (64, 256) if cuda else (16, 16)
-    tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
-    if tma_push:
-        chunk_k = cdiv(chunk_k, push_cols) * push_cols
-        chunks = cdiv(k, chunk_k)
-    peers = [x] * 8
-    if tma_push:
-        ordered = view(
-            work,
-            ("push", turn.half, m, k, x.dtype),
-            lambda: [_desc(buffers[(rank - step) % tp], push_rows, push_cols) for step in range(1, tp)],
+    with unbroken(work, "all_gather_gemm"):
+        turn = begin(work)
+        buffers = buffers_of(work, turn.half, m, k, x.dtype)
+        gathered = buffers[rank]
+        flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
+        finish = None
+        if plan.comm == 0:
+            finish = copy_engine_push(x, work, turn, buffers, flag_off, block, plan.pace)
+        _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
+        early = sms - plan.comm
+        per = cdiv(block, plan.bm) * cdiv(n, plan.bn)
+        skip = plan.skip if plan.skip * early <= per * blocks * tp else 0
+        tma = _tma(x, n, k)
+        mask_rows = mp % plan.bm != 0
+        a = b = cd = weight
+        push_rows, push_cols = (64, 256) if cuda else (16, 16)
+        tma_push = tma and plan.comm > 0 and block % push_rows == 0 and mp % push_rows == 0
+        if tma_push:
+            chunk_k = cdiv(chunk_k, push_cols) * push_cols
+            chunks = cdiv(k, chunk_k)
+        peers = [x] * 8
+        if tma_push:
+            ordered = view(
+                work,
+                ("push", turn.half, m, k, x.dtype),
+                lambda: [_desc(buffers[(rank - step) % tp], push_rows, push_cols) for step in range(1, tp)],
+            )
+            peers = [_desc(x, push_rows, push_cols), *ordered, *[ordered[0]] * (8 - tp)]
+        if tma:
+            a = view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
+            b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
+            cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
+        else:
+            a = gathered
+        by_triton(
+            ag_gemm_kernel,
+            sms,
+            a,
+            b,
+            cd,
+            c,
+            *peers,
+            x,
+            x if bias is None else bias,
+            work.data_table,
+            work.flag_table,
+            work.flags[rank],
+            work.ctrl,
+            work.epochs,
+            work.alarm.words,
+            work.alarm.limit,
+            turn.half,
+            turn.next_half,
+            flag_off,
+            turn.half * (work.half_bytes // x.element_size()),
+            m,
+            n,
+            k,
+            mp,
+            rank,
+            blocks,
+            block,
+            chunk_k,
+            TP=tp,
+            BM=plan.bm,
+            BN=plan.bn,
+            BK=plan.bk,
+            GROUP=plan.group,
+            KCH=chunks,
+            COMM=plan.comm,
+            SKIP=skip,
+            LANES=lanes,
+            PR=push_rows if tma_push else 8 if cuda else 2,
+            PC=push_cols if tma_push else 2048 if cuda else 64,
+            TMA_PUSH=tma_push,
+            CTAS=sms,
+            TRANSPOSED=transposed,
+            TMA=tma,
+            MASK_ROWS=mask_rows,
+            SPLIT=plan.split,
+            BIAS=bias is not None,
+            CPU=not cuda,
+            THREADS=32 * plan.warps,
+            DTYPE=TYPES[x.dtype],
+            num_stages=plan.stages,
+            num_warps=plan.warps,
         )
-        peers = [_desc(x, push_rows, push_cols), *ordered, *[ordered[0]] * (8 - tp)]
-    if tma:
-        a = view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
-        b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
-        cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
-    else:
-        a = gathered
-    by_triton(
-        ag_gemm_kernel,
-        sms,
-        a,
-        b,
-        cd,
-        c,
-        *peers,
-        x,
-        x if bias is None else bias,
-        work.data_table,
-        work.flag_table,
-        work.flags[rank],
-        work.ctrl,
-        work.epochs,
-        work.alarm.words,
-        work.alarm.limit,
-        turn.half,
-        turn.next_half,
-        flag_off,
-        turn.half * (work.half_bytes // x.element_size()),
-        m,
-        n,
-        k,
-        mp,
-        rank,
-        blocks,
-        block,
-        chunk_k,
-        TP=tp,
-        BM=plan.bm,
-        BN=plan.bn,
-        BK=plan.bk,
-        GROUP=plan.group,
-        KCH=chunks,
-        COMM=plan.comm,
-        SKIP=skip,
-        LANES=lanes,
-        PR=push_rows if tma_push else 8 if cuda else 2,
-        PC=push_cols if tma_push else 2048 if cuda else 64,
-        TMA_PUSH=tma_push,
-        CTAS=sms,
-        TRANSPOSED=transposed,
-        TMA=tma,
-        MASK_ROWS=mask_rows,
-        SPLIT=plan.split,
-        BIAS=bias is not None,
-        CPU=not cuda,
-        THREADS=32 * plan.warps,
-        DTYPE=TYPES[x.dtype],
-        num_stages=plan.stages,
-        num_warps=plan.warps,
-    )
-    if finish is not None:
-        finish()
-    work.end()
+        if finish is not None:
+            finish()
+        work.end()
     return c, gathered
 
 
@@ -195,16 +197,19 @@ def _hopper_all_gather_gemm(
     from megatron_flux.ops import launch_hopper
 
     mp, k = x.shape
-    turn = begin(work)
-    buffers = buffers_of(work, turn.half, mp * work.group.size(), k, x.dtype)
-    finish = None
-    if plan.comm == 0:
-        flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-        finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
-    c = launch_hopper.all_gather_gemm(x, weight, work, turn, buffers[work.rank], plan, sms, transposed, bias)
-    if finish is not None:
-        finish()
-    work.end()
+    n = weight.shape[1] if transposed else weight.shape[0]
+    c = torch.empty((mp * work.group.size(), n), dtype=x.dtype, device=x.device)
+    with unbroken(work, "all_gather_gemm"):
+        turn = begin(work)
+        buffers = buffers_of(work, turn.half, mp * work.group.size(), k, x.dtype)
+        finish = None
+        if plan.comm == 0:
+            flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
+            finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
+        launch_hopper.all_gather_gemm(x, weight, c, work, turn, buffers[work.rank], plan, sms, transposed, bias)
+        if finish is not None:
+            finish()
+        work.end()
     return c, buffers[work.rank]
 
 
@@ -220,73 +225,75 @@ def gemm_reduce_scatter(
     reducers = min(plan.reducers, sms - 1)
     if rs_tiles(mp, n, plan) * tp > CALL_FLAGS:
         raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
+    out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
     if plan.ws and hopper_kernels(x, n, k):
         from megatron_flux.ops import launch_hopper
 
-        turn = begin(work)
-        out = launch_hopper.gemm_reduce_scatter(x, weight, work, turn, plan, sms, transposed)
-        work.end()
+        with unbroken(work, "gemm_reduce_scatter"):
+            turn = begin(work)
+            launch_hopper.gemm_reduce_scatter(x, weight, out, work, turn, plan, sms, transposed)
+            work.end()
         return out
-    turn = begin(work)
-    out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
-    tma = _tma(x, n, k)
-    width = plan.bn // 2 if plan.split else plan.bn
-    rows = 2 * work.half_bytes // (plan.bn * x.element_size())
-    spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
-    a, b, sinks = x, weight, [out] * 8
-    if tma:
-        a = _desc(x, plan.bm, plan.bk)
-        b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
-        by_rank = view(
-            work,
-            ("rs-desc", plan.bm, plan.bn, width, x.dtype),
-            lambda: [_desc(s, plan.bm, width) for s in spaces],
+    with unbroken(work, "gemm_reduce_scatter"):
+        turn = begin(work)
+        tma = _tma(x, n, k)
+        width = plan.bn // 2 if plan.split else plan.bn
+        rows = 2 * work.half_bytes // (plan.bn * x.element_size())
+        spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
+        a, b, sinks = x, weight, [out] * 8
+        if tma:
+            a = _desc(x, plan.bm, plan.bk)
+            b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
+            by_rank = view(
+                work,
+                ("rs-desc", plan.bm, plan.bn, width, x.dtype),
+                lambda: [_desc(s, plan.bm, width) for s in spaces],
+            )
+            sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
+        by_triton(
+            gemm_rs_kernel,
+            sms,
+            a,
+            b,
+            *sinks,
+            work.data_table,
+            work.flag_table,
+            work.flags[rank],
+            spaces[rank],
+            out,
+            work.ctrl,
+            work.epochs,
+            work.alarm.words,
+            work.alarm.limit,
+            turn.half,
+            turn.next_half,
+            turn.half * FLAG_WORDS + ENTER_WORDS,
+            turn.half * (rows // 2),
+            m,
+            n,
+            k,
+            mp,
+            rank,
+            sms - reducers,
+            TP=tp,
+            BM=plan.bm,
+            BN=plan.bn,
+            BK=plan.bk,
+            BAND=plan.band,
+            CTAS=sms,
+            CHUNK=min(8192, plan.bm * plan.bn // 4),
+            PIECES=2,
+            TRANSPOSED=transposed,
+            TMA=tma,
+            SPLIT=plan.split,
+            JOIN=cuda,
+            CPU=not cuda,
+            THREADS=32 * plan.warps,
+            DTYPE=TYPES[x.dtype],
+            num_stages=plan.stages,
+            num_warps=plan.warps,
         )
-        sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
-    by_triton(
-        gemm_rs_kernel,
-        sms,
-        a,
-        b,
-        *sinks,
-        work.data_table,
-        work.flag_table,
-        work.flags[rank],
-        spaces[rank],
-        out,
-        work.ctrl,
-        work.epochs,
-        work.alarm.words,
-        work.alarm.limit,
-        turn.half,
-        turn.next_half,
-        turn.half * FLAG_WORDS + ENTER_WORDS,
-        turn.half * (rows // 2),
-        m,
-        n,
-        k,
-        mp,
-        rank,
-        sms - reducers,
-        TP=tp,
-        BM=plan.bm,
-        BN=plan.bn,
-        BK=plan.bk,
-        BAND=plan.band,
-        CTAS=sms,
-        CHUNK=min(8192, plan.bm * plan.bn // 4),
-        PIECES=2,
-        TRANSPOSED=transposed,
-        TMA=tma,
-        SPLIT=plan.split,
-        JOIN=cuda,
-        CPU=not cuda,
-        THREADS=32 * plan.warps,
-        DTYPE=TYPES[x.dtype],
-        num_stages=plan.stages,
-        num_warps=plan.warps,
-    )
-    work.end()
+        work.end()
     return out
 
 

@@ -17,9 +17,10 @@ import torch
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
-from megatron_flux.errors import UserError
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.ops import driver, relaunch
+from megatron_flux.ops.broken import unbroken
+from megatron_flux.ops.capture import waited_elsewhere
 from megatron_flux.ops.copies import Copy, enqueue, order
 from megatron_flux.ops.launch_enter import begin, capture_of
 from megatron_flux.ops.plan import WHOLE, Edges, cdiv
@@ -37,47 +38,52 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     """
     _finish_open(work)
     mp, k = x.shape
-    tp, rank = work.group.size(), work.rank
-    turn = begin(work)
-    capture = work.capture
-    buffers = buffers_of(work, turn.half, mp * tp, k, x.dtype)
-    flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-    finish = copy_engine_push(x, work, turn, buffers, flag_off, mp)
-    buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
+    tp, rank, cuda = work.group.size(), work.rank, x.is_cuda
+    with unbroken(work, "all_gather"):
+        turn = begin(work)
+        capture = work.capture
+        buffers = buffers_of(work, turn.half, mp * tp, k, x.dtype)
+        flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
+        finish = copy_engine_push(x, work, turn, buffers, flag_off, mp)
+        buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
+        begun = torch.cuda.current_stream() if cuda else None
 
-    arguments = (
-        work.flags[rank],
-        work.ctrl,
-        work.epochs,
-        work.alarm.words,
-        work.alarm.limit,
-        turn.half,
-        turn.next_half,
-        flag_off,
-        rank,
-    )
-    constants = {"TP": tp, "CPU": not x.is_cuda, "THREADS": 32}
+        arguments = (
+            work.flags[rank],
+            work.ctrl,
+            work.epochs,
+            work.alarm.words,
+            work.alarm.limit,
+            turn.half,
+            turn.next_half,
+            flag_off,
+            rank,
+        )
+        constants = {"TP": tp, "CPU": not cuda, "THREADS": 32}
 
-    def launch() -> relaunch.Launch:
-        return relaunch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
+        def launch() -> relaunch.Launch:
+            return relaunch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
 
-    def wait() -> None:
-        if capture_of(work) != capture:
-            raise UserError(
-                f"an all_gather that was begun {'outside of' if capture is None else 'inside'} a CUDA graph's capture "
-                "can only be waited for there: finish it before capture begins or ends"
-            )
-        if x.is_cuda:
-            relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
-        else:
-            launch()
-        finish()
-        work.end()
-        if work.views.get("open") is pending:
-            del work.views["open"]
+        def wait() -> None:
+            if capture_of(work) != capture:
+                raise waited_elsewhere(capture)
+            with unbroken(work, "all_gather"):
+                if cuda:
+                    # First the order of the streams: the kernel reads the number that the call before leaves.
+                    work.end()
+                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+                    finish()
+                    if torch.cuda.current_stream() != begun:
+                        # The stream whose memory x may be does not wait for the copies.
+                        x.record_stream(work.views["side",][0])
+                else:
+                    launch()
+                    work.end()
+                if work.views.get("open") is pending:
+                    del work.views["open"]
 
-    pending = Pending(buffers[rank], wait, keep=(x,))
-    work.views["open"] = pending
+        pending = Pending(buffers[rank], wait, keep=(x,))
+        work.views["open"] = pending
     return pending
 
 

@@ -24,6 +24,7 @@ SM_FLOP_PER_NS = 5300
 def all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
+    c: torch.Tensor,
     work: Slab,
     turn: Turn,
     gathered: torch.Tensor,
@@ -31,12 +32,13 @@ def all_gather_gemm(
     sms: int,
     transposed: bool,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``[m, n]`` for x ``[mp, k]``; ``mp`` must be a multiple of the tile's rows. Copies are enqueued by the caller."""
+) -> None:
+    """Fill ``c`` ``[m, n]`` for x ``[mp, k]``; ``mp`` must be a multiple of the tile's rows.
+
+    The caller allocates, takes the turn and enqueues the copies.
+    """
     mp, k = x.shape
-    tp, rank = work.group.size(), work.rank
-    m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
-    c = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    tp, rank, n = work.group.size(), work.rank, c.shape[1]
     key = ag_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms, bias is not None)
 
     def launch() -> relaunch.Launch:
@@ -91,7 +93,6 @@ def all_gather_gemm(
 
     operands = {"xd": x, "b": weight, "c": c, "x": x} | ({} if bias is None else {"bias": bias})
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, **operands)
-    return c
 
 
 def ag_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
@@ -105,13 +106,19 @@ def rs_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object,
 
 
 def gemm_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, turn: Turn, plan: Plan, sms: int, transposed: bool
-) -> torch.Tensor:
-    """``[mp, n]`` for x ``[m, k]``."""
-    m, k = x.shape
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    work: Slab,
+    turn: Turn,
+    plan: Plan,
+    sms: int,
+    transposed: bool,
+) -> None:
+    """Fill ``out`` ``[mp, n]`` for x ``[m, k]``; as :func:`all_gather_gemm`."""
+    k = x.shape[1]
     tp, rank = work.group.size(), work.rank
-    mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
-    out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
+    mp, n = out.shape
     key = rs_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms)
 
     def launch() -> relaunch.Launch:
@@ -154,7 +161,6 @@ def gemm_reduce_scatter(
         return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
-    return out
 
 
 def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:

@@ -20,7 +20,8 @@ import torch
 from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import driver
-from megatron_flux.ops.capture import capturing_on_gpu
+from megatron_flux.ops.broken import broken_off
+from megatron_flux.ops.capture import capturing_on_gpu, waited_elsewhere
 from megatron_flux.ops.copies import Copy, enqueue
 
 if TYPE_CHECKING:
@@ -86,15 +87,19 @@ class ReadyAllGatherGemm(ReadyCall):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Result and gathered ``x``; ``bias`` where the kernel adds one."""
-        half, stream = self._work.step()
         y = x.new_empty(self._shape)
         side = self._side
-        if side is None:
-            self._launches[half](stream, x, weight, y, x, *bias)
-        else:
-            _push(x.data_ptr(), self._pushes[half], side, stream)
-            self._launches[half](stream, x, weight, y, x, *bias)
-            driver.wait(stream, side.after)
+        try:
+            half, stream = self._work.step()
+            if side is None:
+                self._launches[half](stream, x, weight, y, x, *bias)
+            else:
+                _push(x.data_ptr(), self._pushes[half], side, stream)
+                self._launches[half](stream, x, weight, y, x, *bias)
+                driver.wait(stream, side.after)
+        except BaseException as error:
+            broken_off(self._work, "all_gather_gemm", error)
+            raise
         return y, self._gathered[half]
 
 
@@ -108,9 +113,13 @@ class ReadyGemmReduceScatter(ReadyCall):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The rank's rows of the sum."""
-        half, stream = self._work.step()
         y = x.new_empty(self._shape)
-        self._launches[half](stream, x, weight, y)
+        try:
+            half, stream = self._work.step()
+            self._launches[half](stream, x, weight, y)
+        except BaseException as error:
+            broken_off(self._work, "gemm_reduce_scatter", error)
+            raise
         return y
 
 
@@ -134,23 +143,35 @@ class ReadyAllGather(ReadyCall):
     def __call__(self, x: torch.Tensor) -> Pending:
         """The gathered ``x``, pending."""
         work, side = self._work, self._side
-        unfinished = work.views.pop("open", None)
+        unfinished = work.views.get("open")
         if unfinished is not None:
             unfinished.wait()
-        half, stream = work.step()
-        _push(x.data_ptr(), self._pushes[half], side, stream)
-        self._own[half].copy_(x)
+        try:
+            half, begun = work.step()
+            _push(x.data_ptr(), self._pushes[half], side, begun)
+            self._own[half].copy_(x)
 
-        def wait() -> None:
-            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-            self._launches[half](stream)
-            driver.wait(stream, side.after)
-            work.end()
-            if work.views.get("open") is pending:
-                del work.views["open"]
+            def wait() -> None:
+                if torch.cuda.is_current_stream_capturing():
+                    raise waited_elsewhere(None)
+                try:
+                    work.end()  # the streams in order: the kernel reads the number that the call before leaves
+                    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+                    self._launches[half](stream)
+                    driver.wait(stream, side.after)
+                    if stream != begun:  # which does not wait for the copies of x, and x may be its memory
+                        x.record_stream(side.keep[0])
+                    if work.views.get("open") is pending:
+                        del work.views["open"]
+                except BaseException as error:
+                    broken_off(work, "all_gather", error)
+                    raise
 
-        pending = Pending(self._gathered[half], wait, keep=(x,))
-        work.views["open"] = pending
+            pending = Pending(self._gathered[half], wait, keep=(x,))
+            work.views["open"] = pending
+        except BaseException as error:
+            broken_off(work, "all_gather", error)
+            raise
         return pending
 
 

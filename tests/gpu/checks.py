@@ -26,7 +26,8 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.bench import stand_in, stand_in_fused
 from megatron_flux.comm import slab
-from megatron_flux.ops import fused
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops import driver, fused
 from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.registry import _backends
@@ -386,6 +387,142 @@ def gather_async(group):
     return "20"
 
 
+def across_streams(group):
+    """Gathers begun on one stream and waited for on another, while the one before is still to come on the first."""
+    a, b, late = torch.cuda.Stream(), torch.cuda.Stream(), random.Random(group.rank())
+    torch.cuda.synchronize()
+    try:
+        for plan in (None, Plan()):  # while a plan is set, no call is made ready
+            backend().plan = plan
+            for call in range(60):
+                first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
+                torch.cuda.synchronize()
+                with torch.cuda.stream(a):
+                    torch.cuda._sleep(4_000_000)  # some two milliseconds
+                    ops.all_gather(first, group, backend=NAME).wait()
+                    torch.cuda._sleep(late.choice((0, 4_000_000, 8_000_000)))
+                    pending = ops.all_gather(second.clone(), group, backend=NAME)
+                with torch.cuda.stream(b):
+                    got = pending.wait().clone()
+                with torch.cuda.stream(a):
+                    torch.full_like(second, float("nan"))  # into the memory of what was gathered, if it is free
+                torch.cuda.synchronize()
+                assert torch.equal(got, gather(second, group)), f"call {call} with plan {plan}: stale data"
+    finally:
+        backend().plan = None
+    return "2 x 60"
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except OperatorError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def exceptions(group):
+    """Caught in the middle of calls, made ready and not: memory that runs out leaves no trace, a launch that fails
+    ends the workspace.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "no Hopper"
+    xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False, integer=True)
+    calls = {
+        "all_gather_gemm": lambda: ops.all_gather_gemm(xs, w, group, backend=NAME),
+        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(xl, w, group, backend=NAME),
+        "all_gather": lambda: ops.all_gather(xs, group, backend=NAME).wait(),
+    }
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("no memory, for a test")
+
+    def no_launch(*_):
+        raise OperatorError("no launch, for a test")
+
+    late = random.Random(group.rank())
+    try:
+        for plan in (None, Plan(ws=True)):  # while a plan is set, no call is made ready
+            backend().plan = plan
+            for name, call in calls.items():
+                for _ in range(5):
+                    call()
+                if name != "all_gather":
+                    with mock.patch.object(torch, "empty", full), mock.patch.object(torch.Tensor, "new_empty", full):
+                        try:
+                            call()
+                        except torch.OutOfMemoryError:
+                            pass
+                        else:
+                            raise AssertionError(f"{name} allocated nothing")
+                    for _ in range(3):
+                        torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
+                        compare(group, 256, 1024, 512, integer=True)
+                torch.cuda.synchronize()
+                with mock.patch.object(driver, "launch", no_launch):
+                    assert "no launch" in refused(call)
+                for _ in range(2):
+                    said = refused(call)
+                    assert f"a call of {name} was broken off here by OperatorError: no launch" in said, said
+                slab.pool.renew(group)
+                for _ in range(3):
+                    torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
+                    compare(group, 256, 1024, 512, integer=True)
+                    assert torch.equal(calls["all_gather"](), gather(xs, group))
+    finally:
+        backend().plan = None
+    return f"{len(calls)} operators, made ready and not"
+
+
+def broken_capture(group):
+    """An exception that is caught inside a capture: no graph of half a call, and nothing is left of it."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "no Hopper"
+    xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False, integer=True)
+
+    def call():
+        y = ops.all_gather_gemm(xs, w, group, backend=NAME)
+        return y, ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+
+    with captured_calls():
+        for _ in range(3):
+            wants = call()
+    torch.cuda.synchronize()
+    launch, stream = driver.launch, torch.cuda.current_stream()
+    for survivors in (1, 2):  # launches before the one that fails, which is the first GEMM's, then the second's
+        left = [survivors]
+
+        def failing(*given, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OperatorError("no launch, for a test")
+            launch(*given)
+
+        graph, inside = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.graph(graph), mock.patch.object(driver, "launch", failing):
+                inside = refused(call)
+        except Exception as error:
+            ended = repr(error)
+        else:
+            raise AssertionError("half a call became a graph")
+        torch.cuda.set_stream(stream)  # which the failed capture has not given back
+        assert "no launch" in str(inside), inside
+        torch.cuda.synchronize()
+        dist.barrier(group=group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = call()
+        for _ in range(3):
+            torch.cuda._sleep(random.Random(group.rank()).choice((0, 4_000_000)))
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(mine, want) for mine, want in zip(got, wants, strict=True))
+        dist.barrier(group=group)
+        compare(group, 256, 1024, 512, integer=True)
+    return ended[:120]
+
+
 def mismatch(group):
     """Different shapes on different ranks are an error."""
     from megatron_flux.errors import UserError
@@ -417,14 +554,19 @@ CHECKS: dict[str, Check] = {
     "poisoned_shard": poisoned_shard,
     "streams": streams,
     "gather_async": gather_async,
+    "across_streams": across_streams,
+    "exceptions": exceptions,
     "graphs": graphs,
+    "broken_capture": broken_capture,
     "mismatch": mismatch,
     "bench_shapes": bench_shapes,
     "random_shapes": random_shapes,
 }
 
 
-NOT_STANDING_IN = ("more_plans", "elsewhere", "poisoned_shard", "graphs", "mismatch")
+NOT_STANDING_IN = (
+    "more_plans", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture", "mismatch",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,3 +130,32 @@ def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.Monke
     words = [int.from_bytes(seen[0][i : i + 8], "little") for i in range(0, len(seen[0]), 8)]
     #        x, y, type, host, address, array, pitch: of the source, of the target; width, rows (cuda.h, CUDA_MEMCPY2D)
     assert words == [0, 0, 4, 0, 0x2000, 0, 96, 0, 0, 4, 0, 0x1000, 0, 96, 48, 4]
+
+
+def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
+    from megatron_flux.ops import launch_copies
+
+    done: list[Any] = []
+    x: Any = SimpleNamespace(
+        shape=(4, 8), dtype=torch.bfloat16, device=torch.device("cuda", 0), is_cuda=True, record_stream=done.append
+    )
+    alarm = SimpleNamespace(words=None, limit=1)
+    work: Any = SimpleNamespace(
+        group=SimpleNamespace(size=lambda: 2), rank=0, captured=False, capture=None, flags=[None], ctrl=None,
+        epochs=None, alarm=alarm, views={("side",): ("copies", None, None)}, end=lambda: done.append("order"),
+    )  # fmt: skip
+    monkeypatch.setattr(launch_copies, "begin", lambda work: Turn(0, 1, False))
+    monkeypatch.setattr(launch_copies, "capture_of", lambda work: None)
+    monkeypatch.setattr(launch_copies, "buffers_of", lambda *of: [mock.MagicMock()])
+    monkeypatch.setattr(launch_copies, "copy_engine_push", lambda *of: lambda: done.append("copies are done"))
+    monkeypatch.setattr(launch_copies.relaunch, "first_or_again", lambda *of: done.append("kernel"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "first")
+    launch_copies.all_gather(x, work).wait()
+    assert done == ["order", "kernel", "copies are done"]
+    done.clear()
+    pending = launch_copies.all_gather(x, work)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "second")
+    pending.wait()
+    assert done == ["order", "kernel", "copies are done", "copies"]
+    assert "open" not in work.views

@@ -14,6 +14,7 @@ import torch
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
+from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import again, observe, ready
 from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.copies import Copy
@@ -38,9 +39,12 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 class Work:
     """A slab's turns."""
 
+    captured, capture = False, None
+
     def __init__(self) -> None:
         self.calls, self.views, self.rank, self.ended = 0, {}, 1, 0
         self.group = SimpleNamespace(size=lambda: 2)
+        self.poisoned: list[tuple[str, BaseException]] = []
 
     def step(self) -> tuple[int, int]:
         half = self.calls & 1
@@ -49,6 +53,9 @@ class Work:
 
     def end(self) -> None:
         self.ended += 1
+
+    def poison(self, operator: str, error: BaseException) -> None:
+        self.poisoned.append((operator, error))
 
 
 def kernel(seen: list[tuple[Any, ...]], name: str) -> Any:
@@ -137,6 +144,90 @@ def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, .
     assert pending.wait() is gathered[0]
     assert done == [("w0", STREAM), ("wait", STREAM, AFTER)]
     assert (work.ended, "open" in work.views) == (1, False)
+
+
+def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
+    done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
+    work, side = Work(), SimpleNamespace()
+    gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
+    waits = [kernel(done, "w0"), kernel(done, "w1")]
+    call = ReadyAllGather(work, waits, gathered, PUSHES, ON_THE_SIDE._replace(keep=(side,)))
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    monkeypatch.setattr(Work, "end", lambda _: done.append(("order",)))
+    call(torch.ones(4, 4)).wait()
+    assert recorded == []
+    pending = call(torch.ones(4, 4))
+    done.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
+    pending.wait()
+    assert done == [("order",), ("w1", 11), ("wait", 11, AFTER)]
+    assert recorded == [side]
+
+
+def test_a_gather_is_not_waited_for_in_a_capture(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work()
+    call = ReadyAllGather(work, [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
+    pending = call(torch.ones(4, 4))
+    done.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UserError, match="begun outside of a CUDA graph's capture can only be waited for there"):
+        pending.wait()
+    assert (done, work.poisoned, work.views["open"]) == ([], [], pending)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pending.wait()
+    assert done == [("w", STREAM), ("wait", STREAM, AFTER)]
+
+
+def no_launch(stream: int, *operands: Any) -> None:
+    raise OperatorError("CUDA refused a launch")
+
+
+READY = {
+    "all_gather_gemm": lambda work, run: ReadyAllGatherGemm(
+        work, [run] * 2, (8, 6), [torch.zeros(8, 4)] * 2, None, None
+    ),
+    "gemm_reduce_scatter": lambda work, run: ReadyGemmReduceScatter(work, [run] * 2, (4, 6)),
+    "all_gather": lambda work, run: ReadyAllGather(work, [run] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE),
+}
+
+
+@pytest.mark.parametrize("operator", list(READY))
+def test_a_call_broken_off_poisons_its_slab(
+    operator: str, done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, x, weight = Work(), torch.zeros(4, 4), torch.zeros(6, 4)
+    behind: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=behind.append))
+    work.views["side",] = ("the copies' stream", None, None)
+    call = READY[operator](work, no_launch)
+    with pytest.raises(OperatorError, match="CUDA refused a launch") as caught:
+        call(x).wait() if operator == "all_gather" else call(x, weight)
+    assert work.poisoned == [(operator, caught.value)]
+    assert behind == ["the copies' stream"]
+
+
+def test_copies_that_cannot_be_enqueued_poison_too(
+    done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work()
+    call = READY["all_gather"](work, kernel(done, "w"))
+    monkeypatch.setattr(ready.driver, "copy", lambda *given: no_launch(0))
+    with pytest.raises(OperatorError):
+        call(torch.zeros(4, 4))
+    assert [operator for operator, _ in work.poisoned] == ["all_gather"]
+    assert "open" not in work.views
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_memory_runs_out_before_the_turn(operator: str, done: list[tuple[Any, ...]]) -> None:
+    work, weight = Work(), torch.zeros(6, 4)
+    x: Any = SimpleNamespace(new_empty=lambda shape: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        READY[operator](work, kernel(done, "k"))(x, weight)
+    assert (work.calls, work.poisoned, done) == (0, [], [])
 
 
 class Operand:

@@ -1,0 +1,309 @@
+"""Exceptions in the middle of fused calls, which the caller catches: what comes next is right or refused, never stale.
+
+The CPU twin with real processes. One rank comes late to the call that follows, so that whoever does not wait for it
+reads what an older call left behind.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops.plan import Plan
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
+COPIES, PUSHES = PLANS["copy engine"], PLANS["pushes, chunks, join"]
+LATE = 0.5  # seconds
+MESSAGE = "the compiler is out of registers"
+
+Call = tuple[Callable[[], torch.Tensor], torch.Tensor]
+"""Makes a call, and what it must return."""
+
+
+@contextmanager
+def fresh(plan: Plan, seconds: float) -> Iterator[Any]:
+    """The backend on new workspaces, whose waits are bounded by about so many seconds."""
+    from megatron_flux.comm import slab
+
+    with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S=str(seconds)):
+        slab.pool.clear()
+        backend = twin()
+        backend.plan = plan
+        yield backend
+        dist.barrier()
+        slab.pool.clear()
+
+
+def call_of(backend: Any, operator: str, rows: int = 32) -> Call:
+    """A call of ``operator`` with new operands, whose result is exact."""
+    group = dist.group.WORLD
+    x, w = integers(rows, 32, torch.float16), integers(32, 32, torch.float16)
+    if operator == "gemm_reduce_scatter":
+        total = x.float() @ w.float().t()
+        dist.all_reduce(total)
+        mine = rows // group.size()
+        want = total[mine * group.rank() : mine * (group.rank() + 1)].half()
+        return lambda: backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False).wait(), want
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x)
+    whole = torch.cat(parts)
+    if operator == "all_gather":
+        return lambda: backend.all_gather(x, group, async_op=True).wait().clone(), whole
+    return lambda: backend.all_gather_gemm(x, w, group, transposed=False)[0], (whole.float() @ w.float().t()).half()
+
+
+def right(call: Call, *, late: bool = False) -> None:
+    run, want = call
+    if late and dist.get_rank() == 1:
+        time.sleep(LATE)
+    assert torch.equal(run(), want)
+
+
+@contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Allocations of this rank fail."""
+    with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("out of memory")):
+        yield
+
+
+@contextmanager
+def no_compiler(
+    error: BaseException | None = None, kernels: tuple[str, ...] = ("launch", "relaunch")
+) -> Iterator[None]:
+    """Kernels of this rank cannot be compiled; ``kernels``: the modules that launch them."""
+    with ExitStack() as all_of_them:
+        for name in kernels:
+            module = importlib.import_module(f"megatron_flux.ops.{name}")
+            failing = mock.Mock(side_effect=error or RuntimeError(MESSAGE))
+            all_of_them.enter_context(mock.patch.object(module, "by_triton", failing))
+        yield
+
+
+def out_of_memory_everywhere(operator: str) -> None:
+    with fresh(COPIES, 20) as backend:
+        for _ in range(2):
+            right(call_of(backend, operator))
+        run, _ = call_of(backend, operator)
+        with out_of_memory(), pytest.raises(torch.OutOfMemoryError):
+            run()
+        for late in (True, False):
+            right(call_of(backend, operator), late=late)
+
+
+def out_of_memory_on_one_rank_which_tries_again(operator: str) -> None:
+    with fresh(PUSHES, 20) as backend:
+        for _ in range(2):
+            right(call_of(backend, operator))
+        run, want = call_of(backend, operator)
+        if dist.get_rank() == 1:
+            with out_of_memory(), pytest.raises(torch.OutOfMemoryError):
+                run()
+        right((run, want), late=True)
+        right(call_of(backend, operator))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(OperatorError) as caught:
+        call()
+    return str(caught.value)
+
+
+def no_kernel_everywhere(operator: str, plan: Plan) -> str:
+    """Returns what the next call is told, and goes on with new workspaces."""
+    from megatron_flux.comm import slab
+
+    with fresh(plan, 20) as backend:
+        for _ in range(2):
+            right(call_of(backend, operator))
+        run, _ = call_of(backend, operator)
+        with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+            run()
+        run, _ = call_of(backend, operator)
+        if dist.get_rank() == 1:
+            time.sleep(LATE)
+        said = refusal(run)
+        assert refusal(run) == said  # as long as it is called
+        other = "all_gather" if operator != "all_gather" else "gemm_reduce_scatter"
+        right(call_of(backend, other))  # on another workspace
+        slab.pool.renew(dist.group.WORLD)
+        for late in (True, False):
+            right(call_of(backend, operator), late=late)
+        return said
+
+
+def no_kernel_on_one_rank(operator: str) -> str:
+    """Every result that a rank gets is right; sooner or later each is refused one."""
+    with fresh(COPIES, 0.5) as backend:
+        for _ in range(2):
+            right(call_of(backend, operator))
+        calls = [call_of(backend, operator) for _ in range(3)]
+        failing = dist.get_rank() == 1
+        if failing:
+            with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+                calls[0][0]()
+            return refusal(calls[1][0])
+        with suppress(OperatorError):
+            for run, want in calls:
+                assert torch.equal(run(), want)
+            pytest.fail("three calls without the other rank")
+        return refusal(calls[2][0])
+
+
+def interrupted() -> str:
+    """As by Ctrl-C, which is no ``Exception``."""
+    with fresh(COPIES, 20) as backend:
+        right(call_of(backend, "all_gather_gemm"))
+        run, _ = call_of(backend, "all_gather_gemm")
+        with no_compiler(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            run()
+        return refusal(run)
+
+
+def a_gather_is_open() -> None:
+    """One that was begun before an exception in a GEMM ends as ever; a failed wait is no end of it."""
+    with fresh(PUSHES, 20) as backend:
+        x = integers(16, 32, torch.float16)
+        want = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(want, x)
+        for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
+            run, _ = call_of(backend, operator)
+            pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
+            with out_of_memory(), pytest.raises(torch.OutOfMemoryError):
+                run()
+            if dist.get_rank() == 1:
+                time.sleep(LATE)
+            assert torch.equal(pending.wait(), torch.cat(want))
+            right(call_of(backend, operator))
+        run, _ = call_of(backend, "gemm_reduce_scatter")
+        pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
+        with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+            run()
+        assert torch.equal(pending.wait(), torch.cat(want))
+        pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
+        with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+            pending.wait()
+        assert "all_gather" in refusal(pending.wait)
+        assert "all_gather" in refusal(lambda: backend.all_gather(x, dist.group.WORLD, async_op=True))
+
+
+def larger_calls_come_next() -> None:
+    """They get a new workspace, which all ranks make together: nothing of the broken one is left."""
+    with fresh(PUSHES, 20) as backend:
+        right(call_of(backend, "gemm_reduce_scatter"))
+        run, _ = call_of(backend, "gemm_reduce_scatter")
+        with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+            run()
+        assert "gemm_reduce_scatter" in refusal(run)
+        from megatron_flux.comm import slab
+
+        slab.pool.get(dist.group.WORLD, "gemm", 5 << 20, torch.device("cpu"), False)
+        for late in (True, False):
+            right(call_of(backend, "gemm_reduce_scatter"), late=late)
+
+
+def in_a_capture() -> None:
+    """Nothing of a capture has run: when it has failed, the next one and eager calls begin as if it had not been."""
+    from megatron_flux.ops import launch_copies, launch_enter
+    from megatron_flux.ops.capture import captured_calls
+
+    with fresh(COPIES, 20) as backend:
+        for operator in OPERATORS:
+            with captured_calls():
+                right(call_of(backend, operator))
+            run, _ = call_of(backend, operator)
+            with ExitStack() as nothing_runs:
+                nothing_runs.enter_context(one_capture(1))
+                nothing_runs.enter_context(mock.patch.object(launch_enter, "_enter"))
+                for module in (importlib.import_module("megatron_flux.ops.launch"), launch_copies):
+                    nothing_runs.enter_context(mock.patch.object(module, "copy_engine_push", return_value=lambda: None))
+                nothing_runs.enter_context(no_compiler())
+                with pytest.raises(RuntimeError, match=MESSAGE):
+                    run()
+            with one_capture(2):
+                right(call_of(backend, operator), late=True)
+            with captured_calls():
+                right(call_of(backend, operator))
+
+
+def patched_again() -> None:
+    """Stock layers have nothing to do with it, and patching anew does not forget it."""
+    import megatron_flux
+
+    with fresh(COPIES, 20) as backend:
+        right(call_of(backend, "gemm_reduce_scatter"))
+        with megatron_flux.patched():
+            run, _ = call_of(backend, "gemm_reduce_scatter")
+            with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+                run()
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        assert x.eq(2).all()
+        with megatron_flux.patched():
+            assert "gemm_reduce_scatter" in refusal(run)
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_when_all_ranks_run_out_of_memory_the_next_call_is_right(world2: WorkerPool, operator: str) -> None:
+    world2.run(out_of_memory_everywhere, operator)
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_a_rank_that_ran_out_of_memory_may_try_again(world2: WorkerPool, operator: str) -> None:
+    world2.run(out_of_memory_on_one_rank_which_tries_again, operator)
+
+
+@pytest.mark.parametrize(
+    ("operator", "plan"),
+    [("all_gather_gemm", COPIES), ("all_gather_gemm", PUSHES), ("gemm_reduce_scatter", COPIES), ("all_gather", COPIES)],
+    ids=["all_gather_gemm by copies", "all_gather_gemm by pushes", "gemm_reduce_scatter", "all_gather"],
+)
+def test_a_call_broken_off_is_the_last_on_its_workspace(world2: WorkerPool, operator: str, plan: Plan) -> None:
+    for rank, said in enumerate(world2.run(no_kernel_everywhere, operator, plan)):
+        for part in (f"rank {rank} (tp rank {rank} of 2)", operator, "RuntimeError", MESSAGE, "start the job again"):
+            assert part in said, said
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_peers_of_a_call_broken_off_read_nothing_stale(world2: WorkerPool, operator: str) -> None:
+    waiting, broken = world2.run(no_kernel_on_one_rank, operator)
+    assert MESSAGE in broken
+    assert f"{operator} timed out" in waiting
+    assert "peer rank 1" in waiting
+
+
+def test_an_interrupt_breaks_a_call_off_too(world2: WorkerPool) -> None:
+    assert all("KeyboardInterrupt" in said for said in world2.run(interrupted))
+
+
+def test_exceptions_while_a_gather_is_open(world2: WorkerPool) -> None:
+    world2.run(a_gather_is_open)
+
+
+def test_a_larger_workspace_ends_it(world2: WorkerPool) -> None:
+    world2.run(larger_calls_come_next)
+
+
+def test_an_exception_inside_a_capture_ends_with_it(world2: WorkerPool) -> None:
+    world2.run(in_a_capture)
+
+
+def test_a_broken_workspace_outlives_unpatch(world2: WorkerPool) -> None:
+    world2.run(patched_again)

@@ -1,0 +1,82 @@
+"""What an exception in the middle of a call leaves behind: a poisoned slab, or a capture that makes no graph."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm import watch
+from megatron_flux.comm.slab import Slab
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops.broken import broken_off, unbroken
+
+
+@pytest.fixture
+def alarm(monkeypatch: pytest.MonkeyPatch) -> watch.Alarm:
+    group: Any = SimpleNamespace(rank=lambda: 1)
+    monkeypatch.setattr(watch.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: [4, 5])
+    monkeypatch.setenv("MEGATRON_FLUX_TIMEOUT_S", "3")
+    return watch.Alarm(group, torch.device("cpu"))
+
+
+def slab(alarm: watch.Alarm, *, captured: bool) -> Slab:
+    empty = torch.empty(0)
+    return Slab(None, 0, captured, [], [], empty, empty, empty, empty, alarm)  # type: ignore[arg-type]
+
+
+def test_every_further_call_is_told_which_one_was_broken_off(
+    alarm: watch.Alarm, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work, before = slab(alarm, captured=False), watch.timeouts()
+    work.begin()
+    with pytest.raises(ValueError, match="two"), unbroken(work, "all_gather_gemm"):
+        raise ValueError("one\ntwo")
+    for begin in (work.begin, lambda: work.begin_captured(None)):
+        with pytest.raises(OperatorError) as caught:
+            begin()
+        said = str(caught.value)
+        assert said.startswith(
+            "rank 5 (tp rank 1 of 2): a call of all_gather_gemm was broken off here by ValueError: one;"
+        )
+        assert "\n" not in said
+    assert [record.message for record in caplog.records] == [said]
+    work.poison("gemm_reduce_scatter", RuntimeError())  # the first is what matters
+    assert alarm.message() == said
+    alarm.tell()
+    assert capsys.readouterr().err == ""  # it has been logged
+    assert watch.timeouts() == before
+
+
+def test_a_timeout_is_not_hidden_by_what_it_raises(alarm: watch.Alarm) -> None:
+    work = slab(alarm, captured=False)
+    alarm.words[:6] = torch.tensor([1, 2, 0, 7, 3, 2], dtype=torch.int32)
+    with pytest.raises(OperatorError, match="gemm_reduce_scatter timed out"), unbroken(work, "gemm_reduce_scatter"):
+        work.begin()
+    assert "timed out" in str(alarm.message())
+
+
+def test_a_capture_is_ended_and_the_slab_stays_good(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def synchronize() -> None:
+        ended.append("the stream was waited for")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
+    work = slab(alarm, captured=True)
+    work.begin_captured(7)
+    broken_off(work, "all_gather", RuntimeError())
+    assert len(ended) == 1
+    assert work.begin_captured(None).enter
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # before its turn
+    broken_off(work, "all_gather", RuntimeError())
+    assert len(ended) == 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    work.begin_captured(None)
+    broken_off(work, "all_gather", RuntimeError("in a warm-up"))
+    with pytest.raises(OperatorError, match="in a warm-up"):
+        work.begin_captured(8)

@@ -48,7 +48,16 @@ def examine() -> dict[str, Any]:
     elif versions["transformer-engine"] is None:
         notes.append("no TransformerEngine: attention is Megatron's unfused one, with memory quadratic in the sequence")
     if count > 1 and link["kind"] == "host":
-        notes.append("some GPUs have no peer access: their traffic goes through host memory")
+        notes.append(
+            "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
+            "and GEMMs"
+        )
+    if count > 1 and link["kind"] == "p2p":
+        notes.append(
+            f"no NVLink between all GPUs ({link['reason']}): auto runs stock's collectives and GEMMs; fused kernels "
+            "run there by name only (backend fused or tuned), have not been tried, and hang where the platform has "
+            "no atomics between GPUs over PCIe"
+        )
     if versions["apex wgrad kernel"] is None and count:
         notes.append("no Apex kernel for gradient accumulation fusion: torch's addmm does the same")
     return {

@@ -115,6 +115,30 @@ def pairs() -> list[tuple[bool, bool]] | None:
         return None
 
 
+def linked(uuids: Sequence[str]) -> bool | None:
+    """Whether NVLink connects every pair of these GPUs (UUIDs as torch has them); None where NVML cannot tell.
+
+    CUDA need not see them: a process that was given one GPU can ask for its peers'.
+    """
+    found = _library()
+    if isinstance(found, str):
+        return None
+    try:
+        handles = [found.nvmlDeviceGetHandleByUUID(_full(uuid)) for uuid in uuids]
+        return all(
+            found.nvmlDeviceGetP2PStatus(a, b, _P2P_NVLINK) == found.NVML_P2P_STATUS_OK
+            for a in handles
+            for b in handles
+            if a is not b
+        )
+    except found.NVMLError:
+        return None
+
+
+def _full(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
 class Gpu:
     """Reads one GPU."""
 
@@ -129,8 +153,7 @@ class Gpu:
             raise LookupError(found)
         self._nvml = found
         try:
-            full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            self._handle = found.nvmlDeviceGetHandleByUUID(full)
+            self._handle = found.nvmlDeviceGetHandleByUUID(_full(uuid))
         except found.NVMLError as error:
             raise LookupError(f"NVML does not know GPU {uuid}: {error}") from error
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_flux import nvml
+
 
 @dataclass(frozen=True)
 class Link:
@@ -25,6 +27,11 @@ class Link:
     kind: str
     reason: str
     """Why it is not ``nvlink``; empty if it is."""
+
+    @property
+    def is_nvlink(self) -> bool:
+        """Also of two GPUs that stand in for more (:mod:`megatron_flux.bench.stand_in`), whose kind says so."""
+        return self.kind.split()[0] == "nvlink"
 
 
 _links: dict[str, Link] = {}
@@ -57,11 +64,20 @@ def _probe(group: dist.ProcessGroup, device: torch.device) -> Link:
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for _, uuid, _ in everyone:
         if uuid not in visible:
-            # One GPU visible per process: peer access cannot be asked for, symmetric memory still maps it.
-            return _agree(Link("p2p", "peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES)"), group)
+            # One GPU visible per process: CUDA cannot be asked, symmetric memory still maps the peer's.
+            return _agree(_unseen([uuid for _, uuid, _ in everyone]), group)
         if uuid != mine[1] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
             return _agree(Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}"), group)
     return _agree(between([visible[uuid] for _, uuid, _ in everyone]), group)
+
+
+def _unseen(uuids: list[str]) -> Link:
+    """``nvlink`` or ``p2p``, for GPUs of this machine that this process cannot all see."""
+    unseen = "peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES)"
+    linked = nvml.linked(uuids)
+    if linked:
+        return Link("nvlink", "")
+    return Link("p2p", f"{unseen}, and NVML {'cannot tell' if linked is None else 'finds no NVLink between some'}")
 
 
 def between(devices: list[int]) -> Link:

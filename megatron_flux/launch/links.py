@@ -11,7 +11,8 @@ def flux_on(resolved: Resolved) -> str:
     if resolved.mode == "baseline":
         return "stock Megatron"
     if run.backend != "auto":
-        return f"backend {run.backend}, asked for by name"
+        untested = ", untested without NVLink" if profile.link == "pcie" and run.backend in ("fused", "tuned") else ""
+        return f"backend {run.backend}, asked for by name{untested}"
     stock = "stock's collectives and GEMMs (backend reference)"
     if profile.device == "cpu":
         return f"{stock}: there is no GPU"
@@ -21,7 +22,14 @@ def flux_on(resolved: Resolved) -> str:
         return f"{stock}: a tensor-parallel group of {job.tp} spans nodes of {profile.processes_per_node} GPUs"
     if job.tp not in (2, 4, 8):
         return f"{stock}: fused kernels take groups of 2, 4 or 8"
-    choice = "for every call the fastest measured of stock, torch's async-TP and fused kernels (backend tuned)"
-    if profile.link == "pcie":
-        return f"{choice} where the GPUs have peer access, else {stock}"
-    return choice
+    if profile.link != "nvlink":
+        return f"{stock}: no NVLink between a node's GPUs, and fused kernels have not been run over PCIe"
+    return "for every call the fastest measured of stock, torch's async-TP and fused kernels (backend tuned)"
+
+
+def tunes(resolved: Resolved) -> bool:
+    """Whether any call of the job is tuned."""
+    profile, run = resolved.profile, resolved.run
+    if resolved.mode == "baseline" or run.device != "cuda":
+        return False
+    return run.backend == "tuned" or (run.backend == "auto" and profile.link == "nvlink")

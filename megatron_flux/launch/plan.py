@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.launch.devices import PCIE_OVERLAP
+from megatron_flux.launch.devices import LOW_OVERLAP
 from megatron_flux.launch.plan_layer import ARMS
 from megatron_flux.launch.plan_measured import MeasuredCalls, MeasuredLayers
 from megatron_flux.launch.plan_memory import Memory, predict_memory
@@ -26,8 +26,12 @@ from megatron_flux.ops.fused import limit
 KIND = "Prediction"
 """Written in everything that leaves here."""
 
-REACHED_GB_PER_S = (300.0, 200.0, 150.0, 100.0, 70.0, 50.0, 35.0, 25.0, 15.0, 8.0)
-"""Rates that NCCL reaches per GPU in the sensitivity: from H200's NVLink to L20's PCIe."""
+REACHED_GB_PER_S = (300.0, 200.0, 150.0, 100.0, 70.0, 50.0, 35.0)
+"""Rates that NCCL reaches per GPU in the sensitivity: from H200's NVLink to bridges between pairs of cards. What is
+slower is no NVLink, and there flux runs stock."""
+
+NO_NVLINK = "no NVLink between the GPUs of a node: auto runs stock's collectives and GEMMs there, as NCCL carries them"
+"""Why nothing is gained over PCIe."""
 
 ROOM_GB = 6.0
 """Memory to leave to CUDA's context, NCCL and fragmentation."""
@@ -65,13 +69,15 @@ def why_stock(job: Job) -> str | None:
     """None, or why flux's layers would run stock's collectives and GEMMs in this job.
 
     Process groups beside the tensor-parallel one are taken to be kept from blocking it, as the job scripts do
-    (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+    (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Fused kernels asked for by name over PCIe are not planned: nothing is known of
+    their speed there.
     """
     if job.run.tp == 1:
         return "tp = 1"
     if not job.tp_in_node:
         return f"no peer access within the group: tp {job.run.tp} spans nodes of {job.gpus_per_node} GPUs"
-    return limit(torch.bfloat16, job.run.tp, job.device.capability, job.gpus, shielded=True)
+    reason = limit(torch.bfloat16, job.run.tp, job.device.capability, job.gpus, shielded=True)
+    return NO_NVLINK if reason is None and job.device.link != "nvlink" else reason
 
 
 def predict(job: Job, given: Inputs) -> dict[str, Any]:
@@ -120,15 +126,15 @@ def _step(job: Job, given: Inputs, rates: Rates, arm: str, layers: bool = True) 
 def sensitivity(job: Job, given: Inputs) -> list[dict[str, Any]]:
     """Step times over the rate that NCCL reaches between the GPUs of a node, measured layers left aside.
 
-    Everything else stays: GEMMs, network, memory. ``flux`` keeps the overlap efficiency it has, ``flux_low`` has the
-    mean that FLUX's paper gives for PCIe (or the own one, if that is lower).
+    Everything else stays: GEMMs, network, memory. ``flux`` keeps the overlap efficiency it has, ``flux_low`` has
+    :data:`~megatron_flux.launch.devices.LOW_OVERLAP` (or the own one, if that is lower).
     """
     own = reached(given.rates)
     device, rows = job.device, []
     others = (rate for rate in REACHED_GB_PER_S if not 0.9 < rate / own < 1.1)
     for rate in sorted({own, *others}, reverse=True):
         link = rate * given.rates.link / own
-        low = min(PCIE_OVERLAP, given.rates.overlap if given.rates.overlap is not None else device.overlap)
+        low = min(LOW_OVERLAP, given.rates.overlap if given.rates.overlap is not None else device.overlap)
         baseline = _step(job, given, given.rates.at(link), "baseline", layers=False)
         flux = _step(job, given, given.rates.at(link), "flux", layers=False)
         flux_low = _step(job, given, given.rates.at(link, low), "flux", layers=False)
@@ -210,8 +216,6 @@ def _notes(job: Job, given: Inputs, reason: str | None, memory: Memory) -> list[
         )
     both = memory.total + memory.state
     notes.append(f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB per GPU")
-    if reason is None and job.device.link == "p2p":
-        notes.append("flux needs peer access between the GPUs of a node (megatron-flux doctor); without it stock runs")
     if job.device.key != "h200":
         notes.append(f"flux's kernels and the constants of whole layers were measured on H200, not on {job.device.key}")
     if job.run.tp != 4:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flux.launch.devices import PCIE_OVERLAP
+from megatron_flux.launch.devices import LOW_OVERLAP
 from megatron_flux.launch.plan_validate import Check, MemoryCheck, summary
 
 STEP_ROWS = (
@@ -60,7 +60,7 @@ def show(plan: dict[str, Any], console: Console) -> None:
             "baseline, ms",
             "flux, ms",
             "speed-up",
-            f"speed-up, E {PCIE_OVERLAP:.2f}",
+            f"speed-up, E {LOW_OVERLAP:.2f}",
             "exposed TP",
         )
         body = [
@@ -160,7 +160,7 @@ def _link_figure(plan: dict[str, Any]) -> Any:
     from plotly.subplots import make_subplots
 
     rows = plan["sensitivity"]
-    low = f"flux, overlap efficiency {PCIE_OVERLAP:.2f}"
+    low = f"flux, overlap efficiency {LOW_OVERLAP:.2f}"
     made = make_subplots(rows=1, cols=2)
     for column, name, key, colour, dash in (
         (1, "baseline", "baseline_ms", "#9aa0a6", "solid"),

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_flux.launch.job import Resolved
-from megatron_flux.launch.links import flux_on
+from megatron_flux.launch.links import flux_on, tunes
 from megatron_flux.launch.profile import Profile
 
 
@@ -71,7 +71,6 @@ def job_script(resolved: Resolved, command: str) -> str:
         command: what writes this script again, for its reader.
     """
     job, profile, run = resolved.job, resolved.profile, resolved.run
-    tune = profile.tune and resolved.mode != "baseline" and run.device == "cuda" and run.backend in ("auto", "tuned")
     return (
         _environment()
         .get_template("job.sbatch.j2")
@@ -84,7 +83,7 @@ def job_script(resolved: Resolved, command: str) -> str:
             flux=flux_on(resolved),
             command=command,
             trackers=["baseline/", "flux/"] if resolved.mode == "compare" else [""],
-            tune=_tune_words(resolved) if tune else None,
+            tune=_tune_words(resolved) if profile.tune and tunes(resolved) else None,
         )
     )
 

@@ -42,7 +42,8 @@ class Rank:
     groups: dict[str, tuple[int, ...]]
     """Global ranks of its groups."""
     link: str
-    """Within its tensor-parallel group, as :mod:`megatron_flux.comm.topology` would find it; p2p needs peer access."""
+    """Within its tensor-parallel group, as :mod:`megatron_flux.comm.topology` would find it; fused kernels take
+    ``nvlink``."""
     backend: str
     """``tuned``: the fastest of stock, async-TP and fused per shape; ``reference``: stock's collectives and GEMMs."""
     reason: str | None

@@ -31,7 +31,7 @@ def show(found: Topology, console: Console) -> None:
     ]
     console.print(table(header, stages))
     calls = [(c.layer, c.direction, c.op, f"{c.m} x {c.n} x {c.k}", c.kernel, c.plan) for c in found.linears]
-    if calls:
+    if calls and any(view.reason is None for view in found.ranks):
         console.print(f"Fused calls of a layer on {job.device.key}, before tuning (m x n x k of a rank):")
         console.print(table(("layer", "direction", "operator", "shape", "kernel", "plan"), calls))
     for reason in sorted({view.reason for view in found.ranks if view.reason}):

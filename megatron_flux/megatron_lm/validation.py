@@ -21,7 +21,8 @@ def validate(args: Any) -> None:
     """
     if not args.flux:
         return
-    problems = _layout_problems(args) + _stock_only(args) + _transformer_engine_problems(args) + _graph_problems(args)
+    problems = _layout_problems(args) + _stock_only(args) + _transformer_engine_problems(args)
+    problems += _graph_problems(args) + _priority_problems(args)
     if problems:
         raise MegatronArgumentsError("flux is on, but " + "; ".join(problems) + " (or switch flux off: --no-flux)")
 
@@ -61,25 +62,50 @@ def _graph_problems(args: Any) -> list[str]:
             f"backend pipelined ({', '.join(given)}) cannot be captured in CUDA graphs (--cuda-graph-impl {graphs}): "
             "choose another backend"
         )
-    if not _whole_iteration(args):
-        return problems
-    if getattr(args, "cuda_graph_warmup_steps", 1) == 0:
+    if _whole_iteration(args) and getattr(args, "cuda_graph_warmup_steps", 1) == 0:
         problems.append(
             "the first iteration would be captured, and workspaces cannot be made during capture: give "
             "--cuda-graph-warmup-steps 1 or more"
         )
-    overlapping = [
-        f"--{name.replace('_', '-')}"
-        for name in ("overlap_grad_reduce", "overlap_param_gather")
-        if getattr(args, name, False)
-    ]
-    if overlapping and getattr(args, "data_parallel_size", 2) > 1 and sm_margin() == 0:
+    beside = _other_parallelism(args)
+    if beside and _may_be_fused(args) and sm_margin() == 0:
         problems.append(
-            f"with {' and '.join(overlapping)} one graph holds fused kernels, which take all SMs and wait for their "
-            "peers, beside NCCL's, and nothing orders a graph's branches (CUDA_DEVICE_MAX_CONNECTIONS orders streams): "
-            "set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or capture layers"
+            f"CUDA graphs (--cuda-graph-impl {graphs}) hold fused kernels, which take all SMs and wait for peers, "
+            f"beside NCCL's of {' and '.join(beside)}, and nothing orders the launch of a graph against those "
+            "(CUDA_DEVICE_MAX_CONNECTIONS orders streams): set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "
+            "takes, or leave graphs out"
         )
     return problems
+
+
+def _priority_problems(args: Any) -> list[str]:
+    groups = getattr(args, "high_priority_stream_groups", None) or []
+    if not groups or not _may_be_fused(args) or sm_margin() > 0:
+        return []
+    return [
+        f"NCCL's kernels of {', '.join(groups)} would run on streams of high priority (--high-priority-stream-groups), "
+        "which nothing orders against fused kernels: set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, "
+        "or leave it out"
+    ]
+
+
+def _other_parallelism(args: Any) -> list[str]:
+    """What has process groups beside the tensor-parallel one, with sizes."""
+    names = {
+        "data": "data_parallel_size",
+        "pipeline": "pipeline_model_parallel_size",
+        "context": "context_parallel_size",
+        "expert": "expert_model_parallel_size",
+    }
+    sizes = {kind: getattr(args, name, None) or 1 for kind, name in names.items()}
+    return [f"{kind} parallelism ({size})" for kind, size in sizes.items() if size > 1]
+
+
+def _may_be_fused(args: Any) -> bool:
+    """Whether any direction may take a backend with fused kernels."""
+    whole = getattr(args, "flux_backend", "auto")
+    directions = (getattr(args, f"flux_{name}", None) or whole for name in ("forward", "dgrad", "wgrad"))
+    return any(backend not in ("reference", "pipelined") for backend in directions)
 
 
 def _whole_iteration(args: Any) -> bool:

@@ -43,6 +43,13 @@ class Backend(Protocol):
         """``[m, k]``, finished on return unless ``async_op``."""
 
 
+class CautiousBackend(Protocol):
+    """A backend that can run where it has not been tried: there ``auto`` passes it over, and asked by name it warns."""
+
+    def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+        """None if ``auto`` may take it for operands that :meth:`Backend.why_not` lets pass, else the reason."""
+
+
 class ReadyingBackend(Protocol):
     """A backend that can make calls ready for being made again."""
 

@@ -14,10 +14,16 @@ TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) r
 
 Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
 waits for *its* peers at the same time (NCCL of data parallelism) can hold SMs while it waits for a rank whose SMs are
-held by this one: two groups then wait for each other. It cannot happen where all kernels go through one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for with sequence parallelism) and all ranks enqueue them in the
-same order, nor where ``MEGATRON_FLUX_SM_MARGIN`` leaves as many SMs as the other kernels take. Without either, the
-backend refuses groups that are smaller than the world.
+held by this one: two groups then wait for each other. Where kernels of other groups can run beside this one's
+(:mod:`megatron_flux.comm.beside`), the backend therefore asks for one of
+
+* ``MEGATRON_FLUX_SM_MARGIN``: as many SMs as the other kernels take are left to them. It always helps;
+* ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for with sequence parallelism: all kernels go through one
+  hardware queue, in which all ranks enqueue them in the same order. That is not said of a graph's launch, nor of
+  streams of different priorities: calls in graphs, and calls beside NCCL's streams of high priority, need the margin.
+
+Hazard: flags are atomics on a peer's memory, of system scope. NVLink has them; over PCIe the platform may not, and then
+a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backend alone (:meth:`FusedBackend.untested`).
 """
 
 from __future__ import annotations
@@ -29,10 +35,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab, topology
+from megatron_flux.comm.beside import ALONE, Beside, beside
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops.agree import agree
 from megatron_flux.ops.alignment import aligned
-from megatron_flux.ops.capture import capturing
+from megatron_flux.ops.capture import capturing, capturing_on_gpu
 from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
 from megatron_flux.ops.ready import ReadyCall
 
@@ -59,13 +66,20 @@ class FusedBackend:
             return f"it needs CUDA tensors, x is on {x.device.type}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        reason = limit(x.dtype, group.size(), _capability(x.device))
+        reason = limit(x.dtype, group.size(), _capability(x.device), beside=beside(group), captured=capturing_on_gpu())
         if reason is not None:
             return reason
         link = topology.probe(group, x.device)
         if link.kind == "none":
             return f"no peer access within the group: {link.reason}"
         return None
+
+    def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+        """Why ``auto`` leaves a group alone in which :meth:`why_not` finds no obstacle; None if it does not."""
+        if self.twin:
+            return None
+        link = topology.probe(group, x.device)
+        return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
     def all_gather_gemm(
         self,
@@ -198,6 +212,12 @@ class FusedBackend:
         return slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, captured)
 
 
+OFF_NVLINK = (
+    "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
+)
+"""Why ``auto`` runs stock between GPUs that reach each other's memory without NVLink."""
+
+
 def limit(
     dtype: torch.dtype,
     size: int,
@@ -205,6 +225,8 @@ def limit(
     world: int | None = None,
     *,
     shielded: bool | None = None,
+    beside: Beside = ALONE,
+    captured: bool = False,
 ) -> str | None:
     """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
 
@@ -213,23 +235,51 @@ def limit(
         size: ranks of the group.
         capability: the GPU's compute capability.
         world: ranks of the job; None asks torch.distributed.
-        shielded: whether other process groups' kernels cannot block these; None asks this process's environment.
+        shielded: whether other process groups' kernels cannot block these; None decides by this process's environment.
+        beside: what runs beside the group, its being smaller than the world aside.
+        captured: the calls run in CUDA graphs.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, x is {dtype}"
     if size not in (2, 4, 8):
         return f"it needs a group of 2, 4 or 8 ranks, not {size}"
-    if not (_others_cannot_block() if shielded is None else shielded) and size < (world or dist.get_world_size()):
-        return (
-            "other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or "
-            "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
-        )
+    others = beside.others or size < (world or dist.get_world_size())
+    reason = _why_blocked(others, beside.high_priority, captured) if shielded is None else None
+    if shielded is False and others:
+        reason = _MANY_QUEUES
+    if reason is not None:
+        return reason
     if capability < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     return None
 
 
+_MARGIN = "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
+
+_MANY_QUEUES = (
+    f"other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or {_MARGIN}"
+)
+
+
+def _why_blocked(others: bool, high_priority: bool, captured: bool) -> str | None:
+    """Why kernels of other process groups could block this process's fused ones; see the module."""
+    if sm_margin() > 0:
+        return None
+    if high_priority:
+        return (
+            "NCCL runs on streams of high priority, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not put in order with "
+            f"others: set {_MARGIN}, or leave their priority as it is"
+        )
+    if others and captured:
+        return (
+            "other process groups run beside this one's CUDA graphs, whose launches CUDA_DEVICE_MAX_CONNECTIONS=1 does "
+            f"not put in order with theirs: set {_MARGIN}, or train without graphs"
+        )
+    return _MANY_QUEUES if others and not _others_cannot_block() else None
+
+
 def _others_cannot_block() -> bool:
+    """Of calls outside graphs and streams of one priority."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.capture import capturing_on_gpu
 from megatron_flux.ops.fused import FusedBackend
 from megatron_flux.ops.pipelined import PipelinedBackend
 from megatron_flux.ops.reference import ReferenceBackend
@@ -20,6 +21,8 @@ logger = logging.getLogger("megatron_flux")
 _backends: dict[str, Backend] = {}
 _selected: dict[tuple[object, ...], tuple[Backend, str | None]] = {}
 """Answers of :func:`select` for GPUs, where asking the backends for their limits takes longer than a launch."""
+
+_warned: set[tuple[str, str]] = set()
 
 
 def register_backend(backend: Backend) -> None:
@@ -44,16 +47,16 @@ def backend_names() -> list[str]:
 def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
     """The backend that runs this call.
 
-    On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x`` and contiguity of
-    ``weight``; settings of the process must be made before. Where ``auto`` has to take a slower backend, that is logged
-    once with the reason, and every call is counted.
+    On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x``, contiguity of ``weight``
+    and mode (eager, or for CUDA graphs); settings of the process must be made before. Where ``auto`` has to take a
+    slower backend, that is logged once with the reason, and every call is counted.
 
     Raises:
         UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
     if not x.is_cuda:
         return _select(name, x, weight, group)
-    call = (name, group, x.dtype, x.device, weight is None or weight.is_contiguous())
+    call = (name, group, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())
     found = _selected.get(call)
     if found is None:
         reasons: list[str] = []
@@ -75,7 +78,7 @@ def _select(
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
             if not backend.automatic:
                 continue
-            reason = backend.why_not(x, weight, group)
+            reason = backend.why_not(x, weight, group) or _untested(backend, x, group)
             if reason is None:
                 return backend
             if reasons is not None:
@@ -86,7 +89,18 @@ def _select(
     reason = backend.why_not(x, weight, group)
     if reason is not None:
         raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
+    reason = _untested(backend, x, group)
+    if reason is not None and (name, reason) not in _warned:
+        _warned.add((name, reason))
+        if group.rank() == 0:
+            logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
     return backend
+
+
+def _untested(backend: Backend, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """See :class:`~megatron_flux.ops.backend.CautiousBackend`."""
+    untested = getattr(backend, "untested", None)
+    return None if untested is None else untested(x, group)
 
 
 def get_backend(name: str) -> Backend:

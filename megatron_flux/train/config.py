@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
+from megatron_flux.ops.fused import sm_margin
 from megatron_flux.ops.registry import get_backend
 from megatron_flux.patch.registry import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
@@ -148,6 +149,8 @@ def resolve(
         overrides["num_query_groups"] = _kept_grouping(preset.shape, options.num_attention_heads)
     shape = ModelShape(**{**preset.shape.model_dump(), **overrides})
     tp, pp, dp = _layout(options, world_size)
+    if options.cuda_graph_impl != "none" and special.flux and tp > 1:
+        _check_beside_graphs(options, pp, dp)
     if options.strict and (tp == 1 or not options.sequence_parallel) and getattr(special, "flux", True):
         given = "tp 1" if tp == 1 else "--no-sequence-parallel"
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
@@ -223,6 +226,20 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
         raise UserError(
             f"{given} needs TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own "
             f"guide, or {instead}"
+        )
+
+
+def _check_beside_graphs(options: TrainOptions, pp: int, dp: int) -> None:
+    """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.fused`."""
+    whole = options.backend
+    directions = [given or whole for given in (options.forward_backend, options.dgrad_backend, options.wgrad_backend)]
+    chosen = (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend))
+    fused = any(backend not in ("reference", "pipelined", STOCK) for backend in chosen)
+    if fused and pp * dp > 1 and sm_margin() == 0:
+        raise UserError(
+            f"--cuda-graph-impl {options.cuda_graph_impl} with PP {pp} x DP {dp}: nothing orders the launch of a graph "
+            "with fused kernels, which wait for their peers, against NCCL's of those groups; set "
+            "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or leave graphs out"
         )
 
 

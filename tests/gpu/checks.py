@@ -10,6 +10,7 @@ caching allocator hands out for results, and the workspaces, are poisoned with N
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -309,6 +310,8 @@ def streams(group):
 
 def graphs(group):
     """Captured calls of all operators, a gather open beside them as in backward, with every way to move the shards."""
+    if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
+        return "left out: beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     b, done = backend(), []
     chosen = [None, Plan(), Plan(block=128), Plan(comm=4, skip=1, chunks=2)]
     if torch.cuda.get_device_capability() == (9, 0):
@@ -374,6 +377,104 @@ def replays(group):
             assert error(bg, biased.float()) < 1e-2
         assert error(biased, y.float() + added.float()) < 1e-2
         assert error(z, scatter_sum(xl.float() @ w.float().t(), group)) < 1e-2
+
+
+HANG_S = 120
+"""After which a check that stands still ends the process: a device-wide wait cannot be interrupted otherwise."""
+
+
+def beside_nccl(group, run, rounds=60):
+    """Make the fused calls ``run(i)`` beside all-reduces of another NCCL group over the same ranks on another stream.
+
+    All ranks enqueue the same things in the same order; how long before each of them a rank's GPU is busy is random.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    other = dist.new_group(ranks, use_local_synchronization=True)
+    side, tp = torch.cuda.Stream(), group.size()
+    mine, order = random.Random(dist.get_rank()), random.Random(0)
+    data, wrong = torch.ones(1 << 24, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def late():
+        torch.cuda._sleep(mine.choice((0, 0, 200_000, 2_000_000, 20_000_000)))  # up to ten milliseconds
+
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    try:
+        for i in range(rounds):
+            with torch.cuda.stream(side):
+                late()
+                part = data[: order.choice((1 << 8, 1 << 16, 1 << 24))].fill_(1)
+                works = [dist.all_reduce(part, group=other, async_op=True) for _ in range(order.randint(1, 3))]
+            late()
+            run(i)
+            with torch.cuda.stream(side):
+                for work in works:
+                    work.wait()
+                wrong += (part != tp ** len(works)).sum()
+            if i % 16 == 15:  # an optimizer's step
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        dist.destroy_process_group(other)
+    assert wrong.item() == 0, f"{wrong.item()} elements of the all-reduces are wrong"
+    return f"{rounds} rounds, {tp} ranks"
+
+
+def step_of(group):
+    """A layer's fused calls, and whether they gave what they gave at first."""
+    xs, xl, w = operands(group, 512, 2048, 1024, torch.bfloat16, False)
+
+    def calls():
+        pending = ops.all_gather(xs, group, backend=NAME)
+        y = ops.all_gather_gemm(xs, w, group, backend=NAME)
+        z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+        return [tensor.clone() for tensor in (y, z, pending.wait())]
+
+    return calls
+
+
+def nccl_beside(group):
+    """Eager calls beside another group's NCCL kernels: CUDA_DEVICE_MAX_CONNECTIONS=1, or an SM margin."""
+    if not fused._others_cannot_block():
+        return "left out: needs CUDA_DEVICE_MAX_CONNECTIONS=1 or MEGATRON_FLUX_SM_MARGIN"
+    calls = step_of(group)
+    first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def run(_):
+        for got, want in zip(calls(), first, strict=True):
+            differ.add_((got != want).sum())
+
+    said = beside_nccl(group, run)
+    assert differ.item() == 0, f"{differ.item()} elements differ"
+    return said
+
+
+def nccl_beside_graphs(group):
+    """Replayed calls beside another group's NCCL kernels, which an SM margin alone shields."""
+    if fused.sm_margin() == 0:
+        return "left out: needs MEGATRON_FLUX_SM_MARGIN"
+    calls = step_of(group)
+    with captured_calls():
+        first = calls()
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    made = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    results = []
+    for graph in made:
+        with torch.cuda.graph(graph):
+            results.append(calls())
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def run(i):
+        made[i % 2].replay()
+        for got, want in zip(results[i % 2], first, strict=True):
+            differ.add_((got != want).sum())
+
+    said = beside_nccl(group, run)
+    assert differ.item() == 0, f"{differ.item()} elements differ"
+    return said
 
 
 def gather_async(group):
@@ -558,6 +659,8 @@ CHECKS: dict[str, Check] = {
     "exceptions": exceptions,
     "graphs": graphs,
     "broken_capture": broken_capture,
+    "nccl_beside": nccl_beside,
+    "nccl_beside_graphs": nccl_beside_graphs,
     "mismatch": mismatch,
     "bench_shapes": bench_shapes,
     "random_shapes": random_shapes,
@@ -565,7 +668,8 @@ CHECKS: dict[str, Check] = {
 
 
 NOT_STANDING_IN = (
-    "more_plans", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture", "mismatch",
+    "more_plans", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture", "nccl_beside",
+    "nccl_beside_graphs", "mismatch",
 )  # fmt: skip
 
 

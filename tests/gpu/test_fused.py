@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -51,10 +52,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_checks(size: int, *arguments: str) -> None:
+def run_checks(size: int, *arguments: str, **variables: str) -> dict[str, str]:
+    """What every check said, by name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(HERE / "checks.py")]
-    done = subprocess.run([*command, *arguments], env=environment(), timeout=900, capture_output=True, text=True)
+    env = {**environment(), **variables}
+    done = subprocess.run([*command, *arguments], env=env, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    return {line["check"]: line["said"] for line in lines}
 
 
 @pytest.mark.slow
@@ -63,7 +68,28 @@ def test_checks(groups: int, tmp_path: Path) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
-    run_checks(size, "--out", str(tmp_path / "checks.jsonl"), "--split", str(groups))
+    # One hardware queue, as Megatron asks for: without it, or an SM margin, two groups are refused.
+    said = run_checks(
+        size, "--out", str(tmp_path / "checks.jsonl"), "--split", str(groups), CUDA_DEVICE_MAX_CONNECTIONS="1"
+    )
+    assert not said["nccl_beside"].startswith("left out")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_beside_nccl_of_another_group(groups: int) -> None:
+    """Random delays on every rank; a check that stands still ends itself."""
+    size = next(n for n in (4, 2) if n <= GPUS)
+    if size // groups < 2:
+        pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
+    checks = ("--split", str(groups), "--only", "graphs,nccl_beside,nccl_beside_graphs")
+    said = run_checks(size, *checks, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert "rounds" in said["nccl_beside"]
+    assert said["nccl_beside_graphs"].startswith("left out: needs MEGATRON_FLUX_SM_MARGIN")
+    # Each of NCCL's channels is a CTA: as many as the margin leaves room for.
+    margin = {"MEGATRON_FLUX_SM_MARGIN": "16", "NCCL_MAX_NCHANNELS": "16"}
+    for queues in ("1", "8"):
+        said = run_checks(size, *checks, CUDA_DEVICE_MAX_CONNECTIONS=queues, **margin)
+        assert not [line for line in said.values() if line.startswith("left out")], said
 
 
 @pytest.mark.slow

@@ -79,12 +79,15 @@ def test_what_the_layout_needs_is_in_the_scripts() -> None:
                 assert f"--preset={name} --tp=8 --pp=8" in text
                 assert ("--array=0-2%1" in text) is (mode == "compare")
                 assert ("--no-flux" in text) is (mode == "baseline")
-                assert (" tune --models=" in text) is (mode != "baseline")
+                assert (" tune --models=" in text) is (mode != "baseline" and link == "nvlink")
 
 
 def test_the_link_is_said() -> None:
     assert "fused kernels (backend tuned).\n" in rendered("nvlink-h100")
-    assert "where the GPUs have peer access, else stock's collectives" in rendered("pcie-a100")
+    assert "Flux runs with: stock's collectives and GEMMs (backend reference): no NVLink between" in rendered(
+        "pcie-a100"
+    )
+    assert " tune --models=" not in rendered("pcie-a100"), "nothing that is tuned would run"
     assert "# Flux runs with: stock Megatron." in rendered("pcie-a100", "baseline")
     assert "there is no GPU" in rendered("local", name="tiny")
     spanning = job.load_job("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})

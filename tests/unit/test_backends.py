@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_flux import UserError, ops
+from megatron_flux.comm import topology
 from megatron_flux.ops import registry
 from megatron_flux.ops.stats import OpStats
 from tests.unit.groups import group_of
@@ -63,6 +64,7 @@ def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.Mon
     """Even where they could run."""
     for backend in registry._backends.values():
         monkeypatch.setattr(backend, "why_not", lambda *operands: None)
+        monkeypatch.setattr(backend, "untested", lambda *operands: None, raising=False)
     assert selected("auto") == "tuned"
     assert selected("fused") == "fused"
     shy = Named("shy")
@@ -70,6 +72,39 @@ def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.Mon
     ops.register_backend(shy)
     assert selected("auto") == "tuned"
     assert selected("shy") == "shy"
+
+
+def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "_warned", set())
+    cautious = Named("cautious")
+    cautious.untested = lambda x, group: "no NVLink"
+    ops.register_backend(cautious)
+    assert selected("auto") == "reference"
+    assert caplog.text == ""
+    assert selected("cautious") == selected("cautious") == "cautious"
+    (line,) = caplog.messages
+    assert line == "megatron_flux: backend 'cautious' was asked for by name where it is untested: no NVLink"
+
+
+@pytest.mark.parametrize("name", ["fused", "tuned"])
+@pytest.mark.parametrize(
+    ("link", "untested"),
+    [
+        (topology.Link("nvlink", ""), False),
+        (topology.Link("nvlink stand-in", ""), False),
+        (topology.Link("p2p", "no NVLink between GPU 0 and GPU 1"), True),
+    ],
+)
+def test_fused_kernels_are_untested_without_nvlink(
+    name: str, link: topology.Link, untested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "probe", lambda group, device: link)
+    said = registry.get_backend(name).untested(torch.ones(2, 2), group_of(2))
+    assert (said is not None) is untested
+    if untested:
+        assert said.startswith("no NVLink between GPU 0 and GPU 1: fused kernels wait for atomics on peers' memory")
 
 
 def test_auto_is_reference_where_there_is_no_gpu() -> None:

@@ -96,3 +96,20 @@ def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> N
     notes = " ".join(found["notes"])
     for words in ("no TransformerEngine", "host memory", "no Apex kernel"):
         assert words in notes
+
+
+@pytest.mark.parametrize(
+    ("peer_access", "nvlink", "words"),
+    [
+        (True, "nvlink", None),
+        (True, "p2p", "no NVLink between all GPUs (why): auto runs stock's collectives and GEMMs"),
+        (False, "nvlink", "host memory, and flux runs stock's collectives and GEMMs"),
+    ],
+)
+def test_where_auto_runs_stock(
+    monkeypatch: pytest.MonkeyPatch, peer_access: bool, nvlink: str, words: str | None
+) -> None:
+    gpus(monkeypatch, 4, peer_access, nvlink)
+    notes = " ".join(doctor.examine()["notes"])
+    assert ("runs stock's" in notes) is (words is not None)
+    assert words is None or words in notes

@@ -118,6 +118,11 @@ def arguments(**changes: Any) -> types.SimpleNamespace:
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "local", "cuda_graph_scope": [], "cuda_graph_warmup_steps": 0},
         {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.attn], "overlap_grad_reduce": True},
+        {"cuda_graph_impl": "local", "data_parallel_size": 1, "pipeline_model_parallel_size": 1},
+        {"cuda_graph_impl": "local", "data_parallel_size": 4, "flux_backend": "reference"},
+        {"cuda_graph_impl": "none", "data_parallel_size": 4, "pipeline_model_parallel_size": 2},
+        {"high_priority_stream_groups": []},
+        {"high_priority_stream_groups": ["dp_cp"], "flux_backend": "reference"},
         {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration", "cuda_graph_warmup_steps": 3},
         {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 1},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"], "flux_backend": "tuned"},
@@ -128,9 +133,11 @@ def test_cuda_graphs_pass(changes: dict[str, Any]) -> None:
     validate(arguments(**changes))
 
 
-def test_an_sm_margin_lets_the_whole_iteration_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sm_margin_lets_other_groups_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
-    validate(arguments(cuda_graph_impl="full_iteration", overlap_grad_reduce=True))
+    validate(arguments(cuda_graph_impl="full_iteration", overlap_grad_reduce=True, data_parallel_size=2))
+    validate(arguments(cuda_graph_impl="local", pipeline_model_parallel_size=2))
+    validate(arguments(high_priority_stream_groups=["ep"]))
 
 
 def test_what_goes_with_flux_passes() -> None:
@@ -153,21 +160,27 @@ def test_what_goes_with_flux_passes() -> None:
         ),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, "--cuda-graph-warmup-steps 1 or more"),
         (
-            {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration", "overlap_grad_reduce": True},
-            "with --overlap-grad-reduce one graph holds fused kernels",
+            {"cuda_graph_impl": "local", "data_parallel_size": 2},
+            "beside NCCL's of data parallelism (2), and nothing orders the launch of a graph against those",
         ),
         (
-            {
-                "cuda_graph_impl": "local",
-                "cuda_graph_scope": [CudaGraphScope.full_iteration],
-                "overlap_grad_reduce": True,
-                "overlap_param_gather": True,
-            },
-            "with --overlap-grad-reduce and --overlap-param-gather one graph",
+            {"cuda_graph_impl": "transformer_engine", "data_parallel_size": 4, "pipeline_model_parallel_size": 2},
+            "beside NCCL's of data parallelism (4) and pipeline parallelism (2)",
+        ),
+        (
+            {"cuda_graph_impl": "full_iteration", "context_parallel_size": 2, "expert_model_parallel_size": 2},
+            "set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or leave graphs out",
+        ),
+        (
+            {"high_priority_stream_groups": ["dp_cp", "ep_dp"]},
+            "NCCL's kernels of dp_cp, ep_dp would run on streams of high priority (--high-priority-stream-groups)",
         ),
     ],
 )
-def test_what_does_not_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_is_refused_in_one_line(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN", raising=False)
     with pytest.raises(MegatronArgumentsError, match=re.escape(said)) as error:
         validate(arguments(**changes))
     assert "\n" not in str(error.value)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_flux import environment, nvml
+from megatron_flux.comm import topology
+from megatron_flux.comm.topology import Link
 from megatron_flux.nvml import Glance, Gpu, Reading
 
 
@@ -75,6 +77,21 @@ def test_names_are_those_that_cuda_would_see(
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert nvml.names() == [f"GPU {index}" for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("uuids", "linked", "link"),
+    [
+        (["0", "2"], True, Link("nvlink", "")),
+        (["GPU-1", "3"], False, "NVML finds no NVLink between some"),
+        (["MIG-x", "0"], None, "NVML cannot tell"),
+    ],
+)
+def test_the_link_of_peers_that_cuda_does_not_see(uuids: list[str], linked: bool | None, link: Link | str) -> None:
+    """One GPU visible to each process."""
+    assert nvml.linked(uuids) is linked
+    found = topology._unseen(uuids)
+    assert found == link if isinstance(link, Link) else (found.kind, link in found.reason) == ("p2p", True)
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,7 @@ def test_slower_links_cost_time_and_the_own_link_is_in_the_table() -> None:
     for faster, slower in itertools.pairwise(rows):
         assert faster["baseline_ms"] < slower["baseline_ms"]
         assert faster["flux_ms"] < slower["flux_ms"] <= slower["flux_low_ms"]
+    assert min(row["reached_gb_per_s"] for row in rows) >= 35, "slower links are no NVLink, where flux runs stock"
     own = reached(Rates(device=H100))
     assert next(r for r in rows if r["reached_gb_per_s"] == own)["baseline_ms"] == pytest.approx(
         found["arms"]["baseline"]["step"]["total"]
@@ -277,6 +278,8 @@ def test_slower_links_cost_time_and_the_own_link_is_in_the_table() -> None:
         ({"tp": 16, "pp": 8}, "spans nodes of 8"),
         ({"gpus_per_node": 4}, "tp 8 spans nodes of 4"),
         ({"tp": 16, "pp": 8, "gpus_per_node": 16}, "2, 4 or 8 ranks, not 16"),
+        ({"device": "a100-pcie"}, "no NVLink between the GPUs of a node"),
+        ({"device": "l20", "preset": "llama2-70b", "recompute": "full"}, "no NVLink between the GPUs of a node"),
     ],
 )
 def test_where_flux_runs_stock_nothing_is_gained(options: dict[str, Any], reason: str) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.launch import topology
+from megatron_flux.launch.plan import NO_NVLINK
 from megatron_flux.launch.plan_options import Job, PlanOptions, resolve
 from megatron_flux.launch.topology import Rank, Topology, check, problems
 from megatron_flux.launch.topology_flux import linears
+from megatron_flux.launch.topology_report import show
 from megatron_flux.ops.fused import limit
 from megatron_flux.patch.linears import LinearPatch
 
@@ -81,13 +85,20 @@ def test_the_process_is_left_as_it_was(paper: Topology) -> None:
         ({}, "tuned", None),
         ({"tp": 1}, "reference", "tp = 1"),
         ({"gpus_per_node": 1}, "reference", "no peer access within the group: tp 2 spans nodes of 1 GPUs"),
+        ({"device": "a100-pcie"}, "reference", NO_NVLINK),
     ],
 )
 def test_what_flux_would_do_and_why(options: dict[str, Any], backend: str, reason: str | None) -> None:
     found = check(small(**options))
     assert found.problems == []
     assert {(view.backend, view.reason) for view in found.ranks} == {(backend, reason)}
-    assert {view.link for view in found.ranks} == {"none" if options.get("gpus_per_node") else "nvlink"}
+    link = "none" if options.get("gpus_per_node") else "p2p" if "device" in options else "nvlink"
+    assert {view.link for view in found.ranks} == {link}
+    out = Console(file=io.StringIO(), width=300)
+    show(found, out)
+    said = out.file.getvalue()
+    assert ("before tuning" in said) is (reason is None)
+    assert (f"flux runs stock: {reason}" in said) is (reason is not None)
     assert found.description()["ranks"][5]["groups"]["pp"] == (1, 5)
 
 

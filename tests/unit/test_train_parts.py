@@ -151,6 +151,28 @@ def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> 
     assert run.cuda_graph_impl == "local"
 
 
+@pytest.mark.parametrize(("given", "beside"), [({"tp": 2}, "PP 1 x DP 2"), ({"tp": 2, "pp": 2}, "PP 2 x DP 1")])
+def test_graphs_beside_other_groups_need_an_sm_margin(
+    given: dict[str, int], beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(**more: Any) -> Any:
+        options = TrainOptions(cuda_graph_impl="local", num_layers=2, **given, **more)
+        return config.resolve(options, special, world_size=4, device="cuda", out=Path("unused"))
+
+    special = CheckpointOptions()
+    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN", raising=False)
+    with pytest.raises(UserError, match=f"--cuda-graph-impl local with {beside}: .* set MEGATRON_FLUX_SM_MARGIN"):
+        resolved()
+    resolved(backend="reference")
+    with pytest.raises(UserError, match="MEGATRON_FLUX_SM_MARGIN"):
+        resolved(backend="reference", layer_backend=["*.mlp.*=fused"])
+    monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
+    resolved()
+    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN")
+    special = CheckpointOptions(flux=False)
+    resolved()
+
+
 def test_cuda_graphs_of_transformer_engine_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
     options = TrainOptions(cuda_graph_impl="transformer_engine")

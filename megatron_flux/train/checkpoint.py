@@ -115,13 +115,15 @@ def save(trainer: Trainer, folder: Path) -> Path:
     """
     from megatron.core import dist_checkpointing
 
+    from megatron_flux.train.writer import InProcess
+
     final = folder / f"iter_{trainer.iteration:07d}"
     partial = folder / f"{final.name}.partial"
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
+    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), InProcess())
     dist.barrier()
     if dist.get_rank() == 0:
         config = trainer.config

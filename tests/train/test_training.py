@@ -9,11 +9,8 @@ import gzip
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -243,65 +240,6 @@ def test_dry_run_starts_and_writes_nothing(command: Run, tmp_path: Path) -> None
     assert described["config"]["padded_vocab_size"] == 51200
     assert described["config"]["tp"] == 8
     assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A comparison that would run for hours, with both arms under way, and its run folder."""
-    out = tmp_path / "run"
-    # The pipe is read only at the end: a log line for every step would fill it.
-    words = [sys.executable, "-m", "megatron_flux.cli", "compare", "--data", corpus, "--out", out]
-    words += ["--steps", "100000", "--block-steps", "2", "--log-interval", "100000"]
-    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        record = out / "flux" / "metrics.jsonl"
-        deadline = time.monotonic() + 300
-        while not (record.exists() and record.stat().st_size > 500):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield process, out
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-def workers_of(out: Path) -> list[int]:
-    done = subprocess.run(["pgrep", "-f", f"train.worker {out}"], capture_output=True, text=True)
-    return [int(pid) for pid in done.stdout.split()]
-
-
-def test_a_killed_rank_ends_the_run(endless: tuple[subprocess.Popen[str], Path]) -> None:
-    process, out = endless
-    assert len(workers_of(out)) == 2
-    os.kill(workers_of(out)[-1], signal.SIGKILL)
-    began = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 60
-    assert process.returncode == 1
-    assert re.search(r"rank \d was killed by SIGKILL", errors.strip().splitlines()[-1])
-    assert str(out) in errors
-    assert records(out / "baseline")
-    assert workers_of(out) == []
-
-
-def test_an_interrupted_run_says_so_in_one_line(endless: tuple[subprocess.Popen[str], Path]) -> None:
-    process, out = endless
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert "stopped by SIGINT" in errors.strip().splitlines()[-1]
-    assert "KeyboardInterrupt" not in errors
-    assert workers_of(out) == []
-
-
-def test_ranks_end_with_a_killed_launcher(endless: tuple[subprocess.Popen[str], Path]) -> None:
-    process, out = endless
-    process.kill()
-    deadline = time.monotonic() + 30
-    while workers_of(out):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert records(out / "flux")
 
 
 def test_divergence_is_recorded_and_said(command: Run, tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Finding the processes that something has started, whoever their parent is now: by a word in their environment.
+
+An orphan is no longer a child of anything that a test knows. What a process was started with it passes on to all that
+it starts, and Linux shows that of a live process; zombies have none, and are no longer processes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+MARK = "TESTED_MEGATRON_FLUX"
+"""Marks in effect, separated by colons: what is marked may mark in turn. Not called MEGATRON_FLUX_*: some tests clear
+those."""
+
+
+def with_mark(mark: str) -> str:
+    """The value of :data:`MARK` for what is started now: marked with ``mark`` besides what this process is."""
+    return ":".join([*filter(None, [os.environ.get(MARK)]), mark])
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The live processes with ``mark``, without this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and mark in process.environ().get(MARK, "").split(":"):
+                found.append(process)
+        except psutil.Error:  # it has just ended, or is another user's
+            continue
+    return found
+
+
+def left(mark: str, seconds: float) -> list[str]:
+    """What is still there of ``mark`` after so many seconds, as pid and command line; returns early if nothing is."""
+    deadline = time.monotonic() + seconds
+    while (found := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [_line(process) for process in found]
+
+
+def end(mark: str) -> None:
+    """Kill what has the mark: the way out of a test that failed."""
+    for process in marked(mark):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200] or process.name()}"
+    except psutil.Error:
+        return f"{process.pid} (has just ended)"

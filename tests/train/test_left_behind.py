@@ -1,0 +1,100 @@
+"""However a run ends, in the middle of a save or after a hundred: no process of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import MARK, end, left, marked, with_mark
+from tests.train.conftest import records
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SECONDS = 30.0
+"""Until all have ended. The launcher gives its ranks as long before it kills them."""
+
+
+@dataclass
+class Endless:
+    """A comparison that would run for hours and saves all the time, with saves of both arms behind it."""
+
+    process: subprocess.Popen[str]
+    out: Path
+    mark: str
+
+    def ranks(self) -> list[psutil.Process]:
+        return [process for process in marked(self.mark) if process.ppid() == self.process.pid]
+
+
+@pytest.fixture
+def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterator[Endless]:
+    """One that is in the middle of a save."""
+    out, saved, mark = tmp_path / "run", tmp_path / "saved", uuid.uuid4().hex
+    # The pipe is read only at the end: a log line for every step would fill it.
+    words = [sys.executable, "-m", "megatron_flux.cli", "compare", "--data", corpus, "--out", out, "--save", saved]
+    words += ["--save-interval", "1", "--save-keep", "2", "--wandb", "offline"]
+    words += ["--steps", "100000", "--block-steps", "1", "--log-interval", "100000"]
+    process = subprocess.Popen(
+        [*map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, MARK: with_mark(mark)},
+        start_new_session=True,  # as a terminal does
+    )
+
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.005)
+
+    try:
+        wait(lambda: len(list(saved.glob("*/latest_checkpointed_iteration.txt"))) == 2)
+        wait(lambda: list(saved.glob("*/*.partial/*.distcp")))
+        yield Endless(process, out, mark)
+    finally:
+        end(mark)
+        process.communicate(timeout=60)
+
+
+def test_a_killed_rank_ends_the_run(endless: Endless) -> None:
+    rank, _ = endless.ranks()
+    rank.kill()
+    _, errors = endless.process.communicate(timeout=60)
+    assert endless.process.returncode == 1
+    assert re.search(r"rank \d was killed by SIGKILL", errors.strip().splitlines()[-1])
+    assert str(endless.out) in errors
+    assert records(endless.out / "baseline")
+    assert left(endless.mark, SECONDS) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal.Signals) -> None:
+    """Ctrl-C in a terminal is a SIGINT for the launcher and no other: the ranks are in sessions of their own."""
+    assert [process.pid for process in marked(endless.mark) if os.getpgid(process.pid) == endless.process.pid] == [
+        endless.process.pid
+    ]
+    endless.process.send_signal(number)
+    _, errors = endless.process.communicate(timeout=60)
+    assert endless.process.returncode == 128 + number
+    assert f"stopped by {number.name}" in errors.strip().splitlines()[-1]
+    assert "KeyboardInterrupt" not in errors
+    assert left(endless.mark, SECONDS) == []
+
+
+def test_ranks_end_with_a_killed_launcher(endless: Endless) -> None:
+    endless.process.kill()
+    assert left(endless.mark, SECONDS) == []
+    assert records(endless.out / "flux")

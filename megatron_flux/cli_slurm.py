@@ -95,6 +95,9 @@ def submit(
     exclude: Exclude = None,
     venv: Venv = None,
     runs: Runs = Path("runs"),
+    dependency: Annotated[
+        str | None, typer.Option("--dependency", help="What the job waits for, in Slurm's form: afterok:123.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts and commands, submit nothing.")] = False,
     test_only: Annotated[
         bool, typer.Option("--test-only", help="Ask Slurm when the job would start, submit nothing.")
@@ -110,9 +113,10 @@ def submit(
     if not str(runs).isprintable() or "," in str(runs):
         raise UserError(f"--runs {str(runs)!r}: line breaks, control characters and commas are not allowed")
     options = [f"--export=ALL,MEGATRON_FLUX_RUNS={runs}"]
+    own = [*options, *(queue.after(dependency) if dependency is not None else [])]
     afterwards = ["--dependency=afterok:JOB", "--kill-on-invalid-dep=yes"]
     if dry_run:
-        typer.echo(f"{script}\n# submitted by: {shlex.join(['sbatch', *options])} job.sbatch\n\n{collecting}", nl=False)
+        typer.echo(f"{script}\n# submitted by: {shlex.join(['sbatch', *own])} job.sbatch\n\n{collecting}", nl=False)
         typer.echo(f"\n# submitted by: {shlex.join(['sbatch', *options, *afterwards])} collect.sbatch FOLDER")
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -120,9 +124,9 @@ def submit(
         file.write_text(script)
         collector.write_text(collecting)
         if test_only:
-            typer.echo(queue.when(file, options=options))
+            typer.echo(queue.when(file, options=own))
             return
-        number = queue.submit(file, options=options)
+        number = queue.submit(file, options=own)
         name = _directive(script, "job-name")
         root = runs / f"{name}-{number}"
         afterwards[0] = f"--dependency=afterok:{number}"

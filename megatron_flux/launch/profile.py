@@ -23,9 +23,13 @@ from megatron_flux.launch.values import (
     Name,
     NodeList,
     Place,
+    SbatchOption,
+    SetupLine,
     SlurmWord,
+    SrunOption,
     Text,
     Variable,
+    secrets_set_in,
 )
 
 PACKAGED = resources.files("megatron_flux.launch") / "profiles"
@@ -41,6 +45,7 @@ class Container(_Part):
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """Pyxis is Slurm's plugin for enroot; apptainer is called by its command."""
     image: Place
+    """Pyxis unpacks it once on each node, for all steps of a job."""
     mounts: tuple[Place, ...] = ()
     """``HOST:CONTAINER`` or a path for both. The folder of submission is always mounted."""
 
@@ -95,7 +100,18 @@ class Profile(_Part):
     """So long before the time limit a job is asked to save and stop."""
     max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
 
+    sbatch_options: tuple[SbatchOption, ...] = ()
+    """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it, which ``SBATCH_*``
+    variables reach too.
+    """
+    srun_options: tuple[SrunOption, ...] = ()
+    """More options of every step, such as ``--mpi=pmix``."""
+
     modules: tuple[Module, ...] = ()
+    setup: tuple[SetupLine, ...] = ()
+    """Commands that the script runs, after the modules, on the first node: what they export is exported to all. Each
+    stands alone and must succeed.
+    """
     venv: Place | None = None
     """A virtual environment to activate; relative to the folder of submission."""
     container: Container | None = None
@@ -119,6 +135,12 @@ class Profile(_Part):
             raise ValueError("device cuda needs a gpu, device cpu must not have one")
         if self.device == "cpu" and self.gpu_request != "none":
             raise ValueError("device cpu needs gpu_request: none")
+        for number, line in enumerate(self.setup, 1):
+            if found := secrets_set_in(line):  # the line itself is not shown
+                raise ValueError(
+                    f"set-up line {number} sets {found[0]}, which looks like a secret's name: set it where you call "
+                    "sbatch, which hands it to the job"
+                )
         if self.container is not None and self.venv is not None:
             raise ValueError("container and venv exclude each other; the container's own Python is used")
         return self

@@ -7,7 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.launch.values import Dependency
 
 
 def slurm(*words: str) -> str:
@@ -37,6 +40,20 @@ def submit(script: Path, *, options: list[str], arguments: list[str] | None = No
     if found is None:
         raise FluxError(f"sbatch answered {said!r} instead of a job's id")
     return found[1]
+
+
+def after(dependency: str) -> list[str]:
+    """Sbatch's options for a job that waits for others, and goes when what it waits for can no longer come.
+
+    Raises:
+        UserError: that is no dependency.
+    """
+    try:
+        checked = TypeAdapter(Dependency).validate_python(dependency)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--dependency {dependency!r}: {message}") from None
+    return [f"--dependency={checked}", "--kill-on-invalid-dep=yes"]
 
 
 def when(script: Path, *, options: list[str]) -> str:

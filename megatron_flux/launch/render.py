@@ -82,6 +82,7 @@ def job_script(resolved: Resolved, command: str) -> str:
             directives=_directives(resolved),
             flux=flux_on(resolved),
             command=command,
+            several_steps=True,
             trackers=["baseline/", "flux/"] if resolved.mode == "compare" else [""],
             tune=_tune_words(resolved) if profile.tune and tunes(resolved) else None,
         )
@@ -99,7 +100,9 @@ def collect_script(profile: Profile, command: str) -> str:
         "--output=%x-%j.log",
     ]
     return (
-        _environment().get_template("collect.sbatch.j2").render(profile=profile, directives=directives, command=command)
+        _environment()
+        .get_template("collect.sbatch.j2")
+        .render(profile=profile, directives=directives, command=command, several_steps=False)
     )
 
 
@@ -126,6 +129,7 @@ def _directives(resolved: Resolved) -> list[str]:
         "--requeue",
         "--open-mode=append",
         f"--output=%x-{'%A_%a' if repeats else '%j'}.log",
+        *profile.sbatch_options,
     ]
     return found
 

@@ -96,3 +96,65 @@ Place = Annotated[Text, AfterValidator(_no_option)]
 """A path, an image, a mount: a word of a command of its own."""
 
 Variable = Annotated[str, AfterValidator(_variable)]
+
+
+SetupLine = Text
+"""A command of the profile's owner, for the script's shell: the one kind of text that is run as it is."""
+
+
+def secrets_set_in(line: str) -> list[str]:
+    """Variables that a command sets and that are called like a secret."""
+    names = re.findall(r"\b([A-Za-z_]\w*)=", line)
+    return [name for name in names if not without_secrets({name: ""})]
+
+
+_BY_SCRIPT = {
+    "srun": (
+        "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "cpu-bind", "kill-on-bad-exit",
+        "wait", "output", "error", "input", "multi-prog", "pty", "jobid", "container-image",
+        "container-name", "container-mounts", "container-workdir", "test-only",
+    ),
+    "sbatch": (
+        "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres",
+        "mem", "exclusive", "partition", "account", "qos", "reservation", "constraint", "nodelist",
+        "exclude", "time", "array", "signal", "requeue", "no-requeue", "open-mode", "output",
+        "error", "input", "export", "export-file", "wrap", "dependency", "kill-on-invalid-dep",
+        "chdir", "wait", "test-only", "parsable",
+    ),
+}  # fmt: skip
+
+
+def _option_of(command: str) -> AfterValidator:
+    def check(word: str) -> str:
+        found = re.match(r"--([a-z][a-z0-9-]*)(=.|$)", word)
+        if found is None:
+            raise ValueError(f"an option of {command} is one word, --NAME or --NAME=VALUE")
+        # Slurm takes the beginning of a name for the whole.
+        taken = [name for name in _BY_SCRIPT[command] if name.startswith(found[1])]
+        if taken:
+            raise ValueError(f"--{taken[0]} is set by the script or by a field of the profile; leave it out")
+        return word
+
+    return AfterValidator(check)
+
+
+SrunOption = Annotated[Text, _option_of("srun")]
+"""A shell word, quoted."""
+
+SbatchOption = Annotated[
+    str,
+    _matching(r"--[A-Za-z0-9_.,:/@=+&|*()\[\]-]{1,256}", "letters, digits and . , : / @ = + & | * ( ) [ ] - _"),
+    _option_of("sbatch"),
+]
+"""A line of ``#SBATCH``, which knows no quoting."""
+
+_AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
+
+Dependency = Annotated[
+    str,
+    _matching(
+        rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
+        "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+    ),
+]
+"""What a job waits for."""

@@ -48,6 +48,9 @@ def at_the_cluster(cluster: daemons.Cluster, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{earlier}" if earlier else str(ROOT))
     monkeypatch.setenv("MEGATRON_FLUX_PYTHON", sys.executable)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
     cluster.idle()
     return cluster

@@ -57,7 +57,10 @@ CLUSTER: dict[str, Any] = {
     "time": "60",
     "signal_seconds": 60,
     "max_requeues": 3,
+    "sbatch_options": ["--comment=x"],
+    "srun_options": ["--network=x"],
     "modules": ["cuda"],
+    "setup": [],  # these are run as they are: tests/slurm/test_site.py
     "venv": None,
     "container": {"runtime": "apptainer", "image": "image", "mounts": ["/data"]},
     "environment": {"SITE_VARIABLE": "value"},
@@ -196,6 +199,7 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
             ("training", "data_cache"): f"--data-cache={value}",
             ("training", "wandb_project"): f"--wandb-project={value}",
             ("container", "image"): value,
+            ("srun_options", 0): value,
             ("preflight", "floors", "waived", "xid"): f"--floors={floors.model_dump_json(exclude_defaults=True)}",
             ("container", "mounts", 0): value,
         }.get(path)

@@ -7,7 +7,9 @@ fit into a machine for tests.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight_ranks|launch\.preflight$|^t
     printf '%s ' "$@"
     echo
 } > "$work/${SLURM_ARRAY_TASK_ID-0}-$what-$SLURM_NODEID-$SLURM_JOB_ID"
+printf '%s\n' "${TRITON_CACHE_DIR-}" "${MEGATRON_FLUX_TUNE_CACHE-}" > "$work/caches-$what-$SLURM_NODEID-$SLURM_JOB_ID"
 for word in "$@"; do [[ $word == --out=* ]] && out=${word#--out=}; done
 if [[ -n ${out-} && $SLURM_NODEID == 0 ]]; then
     mkdir -p "$out"
@@ -86,6 +89,17 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
     assert len(notes(stand_in, "launch.preflight")) == len(notes(stand_in, "preflight_ranks")) == NODES
     (tuning,) = notes(stand_in, "tune")
     assert tuning[2] == "0,1,2,3,4,5,6,7"
+    # Kernels are compiled into a folder of each node and of the job, where the steps before find them again.
+    root = Path("runs").absolute() / f"{name}-flux-{job}"
+    for what in ("train", "launch.preflight"):
+        caches = [file.read_text().splitlines() for file in stand_in.glob(f"caches-{what}-*")]
+        assert {plans for _, plans in caches} == {f"{root}/rep-0/tuned.json"}
+        mine = Path("tmp").absolute() / f"megatron-flux-{os.getuid()}"
+        assert sorted(kernels for kernels, _ in caches) == [
+            f"{mine}/{job}-{node}/triton" for node in at_the_cluster.nodes
+        ]
+        assert all(Path(kernels).is_dir() for kernels, _ in caches)
+        assert stat.S_IMODE(mine.stat().st_mode) == 0o700
 
 
 def test_repetitions_and_what_comes_after_them(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
@@ -106,6 +120,36 @@ def test_repetitions_and_what_comes_after_them(at_the_cluster: Cluster, stand_in
     shown = slurm("status", root)
     assert f"gpt3-175b-compare job {first}: COMPLETED" in shown
     assert "rep-1: finished, nothing recorded, 1 start(s), COMPLETED" in shown
+
+
+def test_a_job_waits_for_another_and_folders_can_be_named(
+    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["submit", "--profile", "local", "--job", "tiny", "--mode", "flux"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/some/where")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", "/some/plans.json")
+    first = re.search(r"job (\d+)", slurm(*words))[1]
+    second = re.search(r"job (\d+)", slurm(*words, "--dependency", f"afterok:{first}"))[1]
+    at_the_cluster.wait_for_job(second)
+    assert at_the_cluster.job(second)["StartTime"] >= at_the_cluster.job(first)["EndTime"]
+    (caches,) = stand_in.glob(f"caches-train-0-{second}")
+    assert caches.read_text().splitlines() == ["/some/where", "/some/plans.json"]
+    refused = slurm(*words, "--dependency", "after me; touch x", code=2)
+    assert "--dependency 'after me; touch x': allowed are Slurm's forms, such as afterok:123" in refused
+
+
+def test_a_folder_of_somebody_else_takes_no_kernels(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
+    """Code is run from there."""
+    Path("elsewhere").mkdir()
+    Path(f"tmp/megatron-flux-{os.getuid()}").symlink_to(Path("elsewhere").absolute())
+    said = slurm("submit", "--profile", "local", "--job", "tiny", "--mode", "flux")
+    job, collecting = re.findall(r"job (\d+)", said)[:2]
+    found = at_the_cluster.wait_for_job(job, ("FAILED",))
+    last = Path(found["StdOut"]).read_text().splitlines()[-1]
+    assert re.search(r"error: pre-flight stopped the job: n\d+: no folder of this user for compiled kernels at ", last)
+    assert "set TRITON_CACHE_DIR to a folder on the nodes" in last
+    at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
+    assert not stand_in.exists()
 
 
 def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:

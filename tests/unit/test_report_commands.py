@@ -30,6 +30,36 @@ def test_one_run_gets_its_report_beside_it(tmp_path: Path) -> None:
     assert (folder / "report.md").read_text().startswith("# flux 1.00x")
 
 
+def test_a_jobs_folder_stands_for_its_repetitions(tmp_path: Path) -> None:
+    """As a job's script leaves it, with logs and checkpoints beside the run folders."""
+    root = tmp_path / "runs" / "gpt3-175b-compare-4711"
+    for index in (0, 1, 10):
+        full_run(root / f"rep-{index}" / "run")
+        (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
+    (root / "rep-2" / "logs").mkdir(parents=True)  # nothing recorded yet
+    (root / "collected.json").write_text("{}")
+    code, output = run("report", root)
+    assert code == 0
+    assert f"wrote {root / 'report.html'}" in output.replace("\n", "")
+    text = (root / "report.md").read_text()
+    found = [line.split(":")[0] for line in text.splitlines() if line.startswith("## gpt3")]
+    assert found == [f"## gpt3-175b-compare-4711/rep-{index}" for index in (0, 1, 10)]
+    # One repetition alone is a report of its own, and can be held against another.
+    alone = tmp_path / "runs" / "alone-7"
+    shutil.copytree(root / "rep-0", alone / "rep-0")
+    assert run("report", alone, "--against", root / "rep-1" / "run", "--out", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# flux 1.1")
+
+
+def test_a_jobs_folder_without_records_is_said(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "gpt3-175b-compare-4711"
+    (root / "rep-0" / "logs").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no repetition of it has recorded anything yet; see .*rep-0/logs"):
+        run("report", root)
+    with pytest.raises(UserError, match="is not a run folder"):
+        run("report", tmp_path)
+
+
 def test_what_stood_in_is_named(tmp_path: Path) -> None:
     """Also without the methods that could not run, a trace and memory."""
     assert run("report", RESULTS / "stand-in-8-h200x2", "--out", tmp_path)[0] == 0

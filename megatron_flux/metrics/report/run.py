@@ -74,13 +74,23 @@ def _alone(run: Run) -> str | None:
 
 
 def load(path: Path) -> Run:
-    """Read a run folder.
+    """Read a run folder, or the one run in the folder of a job that has no other.
 
     Raises:
-        UserError: it is missing, cannot be read, or no run wrote it.
+        UserError: it is missing, cannot be read, no run wrote it, or a job's folder holds several.
     """
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
+    if any(path.glob("rep-*/")):
+        repetitions = _repetitions(path)
+        if len(repetitions) == 1:
+            return replace(load(repetitions[0]), name=path.resolve().name)
+        if not repetitions:
+            raise UserError(
+                f"{path} is a job's folder, and no repetition of it has recorded anything yet; see the logs in "
+                f"{min(path.glob('rep-*/'))}/logs"
+            )
+        raise UserError(f"{path} is a job's folder with {len(repetitions)} repetitions; name one: {repetitions[0]}")
     problems: list[str] = []
     config = _json(path / "config.json", problems)
     found = _json(path / "summary.json", problems)
@@ -108,7 +118,7 @@ def load(path: Path) -> Run:
 
 
 def load_all(paths: Sequence[Path]) -> list[Run]:
-    """Read run folders; one that only holds run folders stands for those.
+    """Read run folders; one that only holds run folders, as that of a job with repetitions does, stands for those.
 
     Raises:
         UserError: as :func:`load`.
@@ -118,11 +128,25 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
         try:
             runs.append(load(path))
         except UserError:
-            inner = sorted(child for child in path.iterdir() if _looks_like_run(child)) if path.is_dir() else []
+            inner = _inner(path) if path.is_dir() else {}
             if not inner:
                 raise
-            runs += [replace(load(child), name=f"{path.resolve().name}/{child.name}") for child in inner]
+            runs += [replace(load(child), name=f"{path.resolve().name}/{name}") for name, child in inner.items()]
     return runs
+
+
+def _inner(path: Path) -> dict[str, Path]:
+    """Run folders in a folder, by the names that tell them apart."""
+    repetitions = _repetitions(path)
+    if repetitions:
+        return {run.parent.name: run for run in repetitions}
+    return {child.name: child for child in sorted(path.iterdir()) if _looks_like_run(child)}
+
+
+def _repetitions(path: Path) -> list[Path]:
+    """The run folders of a job's folder, ``rep-N/run``, in order."""
+    found = [run for run in path.glob("rep-*/run") if _looks_like_run(run)]
+    return sorted(found, key=lambda run: (len(run.parent.name), run.parent.name))
 
 
 def pair(baseline: Run, flux: Run) -> Run:

@@ -1,0 +1,134 @@
+"""What a site adds to a script: set-up lines, options of srun and sbatch, one container for all steps of a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.errors import UserError
+from megatron_flux.launch import queue, render
+from megatron_flux.launch.profile import Profile, validated
+from tests.slurm.test_hostile import CLUSTER, WORK, script, stubs
+
+__all__ = ["stubs"]
+
+PLAIN = {**CLUSTER, "container": None, "modules": [], "srun_options": [], "sbatch_options": []}
+
+
+def profile(**changes: Any) -> Profile:
+    return validated(Profile, "profile", {**PLAIN, **changes})
+
+
+def run(text: str, stubs: tuple[Path, Path], where: Path) -> subprocess.CompletedProcess[str]:
+    file = where / "script"
+    file.write_text(text)
+    environment = {
+        **os.environ,
+        "PATH": f"{stubs[0]}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(where),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n01",
+    }
+    return subprocess.run(["bash", file], cwd=where, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def steps(record: Path) -> list[list[str]]:
+    """The words of each srun: every one begins with its nodes and its tasks."""
+    words = (record / "srun").read_bytes().decode().split("\0")[:-1]
+    begins = [i - 1 for i, word in enumerate(words) if word.startswith("--ntasks=")]
+    return [words[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
+
+
+def test_set_up_lines_run_in_order_and_what_they_export_reaches_every_step(
+    stubs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    lines = ['SITE_VARIABLE="set up"', "export SITE_VARIABLE", 'echo "$NOT_SET" > unbound', 'echo "two words" > said']
+    done = run(script({**PLAIN, "setup": lines, "environment": {}}, WORK), stubs, tmp_path)
+    assert "left no account" in done.stderr, done.stderr
+    assert (stubs[1] / "variable").read_text() == "set up"
+    assert (tmp_path / "said").read_text() == "two words\n"
+    assert (tmp_path / "unbound").exists(), "a site's commands run without set -u"
+
+
+@pytest.mark.parametrize("line", ["false", "no-such-command-here", "echo 'unbalanced", "source nowhere.sh"])
+def test_a_set_up_line_that_fails_ends_the_job_and_is_named(
+    line: str, stubs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    done = run(script({**PLAIN, "setup": ["true", line, "touch after"]}, WORK), stubs, tmp_path)
+    assert done.returncode == 1
+    assert f"megatron-flux: error: a set-up line of the profile failed: {line}" in done.stderr
+    assert not (tmp_path / "after").exists()
+    assert not (stubs[1] / "srun").exists()
+
+
+def test_set_up_lines_are_single_lines_without_secrets() -> None:
+    with pytest.raises(UserError, match=r"setup\.0 .*without line breaks"):
+        profile(setup=["true\ntouch x"])
+    with pytest.raises(UserError, match="set-up line 2 sets WANDB_API_KEY, which looks like a secret") as error:
+        profile(setup=["true", "export WANDB_API_KEY=hunter2"])
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "said"),
+    [
+        ("srun_options", "-N4", "one word, --NAME or --NAME=VALUE"),
+        ("srun_options", "--mpi pmix", "one word, --NAME or --NAME=VALUE"),
+        ("srun_options", "--ntasks=3", "--ntasks is set by the script"),
+        ("srun_options", "--cpu-b=cores", "--cpu-bind is set by the script"),
+        ("sbatch_options", "--wrap=id", "--wrap is set by the script"),
+        ("sbatch_options", "--partition=x", "--partition is set by the script or by a field of the profile"),
+        ("sbatch_options", "--comment=a b", "allowed are letters, digits"),
+        ("sbatch_options", "comment", "allowed are letters, digits"),
+    ],
+)
+def test_options_that_are_refused(field: str, word: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        profile(**{field: [word]})
+    assert said in str(error.value)
+    assert field in str(error.value)
+
+
+def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    more = {"srun_options": ["--mpi=pmix", "--network=a b"], "sbatch_options": ["--mail-type=END,FAIL"]}
+    text = script({**PLAIN, **more}, WORK)
+    assert "#SBATCH --mail-type=END,FAIL\n" in text
+    run(text, stubs, tmp_path)
+    found = steps(stubs[1])
+    assert len(found) >= 3
+    assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
+    collector = render.collect_script(profile(**more), "a test")
+    assert "--mail-type" not in collector
+    assert "srun --nodes=1 --ntasks=1 --mpi=pmix '--network=a b' " in collector
+
+
+def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    container = {"runtime": "pyxis", "image": "registry#image:1"}
+    done = run(script({**PLAIN, "container": container}, WORK), stubs, tmp_path)
+    assert "left no account" in done.stderr.splitlines()[-1], "what drops the container says nothing"
+    *before, last = steps(stubs[1])
+    assert len(before) >= 3
+    for words in before:
+        assert "--container-image=registry#image:1" in words
+        assert "--container-name=megatron-flux-7" in words
+    assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
+    collector = render.collect_script(profile(container=container), "a test")
+    assert "--container-name" not in collector
+
+
+@pytest.mark.parametrize(
+    "good", ["afterok:12", "after:5+10", "afterany:1:2_3,singleton", "afterok:1?afternotok:2", "singleton"]
+)
+def test_dependencies(good: str) -> None:
+    assert queue.after(good) == [f"--dependency={good}", "--kill-on-invalid-dep=yes"]
+
+
+@pytest.mark.parametrize("bad", ["", "afterok", "afterok:x", "12", "afterok:1 --wrap=x", "singleton\n", "expand:1"])
+def test_what_is_no_dependency(bad: str) -> None:
+    with pytest.raises(UserError, match="allowed are Slurm's forms"):
+        queue.after(bad)

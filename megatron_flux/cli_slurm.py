@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, collect.")
+app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, resume, collect.")
 
 Mode = Literal["baseline", "flux", "compare"]
 ProfileName = Annotated[str, typer.Option("--profile", help="Cluster: a packaged profile's name, or your own .yaml.")]
@@ -24,6 +24,9 @@ Nodes = Annotated[int | None, typer.Option("--nodes", help="Nodes, instead of th
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size, instead of the job's.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel size, instead of the job's.")]
 Repetitions = Annotated[int | None, typer.Option("--repetitions", help="Repetitions of a comparison (array tasks).")]
+Retries = Annotated[
+    int | None, typer.Option("--retries", help="Retries after a rank failed, without its node, instead of the job's.")
+]
 Partition = Annotated[str | None, typer.Option("--partition", help="Instead of the profile's.")]
 Account = Annotated[str | None, typer.Option("--account", help="Instead of the profile's.")]
 Time = Annotated[str | None, typer.Option("--time", help="Time limit, instead of the profile's.")]
@@ -55,6 +58,7 @@ def render(
     tp: Tp = None,
     pp: Pp = None,
     repetitions: Repetitions = None,
+    retries: Retries = None,
     partition: Partition = None,
     account: Account = None,
     time: Time = None,
@@ -65,7 +69,7 @@ def render(
 ) -> None:
     """Write a job's script for sbatch, after checking that the job would run."""
     site = {"partition": partition, "account": account, "time": time, "exclude": exclude, "venv": venv}
-    layout = {"nodes": nodes, "tp": tp, "pp": pp, "repetitions": repetitions}
+    layout = {"nodes": nodes, "tp": tp, "pp": pp, "repetitions": repetitions, "retries": retries}
     script, collecting = _scripts(profile, job, mode, settings, layout, site)
     text = collecting if collector else script
     if out is None:
@@ -89,6 +93,7 @@ def submit(
     tp: Tp = None,
     pp: Pp = None,
     repetitions: Repetitions = None,
+    retries: Retries = None,
     partition: Partition = None,
     account: Account = None,
     time: Time = None,
@@ -105,39 +110,27 @@ def submit(
 ) -> None:
     """Submit a job, and one after it that collects its results."""
     from megatron_flux.launch import queue
+    from megatron_flux.launch import submit as submission
 
     site = {"partition": partition, "account": account, "time": time, "exclude": exclude, "venv": venv}
-    layout = {"nodes": nodes, "tp": tp, "pp": pp, "repetitions": repetitions}
+    layout = {"nodes": nodes, "tp": tp, "pp": pp, "repetitions": repetitions, "retries": retries}
     script, collecting = _scripts(profile, job, mode, settings, layout, site)
     runs = runs.absolute()
-    if not str(runs).isprintable() or "," in str(runs):
-        raise UserError(f"--runs {str(runs)!r}: line breaks, control characters and commas are not allowed")
-    options = [f"--export=ALL,MEGATRON_FLUX_RUNS={runs}"]
-    own = [*options, *(queue.after(dependency) if dependency is not None else [])]
-    afterwards = ["--dependency=afterok:JOB", "--kill-on-invalid-dep=yes"]
+    words = ["sbatch", submission.environment(runs)]
+    own = queue.after(dependency) if dependency is not None else []
     if dry_run:
-        typer.echo(f"{script}\n# submitted by: {shlex.join(['sbatch', *own])} job.sbatch\n\n{collecting}", nl=False)
-        typer.echo(f"\n# submitted by: {shlex.join(['sbatch', *options, *afterwards])} collect.sbatch FOLDER")
+        afterwards = shlex.join([*words, *submission.collected_after("JOB")])
+        typer.echo(f"{script}\n# submitted by: {shlex.join([*words, *own])} job.sbatch\n\n{collecting}", nl=False)
+        typer.echo(f"\n# submitted by: {afterwards} collect.sbatch FOLDER")
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        file, collector = Path(scratch) / "job.sbatch", Path(scratch) / "collect.sbatch"
-        file.write_text(script)
-        collector.write_text(collecting)
-        if test_only:
-            typer.echo(queue.when(file, options=own))
-            return
-        number = queue.submit(file, options=own)
-        name = _directive(script, "job-name")
-        root = runs / f"{name}-{number}"
-        afterwards[0] = f"--dependency=afterok:{number}"
-        try:
-            second = queue.submit(collector, options=[*options, *afterwards], arguments=[str(root)])
-            root.mkdir(parents=True, exist_ok=True)
-            (root / file.name).write_text(script)
-            (root / collector.name).write_text(collecting)
-        except (FluxError, OSError) as error:
-            raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
-    typer.echo(f"job {number}: {name}; job {second} collects it")
+    if test_only:
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "job.sbatch"
+            file.write_text(script)
+            typer.echo(queue.when(file, options=[*words[1:], *own]))
+        return
+    number, second, root = submission.submit(script, collecting, runs, own)
+    typer.echo(f"job {number}: {submission.directive(script, 'job-name')}; job {second} collects it")
     typer.echo(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}")
 
 
@@ -146,23 +139,44 @@ def status(
     roots: Annotated[list[Path] | None, typer.Argument(help="Folders of jobs. Default: all in --runs.")] = None,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Say what state jobs are in, and how far their runs have come."""
-    from megatron_flux.launch import queue
+    """Say what state jobs are in, how far their runs have come, why they ended, and which have gone silent."""
+    import time
+
     from megatron_flux.launch import runs as folders
+    from megatron_flux.launch.status import describe
 
     found = roots or folders.all_jobs(runs)
     if not found:
         raise UserError(f"no folders of jobs in {runs}; give a folder, or --runs")
     for root in found:
-        name, number = folders.split(root)
-        known = queue.states(number)
-        states = ", ".join(dict.fromkeys(known.values())) or "no longer known to Slurm"
-        typer.echo(f"{name} job {number}: {states}")
-        for repetition in folders.repetitions(root):
-            state = known.get(repetition.index, "")
-            steps = ", ".join(f"{arm} {n}/{repetition.steps}" for arm, n in repetition.iterations.items())
-            said = [repetition.state, f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
-            typer.echo(f"  rep-{repetition.index}: {', '.join([*said, state] if state else said)}")
+        typer.echo("\n".join(describe(root, time.time())))
+
+
+@app.command()
+def resume(
+    root: Annotated[Path, typer.Argument(help="Folder of a job: runs/NAME-JOB.", metavar="FOLDER")],
+    partition: Annotated[str | None, typer.Option("--partition", help="Instead of the job's.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Instead of the job's.")] = None,
+    qos: Annotated[str | None, typer.Option("--qos", help="Instead of the job's.")] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Time limit, instead of the job's.")] = None,
+    exclude: Annotated[str | None, typer.Option("--exclude", help="Nodes to leave out, instead of the job's.")] = None,
+    from_start: Annotated[bool, typer.Option("--from-start", help="Begin anew what has no checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, submit nothing.")] = False,
+) -> None:
+    """Submit a failed, cancelled or not requeued job again: it goes on in its folder, from its last checkpoint."""
+    from megatron_flux.launch import resume as resuming
+    from megatron_flux.launch import submit as submission
+
+    changes = {"partition": partition, "account": account, "qos": qos, "time": time, "exclude": exclude}
+    what = resuming.resumption(root, changes, from_start=from_start)
+    said = ", ".join(f"rep-{index} {begins}" for index, begins in what.begins.items())
+    if dry_run:
+        words = ["sbatch", submission.environment(what.root.parent, what.root), *what.options]
+        typer.echo(f"{said}\n# submitted in {what.cwd} by: {shlex.join([*words, str(what.root / 'job.sbatch')])}")
+        return
+    number, second = resuming.resume(what)
+    typer.echo(f"job {number}: {said}" + (f"; job {second} collects it" if second else ""))
+    typer.echo(f"folder: {what.root}\nwatch:  megatron-flux slurm status {shlex.quote(str(what.root))}")
 
 
 @app.command()
@@ -192,8 +206,3 @@ def _scripts(
     script = render.job_script(resolved, shlex.join([*words, *own]))
     site_words = [f"--{name}={value}" for name, value in site.items()]
     return script, render.collect_script(cluster, shlex.join([*words, "--collector", *site_words]))
-
-
-def _directive(script: str, name: str) -> str:
-    begin = f"#SBATCH --{name}="
-    return next(line.removeprefix(begin) for line in script.splitlines() if line.startswith(begin))

@@ -42,6 +42,8 @@ class Job(BaseModel):
     pp: Annotated[int, Field(ge=1)]
     repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
     """Of a comparison: array tasks, one after the other."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 1
+    """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
     training: dict[Name, Value] = {}
     """Options of ``megatron-flux train``, by their names with underscores."""
     compare: dict[Name, Value] = {}
@@ -193,7 +195,7 @@ def check_time(time: str, lead: int) -> None:
     if limit <= lead:
         raise UserError(
             f"time {time} is {limit} s, and the job is asked to save and stop {lead} s ahead of its end (the profile's "
-            f"signal_seconds): it would stop at once; give --time {lead // 60 + 1} or more, or a profile with a shorter lead"
+            f"signal_seconds): it would stop at once; give --time {lead // 60 + 1} or more, or a profile with less lead"
         )
 
 

@@ -58,7 +58,7 @@ def _progress(watched: Watched) -> Text:
     if watched.done:
         parts.append("all steps done")
     elif remaining is not None:
-        parts.append(f"{_duration(remaining)} left")
+        parts.append(f"{duration(remaining)} left")
     return Text(", ".join(parts), style="bold")
 
 
@@ -78,7 +78,7 @@ def _said(watched: Watched, now: float) -> list[tuple[str, str]]:
     if silent is not None and not watched.done:
         stalled = silent > max(STALL_S, STALL_STEPS * usual)
         lines.append(
-            (f"last record {_duration(silent)} ago" + (": stalled, or ended" if stalled else ""), "red" * stalled)
+            (f"last record {duration(silent)} ago" + (": stalled, or ended" if stalled else ""), "red" * stalled)
         )
     for arm in watched.arms:
         # The last line of a running job may be half written: only whole lines can be damaged.
@@ -86,7 +86,8 @@ def _said(watched: Watched, now: float) -> list[tuple[str, str]]:
     return lines
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

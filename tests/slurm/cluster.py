@@ -102,6 +102,8 @@ class Cluster:
             "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none",
             "AccountingStorageType=accounting_storage/none",
+            "JobCompType=jobcomp/filetxt",
+            f"JobCompLoc={folder}/log/jobcomp",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_Core_Memory",
             "GresTypes=gpu",
@@ -128,7 +130,10 @@ class Cluster:
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=64000 "
                 f"Gres=gpu:fake:{GPUS} State=UNKNOWN"
             )
-        lines.append("PartitionName=gpus Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        lines += [
+            "PartitionName=gpus Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+            "PartitionName=other Nodes=ALL MaxTime=INFINITE State=UP",
+        ]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def start(self) -> None:
@@ -183,7 +188,7 @@ class Cluster:
 
     def states(self) -> list[str]:
         """The nodes' states."""
-        return self.client("sinfo", "--noheader", "-N", "-o", "%t", check=False).stdout.split()
+        return self.client("sinfo", "--noheader", "-N", "-p", "gpus", "-o", "%t", check=False).stdout.split()
 
     def job(self, job: str) -> dict[str, str]:
         """What scontrol says of a job."""

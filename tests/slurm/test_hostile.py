@@ -77,6 +77,7 @@ WORK: dict[str, Any] = {
     "tp": 8,
     "pp": 1,
     "repetitions": 2,
+    "retries": 1,
     "training": {"data_cache": "cache", "data": ["text"]},
     "compare": {"steps": 5},
 }

@@ -1,0 +1,183 @@
+"""Jobs that failed go on: by themselves without the bad node, or when they are told to. On real daemons.
+
+Where a node's ranks would be started, a stand-in for Python plays them; ``test_training.py`` has real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import Slurm
+
+# Records five steps and saves where a file `saves` is. Then it fails on the job's second node as the file `fails` says:
+# `always` or `once` (not after a requeue), in which repetition, with which account. Otherwise it finishes.
+STAND_IN = r"""#!/usr/bin/env bash
+for word in "$@"; do
+    [[ $word == --out=* ]] && out=${word#--out=}
+    [[ $word == --save=* ]] && save=${word#--save=}
+    [[ $word == --load=* ]] && echo "$SLURM_JOB_ID" >>"$SLURM_SUBMIT_DIR/loaded-${SLURM_ARRAY_TASK_ID:-0}"
+done
+[[ -n ${out-} ]] || exit 0
+if [[ $SLURM_NODEID == 0 ]]; then
+    mkdir -p "$out/flux" "$out/baseline" "$save/flux" "$save/baseline"
+    echo '{"config": {"steps": 5}}' >"$out/config.json"
+    for arm in flux baseline; do
+        sed 's/"iteration": 1,/"iteration": 5,/' "$SLURM_SUBMIT_DIR/record" >"$out/$arm/metrics.jsonl"
+    done
+    for folder in "$save" "$save/flux" "$save/baseline"; do
+        [[ ! -e $SLURM_SUBMIT_DIR/saves ]] || echo 3 >"$folder/latest_checkpointed_iteration.txt"
+    done
+fi
+read -r when repetition said <"$SLURM_SUBMIT_DIR/fails"
+[[ $when != once || ${SLURM_RESTART_COUNT:-0} == 0 ]] || when=never
+if [[ $when != never && $repetition == "${SLURM_ARRAY_TASK_ID:-0}" ]]; then
+    [[ $SLURM_NODEID == 1 ]] || exec sleep 60
+    sleep 0.5
+    echo "0 1.5 rank 1 on $SLURMD_NODENAME $said" >"$MEGATRON_FLUX_FAILURES/$SLURMD_NODENAME"
+    exit 1
+fi
+[[ $SLURM_NODEID != 0 ]] || printf '{"state": "finished", "iterations": {}}\n' >"$out/ended.json"
+"""
+KILLED = "was killed by SIGKILL (exit code -9)"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_cluster: Cluster) -> None:
+    """The stand-in in place of Python, without pre-flight; nothing fails yet."""
+    from tests.unit.metrics_records import record
+
+    file = tmp_path / "python-stand-in"
+    file.write_text(STAND_IN)
+    file.chmod(0o755)
+    (tmp_path / "record").write_text(json.dumps(record(iteration=1)) + "\n")
+    (tmp_path / "fails").write_text("never 0 -\n")
+    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(file))
+    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
+
+
+def submit(slurm: Slurm, mode: str, *words: str) -> tuple[str, Path]:
+    said = slurm("submit", "--profile", "local", "--job", "tiny", "--mode", mode, *words)
+    return re.search(r"job (\d+)", said)[1], Path(re.search(r"folder: (.*)", said)[1])
+
+
+def left_out(cluster: Cluster, job: str) -> str:
+    """The node that a retry leaves out."""
+    cluster.wait(lambda: cluster.job(job)["ExcNodeList"] != "(null)", "a node to be left out")
+    return cluster.job(job)["ExcNodeList"]
+
+
+def log_of(cluster: Cluster, job: str) -> str:
+    return Path(cluster.job(job)["StdOut"]).read_text()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_failed_rank_is_retried_without_its_node(at_the_cluster: Cluster, slurm: Slurm) -> None:
+    """Of the second of two repetitions: by the number of an array's last task, Slurm means the whole array."""
+    Path("fails").write_text(f"once 1 {KILLED}\n")
+    Path("saves").touch()
+    job, root = submit(slurm, "compare", "--repetitions", "2")
+    task = f"{job}_1"
+    at_the_cluster.wait(lambda: at_the_cluster.job(task).get("Restarts") == "1", "the retry", 60)
+    bad = left_out(at_the_cluster, task)
+    assert at_the_cluster.job(f"{job}_0")["Restarts"] == "0"
+    assert f"retry 1 of at most 1, without {bad}: rank 1 on {bad} {KILLED}" in log_of(at_the_cluster, task)
+    at_the_cluster.release(task)
+    at_the_cluster.wait_for_job(task)
+    assert bad not in at_the_cluster.hosts(task)
+    assert len(Path("loaded-1").read_text().split()) == 2, "both ranks of the retry began from the checkpoint"
+    shown = slurm("status", root)
+    assert f"rep-1: finished, step baseline 5/5, flux 5/5, 2 start(s), COMPLETED\n    retried without {bad}" in shown
+    assert "cause" not in shown
+    refused = slurm("resume", root, code=2)
+    assert f"{root} has completed, all of its 2 repetition(s) are finished" in refused
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_failure_that_no_node_causes_is_not_retried_again(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("fails").write_text(f"always 0 {KILLED}\n")
+    job, root = submit(slurm, "flux", "--retries", "3")
+    at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the retry", 60)
+    bad = left_out(at_the_cluster, job)
+    assert "has not ended, it is " in slurm("resume", root, code=2)
+    at_the_cluster.release(job)
+    at_the_cluster.wait_for_job(job, ("FAILED",))
+    other = at_the_cluster.hosts(job)[1]
+    assert other != bad
+    *_, before, last = log_of(at_the_cluster, job).strip().splitlines()
+    assert before == f"megatron-flux: not retried: it has failed at the same step before, on {bad}"
+    assert last == f"megatron-flux: error: rank 1 on {other} {KILLED}; logs in {root}/rep-0/logs/1"
+    shown = slurm("status", root)
+    assert f"tiny-flux job {job}: FAILED" in shown
+    assert f"    retried without {bad}\n    cause: rank 1 on {other} {KILLED}; logs in {root}/rep-0/logs/1" in shown
+
+    # By hand, then: not without a checkpoint, unless asked for.
+    refused = slurm("resume", root, code=2)
+    assert len(refused.strip().splitlines()) == 1
+    assert "rep-0 has no checkpoint and would begin anew at step 0; give --from-start" in refused
+    assert "it would stop at once; give --time 2" in slurm("resume", root, "--time", "1", code=2)
+    Path("fails").write_text("never 0 -\n")
+    tracker = root / "rep-0" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("3\n")
+    words = ["resume", root, "--time", "5", "--exclude", "n00"]
+    before = at_the_cluster.client("squeue", "--noheader", "--all").stdout
+    assert f" --time=5 --exclude=n00 {root}/job.sbatch" in slurm(*words, "--dry-run")
+    assert at_the_cluster.client("squeue", "--noheader", "--all").stdout == before
+    elsewhere = Path("elsewhere")
+    elsewhere.mkdir()
+    with monkeypatch.context() as patched:
+        patched.chdir(elsewhere)  # where a job was submitted, it goes on
+        said = slurm(*words)
+    again, collecting = re.findall(r"job (\d+)", said)
+    assert f"job {again}: rep-0 goes on from step 3; job {collecting} collects it" in said
+    at_the_cluster.wait_for_job(again)
+    found = at_the_cluster.job(again)
+    assert (found["TimeLimit"], found["ExcNodeList"]) == ("00:05:00", "n00")
+    assert Path("loaded-0").read_text().split()[-1] == again
+    assert f"job {job}, resumed as {again}: COMPLETED" in slurm("status", root)
+    assert "finished, step baseline 5/5, flux 5/5, 3 start(s)" in slurm("status", root)
+    assert [path.name for path in Path("runs").glob("tiny-*")] == [root.name]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_is_not_retried(at_the_cluster: Cluster, slurm: Slurm) -> None:
+    Path("fails").write_text("always 0 failed: the text is missing (exit code 2)\n")
+    refused, _ = submit(slurm, "flux")
+    at_the_cluster.wait_for_job(refused, ("FAILED",))
+    assert "not retried: what it was given is wrong on any node" in log_of(at_the_cluster, refused)
+    Path("fails").write_text(f"always 0 {KILLED}\n")
+    full, _ = submit(slurm, "flux", "--exclude", "n[02-15]")
+    at_the_cluster.wait_for_job(full, ("FAILED",))
+    said = "not retried: without n[02-15],n01, partition gpus has fewer than 2 nodes that work"
+    assert said in log_of(at_the_cluster, full)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_job_that_was_cancelled_before_it_began(at_the_cluster: Cluster, slurm: Slurm) -> None:
+    """And one that sbatch alone submitted, to a partition of its own: the script leaves what a resume needs."""
+    Path("fails").write_text(f"always 0 {KILLED}\n")
+    Path("saves").touch()
+    script = Path("own.sbatch")
+    slurm("render", "--profile", "local", "--job", "tiny", "--mode", "flux", "--retries", "0", "--out", script)
+    own = at_the_cluster.client("sbatch", "--parsable", "--partition=other", script).stdout.strip()
+    at_the_cluster.wait_for_job(own, ("FAILED",))
+    root = Path("runs").absolute() / f"tiny-flux-{own}"
+    assert "not retried: it has been 0 time(s), and 0 is the limit" in log_of(at_the_cluster, own)
+    Path("fails").write_text("never 0 -\n")
+    again = re.search(r"job (\d+): rep-0 goes on from step 3\n", slurm("resume", root))[1]
+    at_the_cluster.wait_for_job(again)
+    assert at_the_cluster.job(again)["Partition"] == "other"
+
+    said = slurm("submit", "--profile", "local", "--job", "tiny", "--mode", "flux", "--nodes", "16")
+    job = re.search(r"job (\d+)", said)[1]
+    root = Path(re.search(r"folder: (.*)", said)[1])
+    at_the_cluster.client("scancel", job)
+    at_the_cluster.wait_for_job(job, ("CANCELLED",))
+    assert "--from-start" in slurm("resume", root, code=2)
+    assert "rep-0 begins" in slurm("resume", root, "--from-start", "--dry-run")

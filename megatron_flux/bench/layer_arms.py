@@ -22,7 +22,6 @@ module objects; all arms use the same weights (:mod:`megatron_flux.bench.layer_b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from megatron_flux import FluxConfig, ops, patched, report
 from megatron_flux.bench import busy_floor, floor
 from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
 from megatron_flux.bench.layer_config import Workload
-from megatron_flux.comm import slab
+from megatron_flux.train.memory import workspace_bytes
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""
@@ -137,16 +136,7 @@ def look_inside(arm: Arm) -> None:
 
 def outside_bytes(arm: Arm) -> int:
     """Memory of an arm that torch's caching allocator does not know of (userbuffers are noted by their context)."""
-    return slab.pool.bytes() if arm.name.startswith("flux") else arm.facts.get("userbuffer_bytes", 0)
-
-
-def forget_dummy_gradients() -> None:
-    """Drop the unread weight gradients that TransformerEngine keeps for all layers (megatron-core's use them too).
-
-    Otherwise the first arm would pay for them in its memory figure and the others would not.
-    """
-    base = sys.modules.get("transformer_engine.pytorch.module.base")
-    getattr(base, "_dummy_wgrads", {}).clear()
+    return workspace_bytes() if arm.name.startswith("flux") else arm.facts.get("userbuffer_bytes", 0)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from megatron_flux.bench.together import Together
 from megatron_flux.bench.trace import trace_step
 from megatron_flux.comm import slab
 from megatron_flux.trace.breakdown import breakdown
+from megatron_flux.train.memory import forget_dummy_gradients
 
 WARMUP_STEPS = 3
 
@@ -90,7 +91,7 @@ class WorkloadBench:
         self.together.barrier()  # nobody uses another's memory any more
         for floor in layer_arms.FLOORS.values():
             floor.clear()
-        layer_arms.forget_dummy_gradients()
+        forget_dummy_gradients()
         gc.collect()
         if self.device.type == "cuda":
             slab.pool.clear()
@@ -161,7 +162,7 @@ class WorkloadBench:
         if arm.block == "te_ub":
             arm.facts["userbuffer_bytes"] = self._userbuffer_bytes
         self.x.grad = None
-        layer_arms.forget_dummy_gradients()
+        forget_dummy_gradients()
         gc.collect()
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         # The tuner measures in these steps: a stand-in group's collectives that give true results are no measure.

@@ -138,12 +138,19 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
     else:
         found = list(_bench(now, then, bands, checks))
     notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
+    if "memory" in checks:
+        notes += [f"{run.name}: {note}" for run in (now, then) for note in _about_memory(run)]
     if not any(one.ok is not None for one in found):
         raise UserError(
             f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; "
-            "give results that recorded the same things, or another --check"
+            + "".join(f"{note[:-1]}; " for note in notes)
+            + "give results that recorded the same things, or another --check"
         )
     return Result(then.name, found, notes)
+
+
+def _about_memory(run: Run) -> list[str]:
+    return [note for note in run.summary.get("notes", []) if note.startswith("Peak memory of")]
 
 
 def _require_same_device(now: Run, then: Run, checks: tuple[str, ...]) -> None:
@@ -185,8 +192,7 @@ def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Ite
         if "loss" in checks:
             yield _loss(arm, now, then, bands.loss)
         if "memory" in checks:
-            peaks = [run.summary["arms"][arm]["peak_memory_bytes"] for run in (then, now)]
-            yield _upwards(f"{arm} peak memory", *peaks, bands.memory, memory)
+            yield _memory(arm, now, then, bands.memory)
 
 
 def _step_time(arm: str, now: Run, then: Run, band: float) -> Checked:
@@ -214,6 +220,15 @@ def _loss(arm: str, now: Run, then: Run, band: float) -> Checked:
         # A loss that is not finite is in no band.
         difference is not None and math.isfinite(difference) and difference <= band,
     )
+
+
+def _memory(arm: str, now: Run, then: Run, band: float) -> Checked:
+    """The same kind of figure of both: the whole, or what the allocator held where one of them knows no more."""
+    arms = [run.summary["arms"][arm] for run in (then, now)]
+    label, name = f"{arm} peak memory", "peak_memory_bytes"
+    if any(found[name] is None for found in arms) and all(found["allocated_peak_bytes"] is not None for found in arms):
+        label, name = f"{label}, allocated alone", "allocated_peak_bytes"
+    return _upwards(label, *(found[name] for found in arms), band, memory)
 
 
 def _upwards(label: str, then: float | None, now: float | None, band: float, form: Callable[[float], str]) -> Checked:

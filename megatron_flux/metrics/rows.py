@@ -68,8 +68,8 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     b, f = summary["arms"]["baseline"], summary["arms"]["flux"]
 
     def row(label: str, key: str, form: Callable[[float], str], *, change: bool = True) -> Row:
-        difference = percent_change(b[key], f[key]) if change else ""
-        return Row(label, _shown(b[key], form), _shown(f[key], form), difference)
+        of_b, of_f = b.get(key), f.get(key)
+        return Row(label, _shown(of_b, form), _shown(of_f, form), percent_change(of_b, of_f) if change else "")
 
     def spread(arm: Mapping[str, Any]) -> str:
         times = arm["step_time_ms"]
@@ -94,6 +94,8 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         row("TFLOP/s per GPU", "tflops_per_gpu", rate),
         row("MFU", "mfu", lambda value: f"{100 * value:.1f} %", change=False),
         row("peak memory", "peak_memory_bytes", memory),
+        row("peak memory, allocated", "allocated_peak_bytes", memory, change=False),
+        row("peak memory, workspace", "workspace_bytes", memory, change=False),
         row("loss, first step", "first_loss", lambda value: f"{value:.6f}", change=False),
         row("loss, last step", "final_loss", lambda value: f"{value:.6f}", change=False),
     ]

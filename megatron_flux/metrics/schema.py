@@ -1,12 +1,13 @@
-"""The record: one training iteration of one arm, one JSON object on one line. Schema version 2.
+"""The record: one training iteration of one arm, one JSON object on one line. Schema version 3.
 
 Names are Megatron's own where Megatron has one (``lm loss``, ``grad-norm``, ``learning-rate``, ``iteration-time``,
 ``throughput``), so that a dashboard made for Megatron reads them; what only this project records is under ``flux/``.
 
 :data:`FIELDS` is the whole definition: name, kind, unit and meaning. A record may hold further fields (a later minor
 addition, or somebody's own): readers keep them and do not look at them. Removing a field, or changing its unit or
-meaning, is a new :data:`SCHEMA_VERSION`. Records of every version from 1 are read: version 1 had neither ``schema`` nor
-any of the fields from ``timestamp`` on, which are absent there.
+meaning, is a new :data:`SCHEMA_VERSION`. Records of every version from 1 are read. Version 1 had neither ``schema`` nor
+any of the fields from ``timestamp`` on, which are absent there. Before version 3 ``peak-memory-bytes`` was the
+allocator's peak: in a comparison it held the other arm's optimizer state, and it never held flux's workspaces.
 
 Not every step knows everything: fields marked "sampled" are there every ``sample_interval`` steps (``flux/sampled`` is
 true then) and absent from the others, because finding them out costs time. What is in :data:`CALL` and :data:`RUN` is
@@ -19,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Kind = Literal["int", "float", "bool", "text", "counts", "floats", "object", "objects"]
 
@@ -50,7 +51,13 @@ FIELDS: tuple[Field, ...] = (
     Field("tokens-per-second", "float", "token/s", "tokens of the global batch / time, over all devices"),
     Field("mfu", "float", "fraction", "throughput / the device's peak; null where the peak is unknown", nullable=True),
     Field("consumed-samples", "int", "sample", "sequences consumed since the start of training"),
-    Field("peak-memory-bytes", "int", "byte", "largest allocation on any rank so far; null on a CPU", nullable=True),
+    Field(
+        "peak-memory-bytes",
+        "int",
+        "byte",
+        "most device memory in this iteration on any rank, this arm's own: the sum of the two below; null on a CPU",
+        nullable=True,
+    ),
     Field(
         "block",
         "int",
@@ -98,6 +105,21 @@ FIELDS: tuple[Field, ...] = (
         "bool",
         "",
         "torch.profiler was on, which slows the step: left out of timing statistics; absent means false",
+        nullable=True,
+    ),
+    Field(
+        "flux/allocated_peak_bytes",
+        "int",
+        "byte",
+        "of that rank: peak of torch's allocator without what other arms of the process hold; null on a CPU, whose "
+        "processes share their memory among arms",
+        nullable=True,
+    ),
+    Field(
+        "flux/workspace_bytes",
+        "int",
+        "byte",
+        "of that rank: symmetric memory behind this arm's operators, which torch's allocator does not know",
         nullable=True,
     ),
     Field("flux/sampled", "bool", "", "the fields marked (sampled) were measured in this iteration", nullable=True),

@@ -7,6 +7,8 @@ Rules for what is not normal, so that nothing vanishes:
 * Arms of different length: medians over what each has, differences over the iterations both have, and a note.
 * A loss that is not finite: the largest relative difference is ``"NaN"``, the arm says how many there are and where the
   first is, and a note and the verdict say it. A baseline loss of 0 against another value is ``"Infinity"``.
+* Memory of records before schema 3 is left out where it is not the arm's own
+  (:mod:`megatron_flux.metrics.peak_memory`).
 * Every such finding is one sentence in ``"notes"``.
 
 The summary is JSON already: non-finite floats are the strings of :mod:`megatron_flux.metrics.strict_json`.
@@ -22,6 +24,7 @@ from typing import Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.peak_memory import peak_memory, withheld
 from megatron_flux.metrics.schema import SCHEMA_VERSION
 from megatron_flux.metrics.statistics import (
     Record,
@@ -38,13 +41,16 @@ from megatron_flux.metrics.verdict import verdict
 ARMS = ("baseline", "flux")
 
 
-def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(
+    baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any], *, separate: bool = False
+) -> dict[str, Any]:
     """The summary of a comparison.
 
     Args:
         baseline: records of stock Megatron, in order.
         flux: records of patched Megatron, in order.
         info: ``versions``, ``device``, ``layout``, ``command`` are taken over as they are (null when absent).
+        separate: the arms are two runs, each in processes of its own.
 
     Returns:
         A dict of strict JSON: ``schema_version``; ``arms`` (see ``_arm``); ``speedup`` = median baseline step time /
@@ -54,7 +60,8 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
         reason); ``baseline_is_stock``; ``environment`` (of the process that wrote the first record, null where none
         says); ``notes``; ``verdict``; and the info.
     """
-    arms = {"baseline": _arm(baseline), "flux": _arm(flux)}
+    shared = bool(baseline and flux) and not separate
+    arms = {"baseline": _arm(baseline, flux=False, shared=shared), "flux": _arm(flux, flux=True, shared=shared)}
     base_ms, flux_ms = (arms[arm]["step_time_ms"]["median"] for arm in ARMS)
     pairs = paired_blocks(baseline, flux)
     loss_differences = relative_differences(baseline, flux, "lm loss")
@@ -80,24 +87,29 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
             record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline
         ),
         "environment": _environment([*baseline, *flux]),
-        "notes": _notes(baseline, flux, arms),
+        "notes": [*_notes(baseline, flux, arms), *_left_out(baseline, flux, shared)],
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
     summary = strict_json.encodable(summary)
     return {**summary, "verdict": verdict(summary)}
 
 
-def _arm(records: Sequence[Record]) -> dict[str, Any]:
+def _left_out(baseline: Sequence[Record], flux: Sequence[Record], shared: bool) -> list[str]:
+    """What is not said of memory."""
+    said = withheld(baseline, flux=False, shared=shared), withheld(flux, flux=True, shared=shared)
+    return [note for note in said if note is not None]
+
+
+def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
     """Figures of one arm; medians over timed steps, memory the largest ever, losses over all steps."""
     steps = timed(records)
-    memory = [record["peak-memory-bytes"] for record in records if record.get("peak-memory-bytes") is not None]
     diverged = [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
     return {
         "step_time_ms": spread([1000 * record["iteration-time"] for record in steps]),
         "tokens_per_second": median_of(steps, "tokens-per-second"),
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
-        "peak_memory_bytes": max(memory, default=None),
+        **peak_memory(records, flux=flux, shared=shared),
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
         "iterations": len(records),

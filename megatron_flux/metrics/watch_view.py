@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from megatron_flux.metrics.peak_memory import OWN_SINCE
 from megatron_flux.metrics.rows import memory, milliseconds, rate
 from megatron_flux.metrics.statistics import Record, median_of, timed
 from megatron_flux.metrics.summary import ARMS
@@ -129,6 +130,11 @@ def _ranks(records: list[Record]) -> str:
     return f"{found['flux/slowest_rank']}" + (f" ({milliseconds(spread)} ms)" if spread is not None else "")
 
 
+def _memory(records: list[Record]) -> str:
+    own = [record for record in records if record.get("schema", 1) >= OWN_SINCE]
+    return _last("peak-memory-bytes", memory)(own)
+
+
 _ROWS: dict[str, Callable[[list[Record]], str]] = {
     f"step time, last (median of {RECENT}), ms": _step_time,
     "loss": _last("lm loss", lambda value: f"{value:.4f}"),
@@ -137,7 +143,7 @@ _ROWS: dict[str, Callable[[list[Record]], str]] = {
     "tokens/s": _last("tokens-per-second", rate),
     "TFLOP/s per GPU": _last("throughput", rate),
     "MFU": _last("mfu", lambda value: f"{100 * value:.1f} %"),
-    "peak memory": _last("peak-memory-bytes", memory),
+    "peak memory": _memory,
     "active flux layers": _last("flux/active_layers", str),
     "calls left to stock, per step": _last("flux/fallback_calls", str),
     "overlap efficiency": _sampled("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),

@@ -97,13 +97,12 @@ class Arm:
         """Flux, if this is its arm."""
         return megatron_flux.patched(self.config.flux_config) if self.name == "flux" else nullcontext()
 
-    def steps(self, count: int, *, block: int = 0, others_static_bytes: int = 0) -> Iterator[tuple[int, StepResult]]:
+    def steps(self, count: int, *, block: int = 0) -> Iterator[tuple[int, StepResult]]:
         """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.
 
         Args:
             count: steps of this turn.
             block: index of the turn over all arms.
-            others_static_bytes: device memory of other arms, left out of this arm's peak.
 
         Raises:
             FluxError: the loss is not finite (its record is written first).
@@ -111,15 +110,18 @@ class Arm:
         with self.patched(), self.trainer.turn():
             for _ in range(count):
                 iteration = self.trainer.iteration + 1
-                self.trainer.reset_peak_memory()
+                self.trainer.memory.reset_peak()
                 before = megatron_flux.report()
                 profiled = self._profiler.step(iteration) if self._profiler is not None else nullcontext()
                 with profiled, self._telemetry.step(iteration):
                     local = self.trainer.step()
                 began = time.perf_counter()
                 after = megatron_flux.report()
+                peak = self.trainer.memory.peak()  # before anything is measured, which takes memory of its own
                 values = {
-                    "peak_memory_bytes": self.trainer.peak_memory_bytes(others_static_bytes),
+                    "peak_memory_bytes": peak.total,
+                    "allocated_peak_bytes": peak.allocated,
+                    "workspace_bytes": peak.workspace,
                     "active_layers": after["active_layers"],
                     **self._telemetry.values(local),
                 }
@@ -139,7 +141,6 @@ class Arm:
         tflops = self._tflop / result.seconds
         fallbacks = Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         self._fallbacks += fallbacks
-        memory = known(result.ranks["peak_memory_bytes"])
         record = {
             "iteration": iteration,
             "lm loss": result.loss,
@@ -150,7 +151,7 @@ class Arm:
             "tokens-per-second": config.tokens_per_step / result.seconds,
             "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
             "consumed-samples": self.trainer.batches.consumed,
-            "peak-memory-bytes": int(max(memory)) if memory else None,
+            **_memory(result),
             "block": block,
             "warmup": iteration <= self._warm_after,
             # Of one copy of the model: the sum over pipeline stages.
@@ -259,6 +260,20 @@ class Arm:
             )
         except OSError as failed:
             logger.error("what ended rank %d could not be noted in %s: %s", rank, self.folder, failed)
+
+
+def _memory(result: StepResult) -> dict[str, int | None]:
+    """What the rank with the most has, and of what it is made."""
+    ranks = result.ranks
+    by = "peak_memory_bytes" if known(ranks["peak_memory_bytes"]) else "workspace_bytes"
+    most = max(range(len(ranks[by])), key=lambda rank: ranks[by][rank] or 0)
+    names = {
+        "peak-memory-bytes": "peak_memory_bytes",
+        "flux/allocated_peak_bytes": "allocated_peak_bytes",
+        "flux/workspace_bytes": "workspace_bytes",
+    }
+    found = {name: ranks[key][most] for name, key in names.items()}
+    return {name: None if value is None else int(value) for name, value in found.items()}
 
 
 def _calls(report: dict[str, Any], operator: str) -> int:

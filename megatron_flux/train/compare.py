@@ -58,7 +58,6 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
 
 def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequest) -> None:
     arms = {name: Arm(name, config, dataset, device) for name in ARMS}
-    static_bytes = sum(arm.trainer.static_bytes for arm in arms.values())
     if config.load is not None:
         for arm, folder in zip(arms.values(), checkpoint.folders(config.load, config), strict=True):
             with arm.trainer.turn():
@@ -68,8 +67,7 @@ def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRe
     with arms["baseline"], arms["flux"], watch(config) as shown:
         for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
             arm = arms[name]
-            others = static_bytes - arm.trainer.static_bytes
-            with closing(arm.steps(count, block=block, others_static_bytes=others)) as steps:
+            with closing(arm.steps(count, block=block)) as steps:
                 for iteration, result in steps:
                     shown.step(name, iteration, result)
                     iterations[name] = iteration

@@ -22,6 +22,7 @@ from megatron_flux.trace.parts import OPTIMIZER
 from megatron_flux.train import graphs
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.memory import CudaAllocator, OwnMemory
 from megatron_flux.train.model import build_model, transformer_config
 from megatron_flux.train.randomness import random_state, seed_everything, set_random_state
 
@@ -55,24 +56,25 @@ class Trainer:
         from megatron.core import parallel_state
 
         self.config, self.device = config, device
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        seed_everything(config.seed, config.cuda_graph_impl)
-        self._mcore_config = transformer_config(config)
-        self.model = self._build_model()
-        self.optimizer, self.scheduler = self._build_optimizer()
-        self._graphs = graphs.make(config, self.model, self._mcore_config, self.optimizer)
-        self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
+        forgets = config.cuda_graph_impl == "none"
+        self.memory = OwnMemory(CudaAllocator(device, forgets=forgets) if device.type == "cuda" else None)
+        with self.memory.turn():
+            seed_everything(config.seed, config.cuda_graph_impl)
+            self._mcore_config = transformer_config(config)
+            self.model = self._build_model()
+            self.optimizer, self.scheduler = self._build_optimizer()
+            self._graphs = graphs.make(config, self.model, self._mcore_config, self.optimizer)
+            self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
         self.iteration = 0
-        self.static_bytes = (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0) - before
-        """Device memory of weights, gradients and optimizer state."""
         self._random_state = random_state()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Draw random numbers from this trainer's own state for the duration of the context."""
+        """Draw random numbers from this trainer's own state, and own what is allocated, inside the context."""
         set_random_state(self._random_state)
         try:
-            yield
+            with self.memory.turn():
+                yield
         finally:
             self._random_state = random_state()
 
@@ -125,22 +127,6 @@ class Trainer:
             return 0.0, 0.0
         total, tokens = sum(loss["lm loss"].double() for loss in losses).tolist()
         return total, tokens
-
-    def peak_memory_bytes(self, others: int) -> int | None:
-        """Most device memory of this rank since :meth:`reset_peak_memory`; None on a CPU.
-
-        Args:
-            others: static bytes of other trainers on this device, left out. (A CPU process's memory cannot be split
-                between two trainers in it.)
-        """
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self.device) - others
-
-    def reset_peak_memory(self) -> None:
-        """Start measuring peak memory anew."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
 
     def _build_model(self) -> torch.nn.Module:
         from megatron.core.distributed import (

@@ -83,14 +83,45 @@ def test_one_diverged_step_is_enough(tmp_path: Path, results: Path) -> None:
 
 
 def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
-    runs = [changed(tmp_path / name, "flux", {"peak-memory-bytes": None}) for name in ("run", "results")]
+    unknown = dict.fromkeys(("peak-memory-bytes", "flux/allocated_peak_bytes"))
+    runs = [changed(tmp_path / name, "flux", unknown) for name in ("run", "results")]
     result = compare(*runs, Bands())
     assert [one.state for one in result.checked if one.label == "flux peak memory"] == ["not checked"]
     assert result.verdict.startswith("against results: 5 of 5")
-    arms = {arm: [item | {"peak-memory-bytes": None} for item in items] for arm, items in full_arms().items()}
+    arms = {arm: [item | unknown for item in items] for arm, items in full_arms().items()}
     none = full_run(tmp_path / "none", arms)
     with pytest.raises(UserError, match="nothing of memory is known in both"):
         compare(none, none, Bands(), ("memory",))
+
+
+def earlier(folder: Path, arms: tuple[str, ...] = ("baseline", "flux"), **settings: Any) -> Path:
+    """A run whose records are of schema 2: the peak of torch's allocator in the whole process."""
+    records = {arm: items if arm in arms else [] for arm, items in full_arms().items()}
+    for item in (item for items in records.values() for item in items):
+        item |= {"schema": 2, "peak-memory-bytes": 2**40 if len(arms) == 2 else 3 * 2**28}
+        del item["flux/allocated_peak_bytes"], item["flux/workspace_bytes"]
+    return full_run(folder, records, **settings)
+
+
+def test_memory_of_earlier_comparisons_is_not_that_of_an_arm(tmp_path: Path) -> None:
+    run, then = full_run(tmp_path / "run"), earlier(tmp_path / "then")
+    result = compare(run, then, Bands())
+    assert [one.state for one in result.checked if "memory" in one.label] == ["not checked"] * 2
+    why = "Peak memory of the flux arm was recorded by an earlier version and is left out: the other arm's memory is"
+    assert any(note.startswith(f"then: {why}") for note in result.notes)
+    with pytest.raises(UserError, match="the other arm's memory is in it, flux's workspaces are not; give results"):
+        compare(run, then, Bands(), ("memory",))
+
+
+def test_memory_of_earlier_trainings_is_compared_with_what_was_allocated(tmp_path: Path) -> None:
+    then = earlier(tmp_path / "then", ("flux",), command="train")
+    memory = [one for one in compare(full_run(tmp_path / "run"), then, Bands()).checked if "memory" in one.label]
+    assert [(one.label, one.then, one.now) for one in memory] == [
+        ("flux peak memory, allocated alone", "768.0 MiB", "768.0 MiB")
+    ]
+    then = earlier(tmp_path / "stock", ("baseline",), command="train")
+    memory = [one for one in compare(full_run(tmp_path / "other"), then, Bands()).checked if "memory" in one.label]
+    assert [(one.label, one.then, one.now) for one in memory] == [("baseline peak memory", "768.0 MiB", "1.00 GiB")]
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert captions(folder) == {
         "loss-difference": "The lm loss is identical in 17 iterations of 18. No finite difference in 1 iteration.",
         "grad-norm-difference": "The grad-norm is identical in 18 iterations of 18.",
-        "memory": "Peak memory is not known: this device does not report it.",
+        "memory": "Peak memory is not known: arms on CPUs share the memory of their processes.",
         "fallbacks": "None: every patched layer ran flux in every step.",
         **NOT_RECORDED,
     }

@@ -224,7 +224,7 @@ def test_info_is_taken_over_and_the_file_is_strict_json(tmp_path: Path) -> None:
     baseline = arm([0.1])
     baseline[0]["lm loss"] = math.inf
     summary = summarize(baseline, arm([0.1], flux=True), INFO)
-    assert summary["schema_version"] == 2
+    assert summary["schema_version"] == 3
     assert {name: summary[name] for name in ("versions", "device", "layout", "command")} == {
         name: INFO[name] for name in ("versions", "device", "layout", "command")
     }

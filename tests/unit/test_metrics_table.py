@@ -44,6 +44,7 @@ def test_piped_has_no_colour_and_no_truncation(monkeypatch: pytest.MonkeyPatch, 
     assert line(text, "step time, median (ms)") == ["123.4", "111.1", "\u221210.0", "%"]
     assert line(text, "step time, p10…p90 (ms)") == ["123.4…123.4", "111.1…111.1"]
     assert line(text, "peak memory") == ["1.00", "GiB", "2.00", "GiB", "+100.0", "%"]
+    assert line(text, "peak memory, workspace") == ["0.0", "MiB", "256.0", "MiB"]
     assert line(text, "tokens/s") == ["10,000", "10,000", "0.0", "%"]
     assert line(text, "MFU") == ["40.0", "%", "40.0", "%"]
     assert line(text, "timed steps") == ["18", "18"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron_flux.metrics.report.figures import Arms, Drawn, counted, figure, finite, line
+from megatron_flux.metrics.report.figures import Drawn, counted, figure, finite, line
 from megatron_flux.metrics.rows import MINUS
 
 TIME_PARTS: dict[str, tuple[str, str]] = {
@@ -22,31 +23,35 @@ TIME_PARTS: dict[str, tuple[str, str]] = {
 Hidden communication is not among them: it takes no time of its own."""
 
 
-def peak_memory(arms: Arms) -> Drawn:
-    """Largest allocation (GiB) of each arm, as bars from zero."""
-    peaks = {
-        arm: [record["peak-memory-bytes"] for record in records if record.get("peak-memory-bytes") is not None]
-        for arm, records in arms.items()
-    }
+MEMORY_PARTS = {"allocated_peak_bytes": ("allocated", "part-gemm"), "workspace_bytes": ("workspace", "part-fused")}
+"""Of an arm in the summary: name and colour."""
+
+
+def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()) -> Drawn:
+    """Most memory (GiB) of each arm, allocated and workspace in one bar; ``arms`` and ``notes`` of the summary."""
+    known = {arm: found for arm, found in reversed(arms.items()) if found.get("peak_memory_bytes") is not None}
+    why = [note for note in notes if note.startswith("Peak memory of")]
+    if not known:
+        return None, " ".join(why) or "Peak memory is not known: arms on CPUs share the memory of their processes."
     traces = [
         {
             "type": "bar",
             "orientation": "h",
-            "name": arm,
-            "meta": {"colour": arm},
-            "x": [max(values) / 2**30],
-            "y": [arm],
-            "text": [f"{max(values) / 2**30:.2f} GiB"],
-            "hoverinfo": "skip",
-            "showlegend": False,
+            "name": name,
+            "meta": {"colour": colour},
+            "x": [found[key] / 2**30 for found in known.values()],
+            "y": list(known),
+            "text": [f"{name} {found[key] / 2**30:.2f} GiB" if found[key] else "" for found in known.values()],
+            "hovertemplate": f"%{{y}}: {name} %{{x:.3f}} GiB<extra></extra>",
         }
-        for arm, values in reversed(peaks.items())
-        if values
+        for key, (name, colour) in MEMORY_PARTS.items()
     ]
-    if not traces:
-        return None, "Peak memory is not known: this device does not report it."
+    caption = (
+        "Each arm's own on the rank with the most: what torch's allocator held for it, and workspaces in symmetric "
+    )
+    caption += " ".join(["memory. What NCCL and CUDA themselves take is in neither.", *why])
     axis = {"rangemode": "tozero"}
-    return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=200), "Largest allocation on any rank."
+    return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=220, barmode="stack"), caption
 
 
 def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Drawn:

@@ -155,7 +155,7 @@ def pair(baseline: Run, flux: Run) -> Run:
     after = 1 + max((record["block"] for record in baseline.arms["baseline"]), default=0)
     second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
     arms = {"baseline": baseline.arms["baseline"], "flux": second}
-    summary = summarize(arms["baseline"], arms["flux"], flux.config)
+    summary = summarize(arms["baseline"], arms["flux"], flux.config, separate=True)
     summary["notes"].append(
         "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
     )

@@ -38,7 +38,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         *(Part(name, title, figure, caption) for name, (title, (figure, caption)) in draw.items()),
         _where_time_goes(run),
         *operators.parts(arms),
-        Part("memory", "Peak memory", *figures_bars.peak_memory(arms)),
+        Part("memory", "Peak memory", *figures_bars.peak_memory(summary["arms"], summary["notes"])),
         *machine.parts(arms),
         Part("fallbacks", "Calls left to stock Megatron", table=_fallbacks(run), caption=_fallback_caption(run)),
         *_settings(run),

@@ -1,0 +1,131 @@
+"""Whose device memory it is: arms that take turns in one process, each measured as if it were alone.
+
+torch's allocator knows what a process holds, not for whom. Nothing but its own trainer allocates during an arm's turn,
+so what the others hold is what is allocated when a turn begins, less what this arm held when its last one ended. It is
+taken away from the allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
+
+Two caches are emptied when a turn ends, since the next arm would use them and not pay for them: the gradients nobody
+reads that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's workspaces.
+Not where CUDA graphs hold their addresses. Tens of MB that other libraries keep for good count for the arm that came
+first.
+
+Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP that the tuner may
+choose, are added by their size. What NCCL, CUDA and its contexts take is in no figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_flux.comm import slab
+
+
+class Allocator(Protocol):
+    """What is known of a process's memory, in bytes."""
+
+    def allocated(self) -> int:
+        """Now."""
+
+    def peak(self) -> int:
+        """The most since :meth:`reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Start measuring anew."""
+
+    def forget_shared(self) -> None:
+        """Empty caches that the next arm would use."""
+
+
+class CudaAllocator:
+    """torch's, of one device."""
+
+    def __init__(self, device: torch.device, *, forgets: bool = True) -> None:
+        """``forgets``: caches may be emptied; no CUDA graph holds what is in them."""
+        self._device, self._forgets = device, forgets
+
+    def allocated(self) -> int:
+        """See :class:`Allocator`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """See :class:`Allocator`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """See :class:`Allocator`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def forget_shared(self) -> None:
+        """See :class:`Allocator`."""
+        if self._forgets:
+            forget_dummy_gradients()
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def forget_dummy_gradients() -> None:
+    """Drop the unread weight gradients that TransformerEngine keeps for all layers (megatron-core's use them too)."""
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    getattr(base, "_dummy_wgrads", {}).clear()
+
+
+def workspace_bytes() -> int:
+    """Symmetric memory that this process holds: flux's, and torch's for async-TP."""
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    torchs = getattr(module, "_group_name_to_workspace_tensor", {}).values()
+    return slab.pool.bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one arm; None where nobody knows."""
+
+    allocated: int | None
+    """By torch's allocator, at the moment when it was most."""
+    workspace: int
+    """In symmetric memory, at the end."""
+
+    @property
+    def total(self) -> int | None:
+        """Both."""
+        return None if self.allocated is None else self.allocated + self.workspace
+
+
+class OwnMemory:
+    """One arm's."""
+
+    def __init__(self, allocator: Allocator | None) -> None:
+        """Nothing is held yet. Without an allocator (CPU) only workspaces are known."""
+        self._allocator = allocator
+        self._own = self._own_workspace = 0
+        self._others = self._others_workspace = 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is allocated inside, and still there at the end, is this arm's."""
+        allocator = self._allocator
+        self._others_workspace = workspace_bytes() - self._own_workspace
+        if allocator is not None:
+            self._others = allocator.allocated() - self._own
+        try:
+            yield
+        finally:
+            self._own_workspace = workspace_bytes() - self._others_workspace
+            if allocator is not None:
+                allocator.forget_shared()
+                self._own = allocator.allocated() - self._others
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak anew."""
+        if self._allocator is not None:
+            self._allocator.reset_peak()
+
+    def peak(self) -> Peak:
+        """The most that this arm has held since :meth:`reset_peak`; only during its turn."""
+        allocated = None if self._allocator is None else self._allocator.peak() - self._others
+        return Peak(allocated, workspace_bytes() - self._others_workspace)

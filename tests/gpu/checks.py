@@ -15,6 +15,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from megatron_flux.ops import driver, fused
 from megatron_flux.ops.capture import captured_calls
 from megatron_flux.ops.plan import Plan, candidates
 from megatron_flux.ops.registry import _backends
+
+sys.path.insert(1, str(Path(__file__).parents[2]))  # for tests.ptx
 
 Check = Callable[[dist.ProcessGroup], str]
 NAME = "fused"
@@ -643,6 +646,197 @@ def bench_shapes(group):
     return last
 
 
+# Faults that most runs hide: a wait, a fence or an epoch that is missing shows only where somebody is late.
+
+LATE = 40_000_000
+"""Cycles by which a rank or a stream is late: some 20 ms, in which everything else is long done."""
+
+
+def round_of_late_calls(group, late, mp, n, k, transposed=False, gathers=False):
+    """Each operator once, on fresh operands and poisoned memory, while rank ``late`` of the group begins 20 ms after
+    the others. Integers: every result is known to the bit, before the call.
+    """
+    xs, xl, w = operands(group, mp, n, k, torch.bfloat16, transposed, integer=True)
+    wt = (w if transposed else w.t()).float()
+    full = gather(xs, group)
+    product, sums = (full.float() @ wt).bfloat16(), scatter_sum(xl.float() @ wt, group).bfloat16()
+
+    def together():
+        poison(group)
+        if group.rank() == late:
+            torch.cuda._sleep(LATE)
+
+    together()
+    y, seen = ops.all_gather_gemm(xs, w, group, transposed=transposed, return_gathered=True, backend=NAME)
+    seen = seen.clone()  # now: peers that are late would mend it until it is compared
+    assert torch.equal(y, product), f"rank {late} was late: the product is another"
+    assert torch.equal(seen, full), f"rank {late} was late: the gathered input is another"
+    together()
+    z = ops.gemm_reduce_scatter(xl, w, group, transposed=transposed, backend=NAME)
+    assert torch.equal(z, sums), f"rank {late} was late: the sum is another"
+    if gathers:
+        together()
+        alone = ops.all_gather(xs, group, backend=NAME).wait().clone()
+        assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
+
+
+def late_calls(group, chosen, wrap):
+    """Rounds of every plan and shape, in which each rank is late more than once. With ``wrap`` the epochs of all
+    workspaces pass the largest int32 on the way.
+    """
+    b, top, done = backend(), 2**31 - 2, []
+    try:
+        for plan, sizes, gathers in chosen:
+            b.plan = plan
+            if wrap:
+                round_of_late_calls(group, None, *sizes, gathers=gathers)
+                torch.cuda.synchronize()
+                dist.barrier(group=group)
+                for work in slabs(group):
+                    work.flags[group.rank()].fill_(top - 1)
+                    work.epochs.fill_(top)
+                torch.cuda.synchronize()
+                dist.barrier(group=group)
+            for turn in range(8 if plan is None else 2 + group.size()):  # without a plan calls are made ready
+                round_of_late_calls(group, turn % group.size(), *sizes, gathers=gathers)
+            done.append("default" if plan is None else plan.label())
+            if wrap:
+                used = [work for work in slabs(group) if work.calls]
+                assert any((work.epochs < 0).all() for work in used), "no epoch has wrapped: nothing was tested"
+    finally:
+        b.plan = None
+    if wrap:  # paced pushes count calls, not epochs
+        torch.cuda.synchronize()
+        dist.barrier(group=group)
+        slab.pool.clear()
+    return "; ".join(done)
+
+
+def late_hopper(group, wrap=False):
+    """A late rank is waited for by the warp-specialised kernels, whoever moves the data."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "no Hopper"
+    sizes = (256, 1024, 512)
+    chosen = [(Plan(ws=True), sizes, False), (Plan(ws=True, comm=1, chunks=2), sizes, False)]
+    if not wrap:
+        chosen += [(Plan(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
+    return late_calls(group, chosen, wrap)
+
+
+def late_plain(group, wrap=False):
+    """The same for the plain kernels, with and without TMA, and for gathers by themselves."""
+    chosen = [(Plan(), (256, 512, 256), True), (Plan(comm=4, skip=1, chunks=2), (256, 512, 256), False)]
+    return late_calls(group, [*chosen, *([] if wrap else [(Plan(), (37, 100, 77), False)])], wrap)
+
+
+def wrapping_hopper(group):
+    """Epochs of the warp-specialised kernels wrap while a rank is late."""
+    return late_hopper(group, wrap=True)
+
+
+def wrapping_plain(group):
+    """Epochs of the plain kernels wrap while a rank is late."""
+    return late_plain(group, wrap=True)
+
+
+def stream_change(group):
+    """A call on another stream, made ready too, begins behind the one before, whose stream is busy with other work."""
+    xs, _, w = operands(group, 256, 768, 512, torch.bfloat16, False, integer=True)
+    for _ in range(6):  # until calls are made ready
+        ops.all_gather_gemm(xs, w, group, backend=NAME)
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for call in range(4):
+        first, second = (operands(group, 256, 768, 512, torch.bfloat16, False, integer=True)[0] for _ in range(2))
+        wants = [(gather(x, group).float() @ w.t().float()).bfloat16() for x in (first, second)]
+        poison(group)
+        with torch.cuda.stream(one):
+            torch.cuda._sleep(LATE)
+            y = ops.all_gather_gemm(first, w, group, backend=NAME)
+        with torch.cuda.stream(other):
+            z = ops.all_gather_gemm(second, w, group, backend=NAME)
+        torch.cuda.synchronize()
+        assert torch.equal(y, wants[0]), f"call {call} on the stream that was busy differs"
+        assert torch.equal(z, wants[1]), f"call {call} on the stream that was idle differs"
+        one, other = other, one
+    return "4 x 2 calls"
+
+
+def kinds(group):
+    """Calls of two dtypes in turn, equal in all else, often enough to be made ready."""
+    for call in range(18):
+        dtype = (torch.bfloat16, torch.float16)[call // 6 % 2]  # six of a kind: made ready for both halves
+        xs, xl, w = operands(group, 256, 512, 256, dtype, False, integer=True)
+        poison(group)
+        want = gather(xs, group)
+        whole = ops.all_gather(xs, group, backend=NAME).wait()
+        assert whole.dtype == dtype, f"call {call}: {whole.dtype} was gathered for {dtype}"
+        assert torch.equal(whole, want), f"call {call} {dtype}: what was gathered differs"
+        y = ops.all_gather_gemm(xs, w, group, backend=NAME)
+        assert torch.equal(y, (want.float() @ w.t().float()).to(dtype)), f"call {call} {dtype}: the product differs"
+        z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+        want = scatter_sum(xl.float() @ w.t().float(), group).to(dtype)
+        assert torch.equal(z, want), f"call {call} {dtype}: the sum differs"
+    return "18 x 3 calls"
+
+
+def slowest_rank(group):
+    """What the benchmark and the tuner measure is the slowest rank's time, on all ranks."""
+    from megatron_flux.bench import timing as bench_timing
+    from megatron_flux.ops import timing
+
+    device, least = torch.device("cuda", torch.cuda.current_device()), 5.0
+    for slow in (0, group.size() - 1):
+
+        def step(slow=slow):
+            torch.cuda._sleep(LATE // 2 if group.rank() == slow else 1000)
+
+        def enqueue(slow=slow):
+            time.sleep(least / 1e3 if group.rank() == slow else 0)
+
+        benched = bench_timing.interleaved({"step": step}, group, rounds=2, burst=1, warmup=1)["step"].low
+        host_us = bench_timing.interleaved({"host": enqueue}, group, rounds=2, burst=1, warmup=1)["host"].host_us
+        tuned = timing.burst(step, 1, group, device)
+        said = f"rank {slow} takes more than {least} ms, but"
+        assert benched > least, f"{said} the benchmark says {benched}"
+        assert host_us >= 1e3 * least, f"{said} the benchmark says {host_us} us of host time"
+        assert tuned > least, f"{said} the tuner says {tuned}"
+        assert not timing.all_agree(group.rank() != slow, group, device)
+    assert timing.all_agree(True, group, device)
+    return f"{benched:.1f} ms, {host_us:.0f} us, {tuned:.1f} ms"
+
+
+def fences(group):
+    """The warp-specialised kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "no Hopper"
+    from megatron_flux.ops import relaunch
+    from tests.ptx import missing_fences
+
+    launch, seen = relaunch.by_triton, {}
+
+    def spying(kernel, *arguments, **constants):
+        compiled = launch(kernel, *arguments, **constants)
+        name = f"{kernel.fn.__name__}{' pushing' if constants.get('PUSH') else ''}"
+        seen[name] = compiled.asm["ptx"]
+        return compiled
+
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    slab.pool.clear()  # what has been launched from it would not be launched by Triton again
+    try:
+        with mock.patch.object(relaunch, "by_triton", spying):
+            for plan in (Plan(ws=True), Plan(ws=True, comm=1, chunks=2)):
+                backend().plan = plan
+                compare(group, 256, 1024, 512)
+    finally:
+        backend().plan = None
+    copied, pushed, sums = "hopper_ag_gemm_kernel", "hopper_ag_gemm_kernel pushing", "hopper_gemm_rs_kernel"
+    for name, kind in ((copied, {"loads"}), (pushed, {"loads", "pushes"}), (sums, {"stores"})):
+        missing = missing_fences(seen[name], **dict.fromkeys(kind, True))
+        assert not missing, f"{name}: {'; '.join(missing)}"
+    return ", ".join(sorted(seen))
+
+
 CHECKS: dict[str, Check] = {
     "signals": signals,
     "shapes": shapes,
@@ -664,12 +858,21 @@ CHECKS: dict[str, Check] = {
     "mismatch": mismatch,
     "bench_shapes": bench_shapes,
     "random_shapes": random_shapes,
+    "kinds": kinds,
+    "late_hopper": late_hopper,
+    "late_plain": late_plain,
+    "stream_change": stream_change,
+    "slowest_rank": slowest_rank,
+    "fences": fences,
+    "wrapping_hopper": wrapping_hopper,
+    "wrapping_plain": wrapping_plain,
 }
 
 
 NOT_STANDING_IN = (
-    "more_plans", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture", "nccl_beside",
-    "nccl_beside_graphs", "mismatch",
+    "more_plans", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
+    "nccl_beside", "nccl_beside_graphs", "mismatch", "kinds", "late_hopper", "late_plain", "stream_change",
+    "slowest_rank", "fences", "wrapping_hopper", "wrapping_plain",
 )  # fmt: skip
 
 

@@ -1,0 +1,320 @@
+"""Faults that the tests must notice, for ``mutations.py``: each a replacement of text that occurs once, and who must
+see it.
+
+A fault is deliberate damage of a kind that would go unnoticed in a run: a wait, a fence, a reduction or a part of a key
+left out. Where a test or check beside it stays green, it tests too little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A replacement in one file."""
+
+    file: str
+    """Below the root of the checkout."""
+    old: str
+    """Must occur exactly once."""
+    new: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is damaged, and who must see it."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...] = ()
+    """Tests that need no GPU, as pytest names them; parameters may be left out. Each must fail."""
+    checks: tuple[str, ...] = ()
+    """Checks of tests/gpu/checks.py; each must fail on two GPUs."""
+
+
+OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
+RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
+TWIN, FENCES = "tests/distributed/test_fused_twin.py", "tests/unit/test_hopper_fences.py::test_no_path_misses_a_fence"
+
+
+def _fault(
+    name: str, file: str, old: str, new: str, tests: tuple[str, ...] = (), checks: tuple[str, ...] = ()
+) -> Fault:
+    return Fault(name, (Edit(file, old, new),), tests, checks)
+
+
+FAULTS: tuple[Fault, ...] = (
+    # What ranks decide together.
+    Fault(
+        "kept answer is not broadcast",
+        (
+            Edit(f"{OPS}/tuner.py", "load(cache_path()) if group.rank() == 0 else {}", "load(cache_path())"),
+            Edit(f"{OPS}/tuner.py", "dist.broadcast_object_list(kept, group=group, group_src=0)", "pass"),
+        ),
+        ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
+    ),
+    _fault(
+        "all_agree asks nobody",
+        f"{OPS}/timing.py",
+        "dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)",
+        "pass",
+        (f"{RANKS}::test_all_agree_only_if_every_rank_does",),
+    ),
+    _fault(
+        "fastest rank in the tuner's bursts",
+        f"{OPS}/timing.py",
+        "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
+        "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
+        (f"{RANKS}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
+        ("slowest_rank",),
+    ),
+    _fault(
+        "fastest rank in bench ops",
+        "megatron_flux/bench/timing.py",
+        "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
+        "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
+        checks=("slowest_rank",),
+    ),
+    _fault(
+        "fastest rank in bench metrics",
+        "megatron_flux/bench/metrics_cost.py",
+        "dist.all_reduce(wall, op=dist.ReduceOp.MAX)",
+        "dist.all_reduce(wall, op=dist.ReduceOp.MIN)",
+        (f"{RANKS}::test_the_clock_of_blocks_is_the_slowest_ranks",),
+    ),
+    _fault(
+        "fastest rank in bench layer",
+        "megatron_flux/bench/together.py",
+        "[max(column) for column in",
+        "[min(column) for column in",
+        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
+    ),
+    _fault(
+        "interleave forgets the other ranks' steps",
+        "megatron_flux/bench/rounds.py",
+        "together.slowest(list(steps.values()))",
+        "list(steps.values())",
+        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
+    ),
+    _fault(
+        "interleave forgets the other ranks' host time",
+        "megatron_flux/bench/rounds.py",
+        "together.slowest(list(hosts.values()))",
+        "list(hosts.values())",
+        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
+    ),
+    _fault(
+        "90 % interval for 95 %",
+        "megatron_flux/metrics/statistics.py",
+        "[2.5, 97.5]",
+        "[5, 95]",
+        ("tests/unit/test_metrics_statistics.py::test_the_interval_is_a_95_percent_one",),
+    ),
+    _fault(
+        "other groups never block",
+        f"{OPS}/fused.py",
+        """return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0""",
+        "return True",
+        ("tests/unit/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
+    ),
+    _fault(
+        "stock layers do not end an offer",
+        "megatron_flux/patch/linears.py",
+        "        ahead.forget()\n",
+        "",
+        ("tests/distributed/test_offers.py::test_a_stock_layer_ends_an_offer",),
+    ),
+    # Epochs, flags and workspaces.
+    _fault(
+        "plain kernels compare epochs without wrapping",
+        f"{KERNELS}/device.py",
+        "other=0, volatile=True) - epoch",
+        "other=0, volatile=True).to(tl.int64) - epoch",
+        (f"{LATE}::test_epochs_may_wrap_while_a_rank_is_late",),
+        ("wrapping_plain",),
+    ),
+    _fault(
+        "entered calls compare epochs without wrapping",
+        f"{KERNELS}/enter.py",
+        "second - first > 0",
+        "second > first",
+        (f"{TWIN}::test_epochs_may_wrap",),
+    ),
+    _fault(
+        "plain kernels do not wait",
+        f"{KERNELS}/device.py",
+        "behind = tl.min(tl.where(lane < count, ahead, 0))",
+        "behind = tl.min(tl.where(lane < count, 0, 0))",
+        (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
+        ("late_plain",),
+    ),
+    _fault(
+        "plain kernels do not advance the epoch",
+        f"{KERNELS}/device.py",
+        "tl.store(epochs + next_slot, epoch + 1)",
+        "tl.store(epochs + next_slot, epoch)",
+        (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
+        ("late_plain",),
+    ),
+    _fault(
+        "captured calls do not meet",
+        f"{KERNELS}/enter.py",
+        "    wait_flags(flags, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)\n",
+        "",
+        (f"{TWIN}::test_captured_gather_stays_open_beside_captured_gemms",),
+    ),
+    _fault(
+        "flag of a step goes to another peer than its data",
+        f"{OPS}/launch_copies.py",
+        "work.flags[peer][word : word + 1]",
+        "work.flags[(rank + step) % tp][word : word + 1]",
+        ("tests/unit/test_pushes.py::test_a_flag_follows_its_data_to_the_same_peer",),
+    ),
+    _fault(
+        "captured pushes are paced",
+        f"{OPS}/launch_copies.py",
+        " and not work.captured",
+        "",
+        ("tests/unit/test_pushes.py::test_only_eager_pushes_are_paced",),
+    ),
+    _fault(
+        "a destroyed group's slab is taken",
+        "megatron_flux/comm/slab.py",
+        "slab.half_bytes >= nbytes and slab.group is group",
+        "slab.half_bytes >= nbytes",
+        (
+            f"{LATE}::test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own",
+            "tests/unit/test_slab_turns.py::test_a_slab_belongs_to_one_group_whatever_its_name",
+        ),
+    ),
+    _fault(
+        "ready calls do not follow a change of stream",
+        "megatron_flux/comm/slab.py",
+        "        if raw != self._raw:\n            self._follow()\n        half",
+        "        half",
+        ("tests/unit/test_slab_turns.py::test_eager_calls_follow_a_change_of_stream",),
+        ("stream_change",),
+    ),
+    _fault(
+        "ready calls of all dtypes are one",
+        f"{OPS}/again.py",
+        "        x.dtype,\n",
+        "",
+        ("tests/unit/test_ready_keys.py::test_calls_of_another_kind_have_another_key",),
+        ("kinds",),
+    ),
+    _fault(
+        "bench ops stops only where every rank has to",
+        "megatron_flux/bench/ops.py",
+        "dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)",
+        "dist.all_reduce(there, op=dist.ReduceOp.MIN, group=group)",
+        (f"{RANKS}::test_one_rank_that_has_no_memory_stops_all",),
+    ),
+    # Warp-specialised kernels: these run on GPUs only; what can be seen in the compiled code is seen without one.
+    _fault(
+        "Hopper kernels do not wait",
+        f"{KERNELS}/hopper.py",
+        "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
+        "behind = gl.min(lane, axis=0)",
+        (FENCES,),
+        ("late_hopper",),
+    ),
+    _fault(
+        "Hopper kernels compare epochs without wrapping",
+        f"{KERNELS}/hopper.py",
+        "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
+        "behind = gl.min(gl.where(_acquire(flags + lane) < epoch, lane * 0 - 1, lane * 0), axis=0)",
+        checks=("wrapping_hopper",),
+    ),
+    _fault(
+        "Hopper kernels do not advance the epoch",
+        f"{KERNELS}/hopper.py",
+        "gl.store(epochs + next_slot, epoch + 1)",
+        "gl.store(epochs + next_slot, epoch)",
+        checks=("late_hopper",),
+    ),
+    _fault(
+        "Hopper AG+GEMM does not wait for what the copy engine brings",
+        f"{KERNELS}/hopper_ag_gemm.py",
+        "if unit != arrived:",
+        "if unit < 0:",
+        checks=("late_hopper",),
+    ),
+    _fault(
+        "Hopper AG+GEMM waits for an earlier push",
+        f"{KERNELS}/hopper_ag_gemm.py",
+        "wait_flags(flags + flag_off + unit * BM, BM, epoch,",
+        "wait_flags(flags + flag_off + unit * BM, BM, epoch - 2,",
+        checks=("late_hopper",),
+    ),
+    _fault(
+        "Hopper GEMM+RS waits for an earlier tile",
+        f"{KERNELS}/hopper_gemm_rs.py",
+        "wait_flags(flags + flag_off + tile * TP, TP, epoch,",
+        "wait_flags(flags + flag_off + tile * TP, TP, epoch - 2,",
+        checks=("late_hopper",),
+    ),
+    _fault(
+        "Hopper kernels poll without acquire",
+        f"{KERNELS}/hopper.py",
+        "ld.acquire.sys.global.b32",
+        "ld.relaxed.sys.global.b32",
+        (FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "Hopper kernels have no fence between proxies",
+        f"{KERNELS}/hopper.py",
+        '"fence.proxy.async; mov.u32 $0, $1;"',
+        '"mov.u32 $0, $1;"',
+        (FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "Hopper kernels have no fence of the system",
+        f"{KERNELS}/hopper.py",
+        '"fence.acq_rel.sys; mov.u32 $0, $1;"',
+        '"mov.u32 $0, $1;"',
+        (FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "Hopper AG+GEMM publishes without a barrier",
+        f"{KERNELS}/hopper_ag_gemm.py",
+        "                barrier()\n                fence_system(epoch)",
+        "                fence_system(epoch)",
+        (FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "Hopper GEMM+RS publishes before its stores have arrived",
+        f"{KERNELS}/hopper_gemm_rs.py",
+        "        stores_done(epoch)\n",
+        "",
+        (FENCES,),
+        ("fences",),
+    ),
+)
+
+
+def broken(root: Path, fault: Fault) -> str | None:
+    """None, or why ``fault`` cannot be put into the checkout at ``root``."""
+    for edit in fault.edits:
+        path = root / edit.file
+        if not path.is_file():
+            return f"fault no longer applies: there is no {edit.file}"
+        found = path.read_text().count(edit.old)
+        if found != 1:
+            return f"fault no longer applies: {edit.old!r} occurs {found} times in {edit.file}, not once"
+        if edit.old == edit.new:
+            return f"fault changes nothing in {edit.file}"
+    return None
+
+
+def apply(root: Path, fault: Fault) -> None:
+    """Put ``fault`` into the checkout at ``root``."""
+    for edit in fault.edits:
+        path = root / edit.file
+        path.write_text(path.read_text().replace(edit.old, edit.new))

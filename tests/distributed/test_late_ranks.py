@@ -1,0 +1,135 @@
+"""A rank that is late is waited for in every call, by every transport, and beyond the largest epoch, on the CPU twin.
+
+Each call has fresh operands, so that what an earlier call left in a workspace is wrong; what is expected is known
+before; the late rank sleeps right before its call, and what the others got is looked at before it wakes up again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.ops.plan import Plan
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_fused_twin import TINY, integers, twin
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+LATE_S = 0.25
+PLANS = {
+    "copy engine": Plan(**TINY),
+    "copy engine, blocks": Plan(**TINY, block=16),
+    "pushes": Plan(**TINY, comm=1, skip=1, block=16, chunks=2),
+}
+DTYPE = torch.float16
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
+    """All three operators, rank ``late`` of the group behind the others in each."""
+    mp, n, k = 32, 32, 32
+    x, w, whole = integers(mp, k, DTYPE), integers(n, k, DTYPE), integers(mp * group.size(), k, DTYPE)
+    full = gathered(x)
+    product = full.float() @ w.float().t()
+    sums = whole.float() @ w.float().t()
+    dist.all_reduce(sums)
+    mine = sums[mp * group.rank() : mp * (group.rank() + 1)]
+
+    def together() -> None:
+        dist.barrier()
+        if group.rank() == late:
+            time.sleep(LATE_S)
+
+    together()
+    y, seen = backend.all_gather_gemm(x, w, group, transposed=False)
+    found, seen = y.float(), seen.clone()
+    assert torch.equal(seen, full), f"rank {late} was late: the gathered input is another"
+    assert torch.equal(found, product), f"rank {late} was late: the product is another"
+    together()
+    z = backend.gemm_reduce_scatter(whole, w, group, transposed=False, async_op=False).wait()
+    assert torch.equal(z.float(), mine), f"rank {late} was late: the sum is another"
+    together()
+    alone = backend.all_gather(x, group, async_op=True).wait().clone()
+    assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
+
+
+def rank_late(plan: Plan) -> None:
+    """Both halves of both workspaces, and each of them again."""
+    backend = twin()
+    backend.plan = plan
+    for turn in range(4):
+        round_of_calls(backend, dist.group.WORLD, turn % 2)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: Plan) -> None:
+    world2.run(rank_late, plan)
+
+
+def rank_wraps(plan: Plan) -> None:
+    """Two rounds before the largest int32, two behind it: what flags hold then is far above the epoch as a number."""
+    from megatron_flux.comm import slab
+
+    backend = twin()
+    backend.plan = plan
+    round_of_calls(backend, dist.group.WORLD, 0)
+    top = 2**31 - 2
+    dist.barrier()
+    for work in slab.pool._slabs.values():
+        work.flags[work.rank].fill_(top - 1)
+        work.epochs.fill_(top)
+    dist.barrier()
+    for turn in range(4):
+        round_of_calls(backend, dist.group.WORLD, turn % 2)
+    eager = {name: work for (_, name, captured), work in slab.pool._slabs.items() if not captured}
+    assert all((work.epochs < 0).all() for work in eager.values()), "no epoch has wrapped: nothing was tested"
+    slab.pool.clear()
+
+
+@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes"]], ids=["copy engine", "pushes"])
+def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: Plan) -> None:
+    world2.run(rank_wraps, plan)
+
+
+def rank_world_made_again(folder: Path) -> None:
+    """The world is destroyed and made again, its ranks in another order, as after a failure that a job survives."""
+    from megatron_flux.comm import slab
+
+    backend = twin()
+    backend.plan = PLANS["copy engine"]
+    first, rank = dist.group.WORLD, dist.get_rank()
+    round_of_calls(backend, first, 0)
+    name, workspace = first.group_name, slab.pool.get(first, "gemm", 1, torch.device("cpu"), False)
+    assert workspace.group is first
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=1 - rank, world_size=2)
+    second = dist.group.WORLD
+    assert second.group_name == name
+    assert second is not first
+    for turn in range(2):
+        round_of_calls(backend, second, turn)
+    found = slab.pool.get(second, "gemm", 1, torch.device("cpu"), False)
+    assert found is not workspace, "it belongs to a group that is gone"
+    assert found.group is second
+
+
+def test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own(tmp_path: Path) -> None:
+    pool = WorkerPool(2)  # of its own: the other tests' workers keep their world
+    try:
+        pool.run(rank_world_made_again, tmp_path)
+    finally:
+        pool.stop()

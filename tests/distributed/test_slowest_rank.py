@@ -1,0 +1,100 @@
+"""What ranks decide and measure together: every time is the slowest rank's, every yes is everybody's.
+
+One rank of two is slow in each test, first one, then the other: a number that is a rank's own, the first rank's or the
+fastest rank's shows.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+SLOW_MS = 30
+CPU = torch.device("cpu")
+
+
+def step_of(slow: int) -> Any:
+    return lambda: time.sleep(SLOW_MS / 1e3 if dist.get_rank() == slow else 0)
+
+
+def rank_agrees() -> list[bool]:
+    from megatron_flux.ops import timing
+
+    answers = (True, True), (True, False), (False, True), (False, False)
+    return [timing.all_agree(answer[dist.get_rank()], dist.group.WORLD, CPU) for answer in answers]
+
+
+def test_all_agree_only_if_every_rank_does(world2: WorkerPool) -> None:
+    assert world2.run(rank_agrees) == [[True, False, False, False]] * 2
+
+
+def rank_bursts(slow: int) -> tuple[float, list[float], float]:
+    from megatron_flux.ops import timing
+
+    step, group = step_of(slow), dist.group.WORLD
+    once = timing.burst(step, 1, group, CPU, warm=0)
+    turns = timing.interleaved({"step": step}, group, CPU)["step"][:2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "SETTLE", 0.03)
+        patch.setattr(timing, "LASTING", 0.03)
+        lasting = timing.sustained({"step": step}, {"step": SLOW_MS}, group, CPU)["step"]
+    return once, turns, lasting
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_burst_takes_as_long_as_on_the_slowest_rank(world2: WorkerPool, slow: int) -> None:
+    found = world2.run(rank_bursts, slow)
+    assert found[0] == found[1]
+    once, turns, lasting = found[0]
+    assert min(once, *turns, lasting) >= SLOW_MS
+
+
+def rank_rounds(slow: int) -> tuple[list[float], list[float]]:
+    from megatron_flux.bench.rounds import interleave
+    from megatron_flux.bench.together import Together
+
+    together = Together(dist.group.WORLD, 30.0)
+    samples = interleave({"step": (step_of(slow), nullcontext)}, together, CPU, rounds=2, burst=1)["step"]
+    return samples.step_ms, samples.host_ms
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_rounds_tell_of_the_slowest_rank(world2: WorkerPool, slow: int) -> None:
+    found = world2.run(rank_rounds, slow)
+    assert found[0] == found[1]
+    steps, hosts = found[0]
+    assert len(steps) == len(hosts) == 2
+    assert min(*steps, *hosts) >= SLOW_MS
+
+
+def rank_clock(slow: int) -> float:
+    from megatron_flux.bench.metrics_cost import _Clock
+
+    with _Clock(CPU) as clock:
+        step_of(slow)()
+    return clock.slowest()[0]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_clock_of_blocks_is_the_slowest_ranks(world2: WorkerPool, slow: int) -> None:
+    found = world2.run(rank_clock, slow)
+    assert found[0] == found[1] >= SLOW_MS / 1e3
+
+
+def rank_stops() -> list[bool]:
+    from megatron_flux.bench.ops import _any
+
+    return [_any(dist.get_rank() == who, dist.group.WORLD, CPU) for who in (0, 1, 2)]
+
+
+def test_one_rank_that_has_no_memory_stops_all(world2: WorkerPool) -> None:
+    assert world2.run(rank_stops) == [[True, True, False]] * 2

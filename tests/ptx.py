@@ -1,0 +1,94 @@
+"""Paths through a compiled kernel: what may happen between two of its instructions without a third one in between.
+
+A fence that is missing changes nothing that can be seen on most days. Whether it is on every path can be seen in PTX.
+"""
+
+from __future__ import annotations
+
+import re
+
+LABEL = re.compile(r"^\s*(\$\w+):")
+BRANCH = re.compile(r"(@\S+\s+)?\bbra(?:\.uni)?\s+(\$\w+)")
+TABLE = re.compile(r"\bbrx\.idx\S*\s+[^,]+,\s*(\$?\w+)")
+TARGETS = re.compile(r"^\s*(\$?\w+):\s*\.branchtargets([^;]*);", re.MULTILINE)
+
+POLL = r"\bld\.acquire\.sys\.global|\bld\.volatile\.global"
+PROXY_FENCE = r"\bfence\.proxy\.async;"
+SYSTEM_FENCE = r"\bfence\.acq_rel\.sys"
+TMA_LOAD = r"\bcp\.async\.bulk\.tensor\S*\.shared::\w+\.global"
+TMA_STORE = r"\bcp\.async\.bulk\.tensor\S*\.global\.shared::cta"
+ARRIVED = r"\bcp\.async\.bulk\.wait_group\s+0;"
+WIDE_STORE = r"\bst\.global\S*\.v4"
+PUBLISH = r"\batom\.global\.(?:sys\.relaxed|relaxed\.sys)\.exch"
+PUBLISH_RELEASE = r"\batom\.global\.(?:sys\.release|release\.sys)\.exch"
+BARRIER = r"\b(?:bar\.sync|barrier\.sync(?:\.aligned)?)\s"
+
+
+class Paths:
+    """The control flow of the one kernel in ``ptx``."""
+
+    def __init__(self, ptx: str) -> None:
+        body = ptx[ptx.index(".entry") :]
+        body = re.split(r"^\$L__func_end", body[body.index("{") + 1 :], maxsplit=1, flags=re.MULTILINE)[0]
+        tables = {name: re.findall(r"\$\w+", targets) for name, targets in TARGETS.findall(body)}
+        # One statement a line; inline assembly has several.
+        lines = TARGETS.sub("", body).splitlines()
+        self.lines = [f"{part};" for line in lines for part in line.split("//")[0].split(";") if part.strip()]
+        labels = {label[1]: i for i, line in enumerate(self.lines) if (label := LABEL.match(line))}
+        self.next: list[set[int]] = [set() for _ in self.lines]
+        for i, line in enumerate(self.lines):
+            jump, table = BRANCH.search(line), TABLE.search(line)
+            if jump:
+                self.next[i].add(labels[jump[2]])
+            if table:
+                self.next[i] |= {labels[label] for label in tables[table[1]]}
+            ends = table or (jump and not jump[1]) or re.search(r"^\s*(ret|exit)\b", line)
+            if i + 1 < len(self.lines) and not ends:
+                self.next[i].add(i + 1)
+
+    def count(self, what: str) -> int:
+        """Instructions that are ``what``."""
+        return sum(re.search(what, line) is not None for line in self.lines)
+
+    def reaches(self, start: str, target: str, without: str) -> bool:
+        """Whether some path leads from a ``start`` to a ``target`` and meets no ``without`` on its way."""
+        waiting = [j for i, line in enumerate(self.lines) if re.search(start, line) for j in self.next[i]]
+        seen: set[int] = set()
+        while waiting:
+            i = waiting.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            if re.search(without, self.lines[i]):
+                continue
+            if re.search(target, self.lines[i]):
+                return True
+            waiting += self.next[i]
+        return False
+
+
+def missing_fences(ptx: str, *, pushes: bool = False, loads: bool = False, stores: bool = False) -> list[str]:
+    """What is missing in a warp-specialised kernel, in words.
+
+    Args:
+        ptx: the kernel.
+        pushes: it writes to peers from registers.
+        loads: it reads by TMA what peers have written.
+        stores: it writes to peers by TMA.
+    """
+    paths, missing = Paths(ptx), []
+    if not re.search(r"\bld\.acquire\.sys\.global", ptx):
+        missing.append("flags are not read with acquire")
+    if loads and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
+        missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
+    if pushes:
+        if not paths.count(PUBLISH) or paths.reaches(WIDE_STORE, PUBLISH, SYSTEM_FENCE):
+            missing.append("a flag may overtake what was stored before it: no fence.acq_rel.sys")
+        if paths.reaches(WIDE_STORE, SYSTEM_FENCE, BARRIER):
+            missing.append("a thread's flag may overtake another one's stores: no barrier before the fence")
+    if stores:
+        if not paths.count(PUBLISH) or paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
+            missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")
+        if paths.reaches(ARRIVED, PUBLISH, SYSTEM_FENCE):
+            missing.append("a flag may overtake a TMA store that has arrived here: no fence.acq_rel.sys")
+    return missing

@@ -23,7 +23,6 @@ backend refuses groups that are smaller than the world.
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.capture import capturing
 from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
 from megatron_flux.ops.ready import ReadyCall
+from megatron_flux.settings import one_queue, sm_margin
 
 
 class FusedBackend:
@@ -213,7 +213,8 @@ def limit(
         size: ranks of the group.
         capability: the GPU's compute capability.
         world: ranks of the job; None asks torch.distributed.
-        shielded: whether other process groups' kernels cannot block these; None asks this process's environment.
+        shielded: whether other process groups' kernels cannot block these; None asks this process's environment
+            as of CUDA's start (:mod:`megatron_flux.settings`).
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, x is {dtype}"
@@ -230,14 +231,9 @@ def limit(
 
 
 def _others_cannot_block() -> bool:
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0
+    return one_queue() or sm_margin() > 0
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def sm_margin() -> int:
-    """SMs that fused kernels leave to others: ``MEGATRON_FLUX_SM_MARGIN``, default 0."""
-    return int(os.environ.get("MEGATRON_FLUX_SM_MARGIN", "0"))

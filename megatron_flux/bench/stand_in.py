@@ -72,6 +72,10 @@ class StandInGroup(dist.ProcessGroup):
         """What profiles call it."""
         return "stand-in"
 
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        """The pair's, which also says how long to wait."""
+        return self.pair._get_backend(device)
+
     def shutdown(self) -> None:
         """Nothing of its own to end."""
 

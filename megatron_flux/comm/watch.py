@@ -1,14 +1,28 @@
-"""Time-outs of device-side waits, told to people.
+"""Time-outs of device-side waits, told to people; and calls that were broken off, told to the calls after them.
 
 A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and
 traps. The trap ends the process with a CUDA error at its next synchronization; a daemon thread reads the alarm
 meanwhile and prints what was waited for, and the next operator call raises it as an OperatorError.
+
+How long is too long
+    ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group waits in its own
+    collectives: that of ``new_group(timeout=...)``, in Megatron ``--distributed-timeout-minutes``, 10 minutes with NCCL
+    if nobody said anything. So a peer that is late (a checkpoint, a compilation, a slow disk) is waited for as long as
+    stock waits. It is taken when a slab is made; a time-out that the group is given later does not change it.
+
+What a user sees when a peer never comes
+    The group's watchdog knows nothing of these waits, only of collectives: of those queued behind them, each from when
+    it was enqueued. With the default the two end at about the same time, whichever first. The alarm's line names
+    operator, peer and epoch, then comes ``CUDA error: unspecified launch failure``. If the watchdog is first, or the
+    variable is set higher than the group's time-out, it ends the process with its own "Watchdog caught collective
+    operation timeout" of a collective that has not begun: it is the kernel before it that waits. Set the variable
+    lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those
+    ranks, the watchdog is all there is.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -16,11 +30,14 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
+
+from megatron_flux import settings
 
 OPERATORS = {1: "all_gather_gemm", 2: "gemm_reduce_scatter", 3: "entering a captured call", 4: "all_gather"}
 UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard"}
-DEFAULT_TIMEOUT_S = 120.0
 POLLS_PER_SECOND = 2000  # of the CPU twin
+_LONGEST = (1 << 63) - 1  # what a kernel can compare with
 
 _POISONED = 2
 """In place of the 1 that kernels write first."""
@@ -35,12 +52,28 @@ _timeouts = 0
 _thread: threading.Thread | None = None
 
 
-def timeout_s() -> float:
-    """Seconds a device-side wait may last: ``MEGATRON_FLUX_TIMEOUT_S``, default 120.
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds a wait for peers of ``group`` on ``device`` may last; see the module.
 
-    Keep it below the process group's own time-out, which does not see these waits.
+    Raises:
+        UserError: ``MEGATRON_FLUX_TIMEOUT_S`` is no time.
     """
-    return float(os.environ.get("MEGATRON_FLUX_TIMEOUT_S", DEFAULT_TIMEOUT_S))
+    given = settings.timeout_s()
+    return _group_timeout_s(group, device) if given is None else given
+
+
+def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    try:
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError) as error:  # a backend of another kind, or of another torch
+        usual = (constants.default_pg_nccl_timeout or constants.default_pg_timeout).total_seconds()
+        _log.warning(
+            "megatron_flux: the process group does not say its time-out (%s); waits end after torch's default of %g s, "
+            "or what MEGATRON_FLUX_TIMEOUT_S says",
+            error,
+            usual,
+        )
+        return usual
 
 
 def timeouts() -> int:
@@ -62,7 +95,9 @@ class Alarm:
         self._poison: str | None = None
         self._told = False
         self._counted = False
-        self.limit = int(timeout_s() * (1e9 if cuda else POLLS_PER_SECOND))
+        self._seconds = timeout_s(group, device)
+        self.limit = min(int(self._seconds * (1e9 if cuda else POLLS_PER_SECOND)), _LONGEST)
+        """Nanoseconds; of the CPU twin, polls."""
         if cuda:
             self.open()
             _start()
@@ -80,9 +115,9 @@ class Alarm:
         _, op, peer, unit, epoch, seen = (int(v) for v in self._view[:6])
         return (
             f"rank {self._rank} (tp rank {self._tp_rank} of {len(self._ranks)}): {OPERATORS.get(op, op)} timed out "
-            f"after {timeout_s():g} s waiting for peer rank {self._ranks[peer]} (tp rank {peer}), "
+            f"after {self._seconds:g} s waiting for peer rank {self._ranks[peer]} (tp rank {peer}), "
             f"{UNITS.get(op, 'unit')} {unit}, epoch {epoch}; the peer's last epoch here is {seen}. Did it die, or make "
-            "another sequence of calls? The limit is MEGATRON_FLUX_TIMEOUT_S"
+            "another sequence of calls? The limit is MEGATRON_FLUX_TIMEOUT_S, or the process group's own time-out"
         )
 
     def poison(self, operator: str, error: BaseException) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.config import Backends
 from megatron_flux.layers.ahead import ColumnWeight, Gathered, offer
+from megatron_flux.layers.derivative import autocast_of, first_only
 from megatron_flux.layers.wgrad import main_grad_of, rows, weight_gradient
 
 
@@ -44,10 +45,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
         ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
+        ctx.autocast = autocast_of(x)
         offer(ctx, ctx.weight, 0 if gather_ahead else None)
         return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward)
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.weight.saved_tensors(ctx)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]

@@ -18,6 +18,7 @@ from megatron_flux import ops
 from megatron_flux.config import Backends
 from megatron_flux.layers.ahead import ColumnWeight, offer
 from megatron_flux.layers.column import column_backward
+from megatron_flux.layers.derivative import autocast_of, first_only
 from megatron_flux.layers.wgrad import main_grad_of
 
 
@@ -70,7 +71,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
             normed if weight.requires_grad else None,  # a frozen weight needs no input in backward
             weight,
         )
-        ctx.norm = norm
+        ctx.norm, ctx.autocast = norm, autocast_of(x)
         main_grad = main_grad_of(weight, gradient_accumulation_fusion)
         ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
         offer(ctx, ctx.weight, 4 if gather_ahead else None)
@@ -79,6 +80,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         )
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, norm_weight, mean, reciprocal_deviation, normed, weight = ctx.weight.saved_tensors(ctx)
         need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.config import Backends
 from megatron_flux.layers.ahead import accepted
+from megatron_flux.layers.derivative import autocast_of, first_only
 from megatron_flux.layers.wgrad import main_grad_of, weight_gradient
 
 
@@ -36,11 +37,12 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.parameter = weight
         ctx.main_grad = main_grad_of(weight, gradient_accumulation_fusion)
         ctx.overwrite_main_grad = overwrite_main_grad
-        ctx.group, ctx.backends = group, backends
+        ctx.group, ctx.backends, ctx.autocast = group, backends, autocast_of(x)
         ctx.column = accepted(group)
         return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward)
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw = ctx.needs_input_grad[:2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flux.errors import UserError
-from megatron_flux.ops.fused import sm_margin
 from megatron_flux.patch import te_seam
+from megatron_flux.settings import sm_margin
 
 
 class MegatronArgumentsError(UserError, AssertionError):

@@ -29,7 +29,6 @@ a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backen
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.capture import capturing, capturing_on_gpu
 from megatron_flux.ops.plan import Plan, ag_plan, rs_plan
 from megatron_flux.ops.ready import ReadyCall
+from megatron_flux.settings import one_queue, sm_margin
 
 
 class FusedBackend:
@@ -235,7 +235,8 @@ def limit(
         size: ranks of the group.
         capability: the GPU's compute capability.
         world: ranks of the job; None asks torch.distributed.
-        shielded: whether other process groups' kernels cannot block these; None decides by this process's environment.
+        shielded: whether other process groups' kernels cannot block these; None decides by this process's settings as
+            of CUDA's start (:mod:`megatron_flux.settings`).
         beside: what runs beside the group, its being smaller than the world aside.
         captured: the calls run in CUDA graphs.
     """
@@ -280,14 +281,9 @@ def _why_blocked(others: bool, high_priority: bool, captured: bool) -> str | Non
 
 def _others_cannot_block() -> bool:
     """Of calls outside graphs and streams of one priority."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0
+    return one_queue() or sm_margin() > 0
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def sm_margin() -> int:
-    """SMs that fused kernels leave to others: ``MEGATRON_FLUX_SM_MARGIN``, default 0."""
-    return int(os.environ.get("MEGATRON_FLUX_SM_MARGIN", "0"))

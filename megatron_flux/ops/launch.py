@@ -23,6 +23,7 @@ from megatron_flux.ops.launch_copies import buffers_of, copy_engine_push, view
 from megatron_flux.ops.launch_enter import begin
 from megatron_flux.ops.plan import Plan, cdiv
 from megatron_flux.ops.relaunch import by_triton
+from megatron_flux.settings import sm_margin
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TWIN_CTAS = 3
@@ -30,12 +31,17 @@ TWIN_CTAS = 3
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """CTAs a persistent kernel may have; a handful on the CPU twin."""
+    """CTAs a persistent kernel may have; a handful on the CPU twin.
+
+    Raises:
+        UserError: MEGATRON_FLUX_SM_MARGIN leaves too few.
+    """
     if device.type != "cuda":
         return TWIN_CTAS
-    from megatron_flux.ops.fused import sm_margin
-
-    return torch.cuda.get_device_properties(device).multi_processor_count - sm_margin()
+    count, margin = torch.cuda.get_device_properties(device).multi_processor_count, sm_margin()
+    if count - margin < TWIN_CTAS:
+        raise UserError(f"MEGATRON_FLUX_SM_MARGIN={margin} leaves too few of this GPU's {count} SMs; set less")
+    return count - margin
 
 
 def rs_tiles(mp: int, n: int, plan: Plan) -> int:

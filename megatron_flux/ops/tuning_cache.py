@@ -29,8 +29,8 @@ import torch
 
 from megatron_flux.cache import cache_folder
 from megatron_flux.errors import UserError
-from megatron_flux.ops.fused import sm_margin
 from megatron_flux.ops.plan import Plan
+from megatron_flux.settings import sm_margin
 from megatron_flux.version import __version__
 
 logger = logging.getLogger("megatron_flux")

@@ -6,7 +6,6 @@ by the replaced methods at every call, and goes with the layer.
 
 from __future__ import annotations
 
-import os
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_flux.config import STOCK, Backends
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.patch.line import LAYERS, TE_LAYERS
+from megatron_flux.settings import one_queue
 
 _ATTRIBUTE = "_megatron_flux_backends"
 _LINEARS = {
@@ -100,8 +100,7 @@ def check(backends: Backends, more: str = "") -> None:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}{more}")
     nccl, fused = ("reference", "pipelined"), ("auto", "tuned", "fused")
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    if backends.wgrad in nccl and backends.dgrad in fused and torch.cuda.is_available() and not one_queue:
+    if backends.wgrad in nccl and backends.dgrad in fused and torch.cuda.is_available() and not one_queue():
         raise UserError(
             f"wgrad={backends.wgrad!r} gathers with NCCL during a dgrad that may be fused ({backends.dgrad!r}): set "
             "CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or leave wgrad to the same backend"

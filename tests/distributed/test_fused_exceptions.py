@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.plan import Plan
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
 
 pytestmark = [
@@ -257,6 +258,25 @@ def patched_again() -> None:
         assert x.eq(2).all()
         with megatron_flux.patched():
             assert "gemm_reduce_scatter" in refusal(run)
+
+
+def limits() -> list[float]:
+    """Seconds that waits of two groups may last, and of one that is told by the variable."""
+    from megatron_flux.comm import watch
+
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=33))
+    cpu = torch.device("cpu")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("MEGATRON_FLUX_TIMEOUT_S", None)
+        found = [watch.Alarm(group, cpu).limit for group in (dist.group.WORLD, short)]
+        os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "4"
+        found.append(watch.Alarm(short, cpu).limit)
+    dist.destroy_process_group(short)
+    return [limit / watch.POLLS_PER_SECOND for limit in found]
+
+
+def test_a_wait_lasts_as_long_as_the_groups_own(world2: WorkerPool) -> None:
+    assert world2.run(limits) == [[COLLECTIVE_TIMEOUT, 33.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])

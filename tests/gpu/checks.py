@@ -10,6 +10,7 @@ caching allocator hands out for results, and the workspaces, are poisoned with N
 from __future__ import annotations
 
 import argparse
+import datetime
 import faulthandler
 import json
 import os
@@ -25,9 +26,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
+from megatron_flux import ops, settings
 from megatron_flux.bench import stand_in, stand_in_fused
-from megatron_flux.comm import slab
+from megatron_flux.comm import slab, watch
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops import driver, fused
 from megatron_flux.ops.capture import captured_calls
@@ -627,6 +628,19 @@ def broken_capture(group):
     return ended[:120]
 
 
+def time_limit(group):
+    """NCCL's groups say their time-out, which waits of kernels take over."""
+    made = dist.new_group(timeout=datetime.timedelta(seconds=77))
+    with mock.patch.object(settings, "timeout_s", return_value=None):
+        assert watch.timeout_s(made, torch.device("cuda")) == 77
+    with mock.patch.object(settings, "_held", {**settings._held, "MEGATRON_FLUX_TIMEOUT_S": "5"}):
+        assert watch.timeout_s(made, torch.device("cuda")) == 5
+    os_says = settings.one_queue()
+    with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8" if os_says else "1"):
+        assert settings.one_queue() == os_says, "CUDA has started with another value"
+    return "as said"
+
+
 def mismatch(group):
     """Different shapes on different ranks are an error."""
     from megatron_flux.errors import UserError
@@ -849,6 +863,7 @@ CHECKS: dict[str, Check] = {
     "poisoned_shard": poisoned_shard,
     "streams": streams,
     "gather_async": gather_async,
+    "time_limit": time_limit,
     "across_streams": across_streams,
     "exceptions": exceptions,
     "graphs": graphs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm import topology
-from megatron_flux.ops import registry
+from megatron_flux.ops import pipelined, registry
 from megatron_flux.ops.stats import OpStats
 from tests.unit.groups import group_of
 
@@ -128,3 +129,23 @@ def test_counters() -> None:
     assert counters.bytes_received == 13
     counters.reset()
     assert counters == OpStats()
+
+
+def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a warm-up, when nobody asks for its limits any more."""
+    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(pipelined.topology, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
+    monkeypatch.setattr(pipelined.importlib, "import_module", lambda name: pytest.fail("it ran"))
+    monkeypatch.setattr(pipelined.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    group = group_of(2)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        backend = registry.select("pipelined", x, None, group)
+    for call in (
+        lambda: backend.all_gather_gemm(x, x, group, transposed=False),
+        lambda: backend.gemm_reduce_scatter(x, x, group, transposed=False, async_op=False),
+        lambda: backend.all_gather(x, group, async_op=True),
+    ):
+        with pytest.raises(UserError, match=r"'pipelined' cannot be captured in a CUDA graph.*use backend='auto'"):
+            call()

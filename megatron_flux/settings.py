@@ -1,0 +1,71 @@
+"""What the environment says about how kernels run, as of CUDA's start in this process.
+
+=============================  =======================================================================================
+``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
+``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
+``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.watch`)
+=============================  =======================================================================================
+
+A value set later does not count: CUDA would not know of it, and ranks or kernels would not agree. torch calls
+:func:`_hold` when it starts CUDA, or here if it has done so already; until then, and where there is no CUDA, the
+environment is read as it is. Nothing of this is asked for in calls that are made ready.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from megatron_flux.errors import UserError
+
+_NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
+_held: dict[str, str | None] | None = None
+
+
+def one_queue() -> bool:
+    """Whether all kernels of this process go through one hardware queue, in the order in which they are enqueued."""
+    return _value("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def sm_margin() -> int:
+    """SMs that fused kernels leave to others.
+
+    Raises:
+        UserError: what is given is no number of SMs.
+    """
+    given = _value("MEGATRON_FLUX_SM_MARGIN") or "0"
+    if not given.isdecimal():
+        raise UserError(f"MEGATRON_FLUX_SM_MARGIN must be a number of SMs, 0 or more, not {given!r}")
+    return int(given)
+
+
+def timeout_s() -> float | None:
+    """Seconds a device-side wait may last; None where nothing is given.
+
+    Raises:
+        UserError: what is given is no time.
+    """
+    given = _value("MEGATRON_FLUX_TIMEOUT_S")
+    if not given:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError(f"MEGATRON_FLUX_TIMEOUT_S must be a number of seconds greater than 0, not {given!r}")
+    return seconds
+
+
+def _value(name: str) -> str | None:
+    return os.environ.get(name) if _held is None else _held[name]
+
+
+def _hold() -> None:
+    global _held
+    _held = {name: os.environ.get(name) for name in _NAMES}
+
+
+torch.cuda._lazy_call(_hold)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
+from megatron_flux.run.rank import introduce_launcher
 
 AGAIN_SECONDS = 1.0
 """Between one passing on of a signal and the next."""
@@ -76,6 +77,7 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    introduce_launcher()
     # What torch.distributed.run --standalone does: one node, a free port.
     config = LaunchConfig(
         min_nodes=1,

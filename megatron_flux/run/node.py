@@ -27,7 +27,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_flux.run import launcher
+from megatron_flux.run import launcher, rank
 
 FAILURES = "MEGATRON_FLUX_FAILURES"
 
@@ -38,11 +38,12 @@ def main(words: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     if "SLURM_NODEID" in os.environ:
         os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])
+    rank.introduce_launcher()
     try:
         run.run(run.parse_args(words))
     except ChildFailedError as error:
-        rank, failure = launcher.first_failure(error)
-        said = f"rank {rank} on {node_name()} {launcher.account_of(failure)}"
+        first, failure = launcher.first_failure(error)
+        said = f"rank {first} on {node_name()} {launcher.account_of(failure)}"
         _account(launcher.cause_order(failure.exitcode), _time_of(failure), said)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:

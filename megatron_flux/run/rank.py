@@ -16,6 +16,8 @@ from megatron_flux.errors import UserError
 
 logger = logging.getLogger("megatron_flux")
 
+_LAUNCHER = "MEGATRON_FLUX_LAUNCHER"
+
 
 def is_first() -> bool:
     """Whether this is rank 0, or no rank at all."""
@@ -88,9 +90,21 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+def introduce_launcher() -> None:
+    """Tell the ranks that this process is about to start which process they are to end with."""
+    os.environ[_LAUNCHER] = str(os.getpid())
+
+
 def end_with_parent() -> None:
-    """End quietly on Ctrl-C, and when the launcher is killed: nobody would stop this process otherwise."""
+    """End quietly on Ctrl-C, and when the launcher is killed: nobody would stop this process otherwise.
+
+    The launcher may have been killed while this process was importing torch. Under torchrun, which does not introduce
+    itself, such a rank ends when it cannot reach the others.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
+    launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
+    if launcher not in (None, str(os.getppid())):
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -4,6 +4,10 @@ A cluster says some minutes ahead that a job's time is up. The signal reaches th
 them a step apart, so they agree after every step; the handler itself only takes a note. Compilers may have taken the
 signal over meanwhile (:mod:`megatron_flux.ops.signals` says how, and watches Triton's, but not torch.compile's): it is
 taken back after every step, and who sends it sends it again until the run has ended.
+
+Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the rank
+along. So the main thread blocks the signal, which threads and processes inherit: there it waits until somebody looks.
+The handler hears it where older threads are, which do not block it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ class StopRequest:
     """Notes a signal. Without one to listen to, nobody ever stops and the ranks need not agree.
 
     A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
-    when it ends, puts signals that have handlers back to what kills a process.
+    when it ends, puts signals that have handlers back to what kills a process. For the main thread.
     """
 
     def __init__(self, name: str | None, device: torch.device) -> None:
@@ -36,31 +40,37 @@ class StopRequest:
         self._device = device
         self._noted = False
         if name is not None:
-            number = signal.Signals[f"SIG{name}"]
-            signal.signal(number, self._note)
-            self._listening = Dispositions([number])
+            self._number = signal.Signals[f"SIG{name}"]
+            signal.signal(self._number, self._note)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [self._number])
+            self._listening = Dispositions([self._number])
 
     def __enter__(self) -> Self:
         """Return the request itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Ignore the signal from here on."""
+        """Ignore the signal from here on, in what is started too."""
         if self.name is not None:
             self._ignore()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [self._number])
 
     def _ignore(self) -> None:
-        signal.signal(signal.Signals[f"SIG{self.name}"], signal.SIG_IGN)
+        signal.signal(self._number, signal.SIG_IGN)  # which also drops one that waits
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
+
+    def noted(self) -> bool:
+        """Whether this rank has been asked to stop."""
+        return self._noted or self._number in signal.sigpending()
 
     def agreed(self) -> bool:
         """Whether any rank has been asked to stop; then the signal is ignored. A collective call."""
         if self.name is None:
             return False
         self._listening.put_back()
-        noted = torch.tensor([self._noted], dtype=torch.int32, device=self._device)
+        noted = torch.tensor([self.noted()], dtype=torch.int32, device=self._device)
         dist.all_reduce(noted, op=dist.ReduceOp.MAX)
         if not noted.item():
             return False

@@ -8,13 +8,16 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.run import launcher
 from megatron_flux.run.rank import WholeErrorFile
+from tests.processes import MARK, end, left, with_mark
 
 LAUNCH = """
 import sys
@@ -29,18 +32,24 @@ except FluxError as error:
 ROOT = Path(__file__).parents[2]
 
 
-def launch(*arguments: str) -> tuple[int, str]:
+def begin(*words: str, **more: str) -> subprocess.Popen[str]:
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, *arguments],
-        capture_output=True,
+    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
         cwd=ROOT,
-        env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])},
+        env={**environment, "PYTHONPATH": path, **more},
     )
-    return done.returncode, done.stdout.strip()
+
+
+def launch(*arguments: str) -> tuple[int, str]:
+    process = begin("-c", LAUNCH, *arguments)
+    said, _ = process.communicate(timeout=300)
+    return process.returncode, said.strip()
 
 
 @pytest.mark.distributed
@@ -87,6 +96,34 @@ def test_a_node_that_cannot_start_its_ranks_says_why(tmp_path: Path) -> None:
     assert "EADDRINUSE" in last
     order, _, said = (tmp_path / "n07").read_text().strip().split(" ", 2)
     assert (order, f"megatron-flux: error: {said}") == ("1", last)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["-c", LAUNCH], id="own"),
+        pytest.param(
+            ["-m", "megatron_flux.run.node", "--standalone", "--nproc-per-node=2", "-m", "tests.distributed.launched"],
+            id="node",
+        ),
+    ],
+)
+def test_ranks_end_with_a_launcher_that_is_killed_as_they_start(words: list[str]) -> None:
+    """Before they have asked the kernel to tell them: they are still importing."""
+    mark = uuid.uuid4().hex
+    process = begin(*words, "sleep", **{MARK: with_mark(mark)})
+    try:
+        deadline = time.monotonic() + 120
+        while len(psutil.Process(process.pid).children()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        assert left(mark, 40) == []
+    finally:
+        end(mark)
+        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])

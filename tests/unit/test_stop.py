@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -59,9 +60,48 @@ def test_after_the_run_the_signal_is_harmless(handlers_back: None) -> None:
     with StopRequest("USR1", torch.device("cpu")) as stop:
         assert signal.getsignal(signal.SIGUSR1) == stop._note
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop._noted
+        assert stop.noted()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["listening", "asked"])
+def test_what_a_rank_starts_outlives_the_signal(handlers_back: None, later: bool) -> None:
+    """Slurm signals every process of a step: a compiler that dies of it takes its rank along."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin() -> None:
+        begun.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+
+    with StopRequest("USR1", torch.device("cpu")) as stop:
+        if later:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.noted()
+        begin()
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+    begin()  # the last report is under way
+    assert len(begun) == 3
+    for process in begun:
+        process.send_signal(signal.SIGUSR1)
+        process.communicate()
+        assert process.returncode == 0
+
+
+def test_threads_that_are_older_hear_the_signal_too(handlers_back: None) -> None:
+    """torch has some by then. The kernel may choose any that does not block the signal."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with StopRequest("USR1", torch.device("cpu")) as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.noted()
+    finally:
+        ended.set()
+        thread.join()
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_without_a_signal_nobody_needs_to_agree(handlers_back: None) -> None:

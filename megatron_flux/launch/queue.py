@@ -147,12 +147,7 @@ def accounted_states(said: str) -> dict[str, str]:
         if len(fields) != 3 or not number.isdigit():
             continue
         state = fields[1].split(" by ")[0]
-        code = "" if state in ("COMPLETED", "CANCELLED") or fields[2] == "0:0" else f" (exit code {_code(fields[2])})"
+        status, _, killer = fields[2].partition(":")
+        code = f" (signal {killer})" if killer not in ("", "0") else f" (exit code {status})" if status != "0" else ""
         found[index if separator else ""] = state + code
     return found
-
-
-def _code(given: str) -> str:
-    """``STATUS:SIGNAL`` in words."""
-    status, _, number = given.partition(":")
-    return f"signal {number}" if number not in ("", "0") else status

@@ -15,6 +15,8 @@ from megatron_flux.metrics.watch_view import STALL_S, STALL_STEPS, duration
 
 START_S = 900.0
 """So long a start may be without a record: pre-flight, tuning, compilation, a big checkpoint."""
+_TAIL = 1 << 16
+"""Bytes of a job's output that are read from its end."""
 
 
 def describe(root: Path, now: float) -> list[str]:
@@ -65,9 +67,9 @@ def cause(repetition: runs.Repetition) -> list[str]:
     noted = note(repetition)
     lines += [noted] if noted else []
     if not said:
-        log = Path(_text(logs / "log") or logs / "no log")
-        last = _text(log).splitlines()[-1:]
-        lines += [f"last line of {log}: {last[0]}"] if last else []
+        log = _text(logs / "log")
+        last = _last_line(Path(log)) if log else ""
+        lines += [f"last line of {log}: {last}"] if last else []
     return lines or [f"no cause is on record; see {logs}"]
 
 
@@ -117,6 +119,18 @@ def _began(repetition: runs.Repetition) -> float:
         return 0.0
     first = repetition.logs / "log"
     return (first if first.is_file() else repetition.logs).stat().st_mtime
+
+
+def _last_line(file: Path) -> str:
+    """The last line of a job's output, or that by which Slurm ended it, a few lines before; empty if it has none."""
+    try:
+        with file.open("rb") as output:
+            output.seek(max(0, file.stat().st_size - _TAIL))
+            lines = output.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in lines if line.strip()][-20:]
+    return next((line for line in reversed(lines) if "error: *** " in line), lines[-1] if lines else "")
 
 
 def _text(file: Path) -> str:

@@ -70,34 +70,55 @@ def log_of(cluster: Cluster, job: str) -> list[str]:
 
 
 def rank_process(root: Path, rank: int) -> psutil.Process:
-    """The process of a rank: its words name the job's folder, its environment the rank."""
+    """The process of a rank: its words name the job's folder, its environment the rank, and a launcher began it."""
     for process in psutil.process_iter():
         try:
             mine = any(word.startswith(f"--out={root}") for word in process.cmdline())
-            if mine and process.environ().get("RANK") == str(rank):
+            # A rank that saves forks processes which look like it.
+            launched = mine and "megatron_flux.run.node" in process.parent().cmdline()
+            if launched and process.environ().get("RANK") == str(rank):
                 return process
-        except psutil.Error:
+        except (psutil.Error, AttributeError):
             continue
     raise AssertionError(f"rank {rank} is not there")
 
 
-def test_a_killed_rank_fails_the_job_and_is_named(
+def test_a_killed_rank_is_named_and_retried_and_a_cancelled_job_resumed(
     at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
 ) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
-    job, collecting, root = submit(slurm, "baseline", "--set", "steps=1000000")
+    words = ["--set", "steps=1000000", "--set", "save_interval=20", "--set", "save_keep=2"]
+    job, collecting, root = submit(slurm, "baseline", *words)
     at_the_cluster.wait(lambda: recorded(root, "baseline") >= STEPS, "the steps to compare with", 300)
     os.kill(rank_process(root, 1).pid, signal.SIGKILL)
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    last = log_of(at_the_cluster, job)[-1]
-    assert "megatron-flux: error: rank 1 on n01 was killed by SIGKILL (exit code -9); logs in " in last
-    uninterrupted += losses(root, "baseline")[:STEPS]
+    at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the retry")
+    said = "megatron-flux: retry 1 of at most 1, without n01: rank 1 on n01 was killed by SIGKILL (exit code -9)"
+    assert said in log_of(at_the_cluster, job)
+    first = losses(root, "baseline")
+    uninterrupted += first[:STEPS]
     assert uninterrupted[-1] < uninterrupted[0] - 0.5, "the loss does not fall"
+
+    at_the_cluster.release(job)
+    resuming = f"megatron-flux: training: --load={root}/rep-0/checkpoints; "
+    at_the_cluster.wait(lambda: resuming in "\n".join(log_of(at_the_cluster, job)), "the retry to begin")
+    assert "n01" not in at_the_cluster.hosts(job)
+    at_the_cluster.client("scancel", job)
+    at_the_cluster.wait_for_job(job, ("CANCELLED",))
     shown = slurm("status", root)
-    assert f"tiny-baseline job {job}: FAILED" in shown
+    assert f"tiny-baseline job {job}: CANCELLED" in shown
     assert "rep-0: not ended, step baseline " in shown
-    # afterok: nothing is collected of a job that failed.
+    assert "    retried without n01\n" in shown
+    assert re.search(r"    last line of .*: slurmstepd.*CANCELLED AT", shown), shown
+    # afterok: nothing is collected of a job that did not end well.
     at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
+
+    again = re.search(r"job (\d+): rep-0 goes on from step \d+0; job \d+ collects it", slurm("resume", root))[1]
+    at_the_cluster.wait(lambda: recorded(root, "baseline") > len(first), "the resumed job to get further", 300)
+    assert resuming in "\n".join(log_of(at_the_cluster, again))
+    at_the_cluster.client("scancel", again)
+    at_the_cluster.wait_for_job(again, ("CANCELLED",))
+    assert losses(root, "baseline")[: len(first)] == first
+    assert f"tiny-baseline job {job}, resumed as {again}: CANCELLED" in slurm("status", root)
 
 
 def test_a_lost_node_is_replaced_and_training_resumes(

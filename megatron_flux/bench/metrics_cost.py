@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.metrics import read_records, strict_json
 from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
+from megatron_flux.ops.alone import ROUNDS
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
 
@@ -59,8 +60,8 @@ def measure(config: RunConfig, options: CostOptions, dataset: Any, device: torch
     arm = Arm("flux", config, dataset, device)
     blocks: list[dict[str, Any]] = []
     with arm:
-        # The first samples measure each GEMM once, and everything is warm afterwards.
-        _recorded(arm, max(config.sample_interval, 1) + options.block_steps, device)
+        # The first samples measure each GEMM, and everything is warm afterwards.
+        _recorded(arm, ROUNDS * max(config.sample_interval, 1) + options.block_steps, device)
         warm = arm.trainer.iteration
         for pair in range(options.pairs):
             order = ("bare", "recorded") if pair % 2 == 0 else ("recorded", "bare")

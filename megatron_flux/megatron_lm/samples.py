@@ -39,14 +39,14 @@ class Samples:
     def after(self, iteration: int) -> dict[str, float]:
         """``flux/*`` of ``iteration`` if it was sampled, else nothing; begins the next one's sample if it is due.
 
-        Collective over tensor-parallel groups when an operator's shape is new.
+        Collective over tensor-parallel groups at the first samples of an operator's shape.
         """
         now = time.perf_counter()
         self._seconds, self._began = now - self._began, now
         self._running.close()
         reading = self._glance.result() if self._glance is not None else None
         self._glance = None
-        row = _row(self._sampler.result(), reading)
+        row = _row(self._sampler.result(reading.sm_clock_mhz if reading is not None else None), reading)
         if self._sampler.due(iteration + 1):
             self._running.enter_context(self._sampler.step(iteration + 1))
             if self._gpu is not None:

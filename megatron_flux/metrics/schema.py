@@ -7,7 +7,9 @@ Names are Megatron's own where Megatron has one (``lm loss``, ``grad-norm``, ``l
 addition, or somebody's own): readers keep them and do not look at them. Removing a field, or changing its unit or
 meaning, is a new :data:`SCHEMA_VERSION`. Records of every version from 1 are read. Version 1 had neither ``schema`` nor
 any of the fields from ``timestamp`` on, which are absent there. Before version 3 ``peak-memory-bytes`` was the
-allocator's peak: in a comparison it held the other arm's optimizer state, and it never held flux's workspaces.
+allocator's peak: in a comparison it held the other arm's optimizer state, and it never held flux's workspaces; and
+operators were compared with times from another state of the GPU, so that exposed times could be negative and
+efficiencies above 1.
 
 Not every step knows everything: fields marked "sampled" are there every ``sample_interval`` steps (``flux/sampled`` is
 true then) and absent from the others, because finding them out costs time. What is in :data:`CALL` and :data:`RUN` is
@@ -135,7 +137,8 @@ FIELDS: tuple[Field, ...] = (
         "flux/gemm_time_ms",
         "floats",
         "ms/iteration",
-        "by operator: time of the same calls' GEMMs alone, unsplit and without communication (sampled)",
+        "by operator: time of the same calls' GEMMs alone, unsplit and without communication, measured on rank 0 right "
+        "behind sampled steps (sampled)",
         nullable=True,
     ),
     Field(
@@ -149,16 +152,17 @@ FIELDS: tuple[Field, ...] = (
         "flux/exposed_communication_ms",
         "floats",
         "ms/iteration",
-        "by operator: operator time - GEMM time, the paper's effective communication time; below zero where an "
-        "operator beat the GEMM alone (sampled)",
+        "by operator: operator time - GEMM time, the paper's effective communication time; waiting for peers inside "
+        "fused kernels counts; 0 where an operator was no slower than the GEMM alone; null where the comparison of a "
+        "call is withheld (sampled)",
         nullable=True,
     ),
     Field(
         "flux/e_overlap",
         "floats",
         "fraction",
-        "by operator: (serial - operator time) / (serial - GEMM time), overlap efficiency as in arXiv 2406.06858; 1 is "
-        "as fast as the GEMM alone, 0 as slow as both in turn (sampled)",
+        "by operator: 1 - exposed / (serial - GEMM time), overlap efficiency as in arXiv 2406.06858; 1 is as fast as "
+        "the GEMM alone, 0 as slow as both in turn; null where a call's comparison is withheld (sampled)",
         nullable=True,
     ),
     Field(
@@ -236,9 +240,11 @@ CALL: dict[str, str] = {
     "time_ms": "of one call, mean over the calls of this iteration; as flux/operator_time_ms",
     "gemm_ms": "of the GEMM alone, null where it was not measured (then so are the two below)",
     "serial_ms": "of collective and GEMM in turn, or null",
-    "exposed_ms": "time_ms - gemm_ms, or null",
+    "exposed_ms": "time_ms - gemm_ms, not below 0, or null; waiting inside fused kernels counts",
     "e_overlap": "as flux/e_overlap, or null",
-    "source": "where gemm_ms and serial_ms come from: 'tuner', 'measured', or why there are none",
+    "source": "where gemm_ms and serial_ms come from: 'measured', or why there are none ('tuner' before schema 3)",
+    "sm_clock_mhz": "of the GPU while the GEMM alone ran, or null",
+    "withheld": "why exposed_ms and e_overlap are null although gemm_ms is not (times of other clocks), or null",
 }
 """What an object of ``flux/calls`` holds; times in ms."""
 

@@ -147,7 +147,7 @@ _ROWS: dict[str, Callable[[list[Record]], str]] = {
     "active flux layers": _last("flux/active_layers", str),
     "calls left to stock, per step": _last("flux/fallback_calls", str),
     "overlap efficiency": _sampled("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),
-    "exposed communication, ms": _sampled("flux/exposed_communication_ms", milliseconds),
+    "exposed communication (waits in kernels too), ms": _sampled("flux/exposed_communication_ms", milliseconds),
     "slowest rank (spread)": _ranks,
     "GPUs": _sampled("flux/gpu", lambda value: f"{value:.0f}"),
     "throttled GPUs": _sampled("flux/throttle_reasons", str),

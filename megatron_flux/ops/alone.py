@@ -7,26 +7,39 @@ that of the GEMM alone, unsplit, and overlap efficiency as
 
 with ``serial`` the collective and the GEMM one after the other: here the ``reference`` backend.
 
-Both times are the slowest rank's median of interleaved bursts, from one measurement: the tuner's, where it measured the
-call in question (it keeps both with its answer), else one made here, once per shape, between steps. Its operands are
-random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own: training's
-random numbers stay what they were. ``all_gather`` has no GEMM: its time alone is 0.
+Both times are this rank's, measured here, between steps: right behind a sampled step, while the GPU is as warm and its
+clock as low as training has made them, a short burst of each at every one of the first :data:`ROUNDS` samples that
+have the call. (The tuner's times would not do: its bursts of one GEMM run at the power limit, while a step with other
+work in between clocks higher, so that calls would seem to beat the GEMM alone.) The clock is read meanwhile, since even
+so it is not the step's: a GEMM takes longer by as much as the clock is lower, and where that could be much of what the
+collective takes, no efficiency is given (:mod:`megatron_flux.ops.sampling`).
+
+Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
+training's random numbers stay what they were. ``all_gather`` has no GEMM: its time alone is 0.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux import nvml
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.observe import Call
 from megatron_flux.ops.reference import ReferenceBackend, gemm
+
+ROUNDS = 5
+"""Samples at which a call is measured."""
+BURST_MS, MOST_CALLS = 2.0, 20
+"""Of one burst: about how long, and how many calls at most."""
 
 
 class GemmAlone:
@@ -72,36 +85,63 @@ class GemmAlone:
 
 @dataclass(frozen=True)
 class Alone:
-    """Milliseconds of one call; None where they are not known."""
+    """Of one call, medians over the rounds; None where they are not known."""
 
     gemm_ms: float | None
     serial_ms: float | None
     source: str
-    """``tuner``, ``measured``, or why there is none."""
+    """``measured``, or why there is none."""
+    sm_clock_mhz: float | None = None
+    """Of this rank's GPU while the GEMM ran; None where nobody tells."""
+
+
+NO_MEMORY = "not measured: no memory for the operands on some rank"
+
+
+@dataclass
+class _Rounds:
+    """What has been measured of one call, a number per round."""
+
+    gemm_ms: list[float] = field(default_factory=list)
+    serial_ms: list[float] = field(default_factory=list)
+    clocks: list[float] = field(default_factory=list)
+    failed: bool = False
+
+    def wanted(self) -> bool:
+        return not self.failed and len(self.serial_ms) < ROUNDS
+
+    def alone(self) -> Alone:
+        if self.failed:
+            return Alone(None, None, NO_MEMORY)
+        clock = statistics.median(self.clocks) if self.clocks else None
+        return Alone(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
 
 
 class AloneTimes:
-    """The times of the calls seen so far, measured when a new one comes."""
+    """The times of the calls seen so far; each gets its rounds at the first samples that have it."""
 
-    def __init__(self, answer: Callable[[Call], Mapping[str, Any] | None] | None = None) -> None:
-        """``answer``: what the tuner keeps of a call, if it ran it."""
-        self._answer = answer
-        self._known: dict[Call, Alone] = {}
+    def __init__(self) -> None:
+        """Nothing is measured yet."""
+        self._known: dict[Call, _Rounds] = {}
+        self._gpus: dict[torch.device, nvml.Gpu | None] = {}
 
     def of(self, calls: Iterable[Call]) -> dict[Call, Alone]:
-        """The times of ``calls``. Collective over the calls' groups when one of them is new to their ranks."""
+        """The times of ``calls``. Collective over the calls' groups while one of them lacks rounds on their ranks."""
         calls = list(calls)
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(calls, key=lambda call: (_shape_of(call), call.group_name)):
-            if call not in self._known:
-                self._known[call] = self._find(call)
-        return {call: self._known[call] for call in calls}
+            rounds = self._known.setdefault(call, _Rounds())
+            if rounds.wanted():
+                measure(call, rounds, self._gpu(call.device))
+        return {call: self._known[call].alone() for call in calls}
 
-    def _find(self, call: Call) -> Alone:
-        answer = self._answer(call) if self._answer is not None else None
-        if answer and "gemm_ms" in answer and "reference" in answer["ms"]:
-            return Alone(answer["gemm_ms"], answer["ms"]["reference"], "tuner")
-        return measure(call)
+    def _gpu(self, device: torch.device) -> nvml.Gpu | None:
+        if device not in self._gpus:
+            try:
+                self._gpus[device] = nvml.of_device(device)
+            except LookupError:
+                self._gpus[device] = None
+        return self._gpus[device]
 
 
 def _shape_of(call: Call) -> tuple[Any, ...]:
@@ -109,25 +149,57 @@ def _shape_of(call: Call) -> tuple[Any, ...]:
     return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend
 
 
-def measure(call: Call) -> Alone:
-    """Measure ``call`` on random operands of its shape. Collective over its group."""
+def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
+    """Add a round of ``call`` on random operands of its shape. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
     operands = _operands(call)
     if not timing.all_agree(operands is not None, group, call.device) or operands is None:
-        return Alone(None, None, "not measured: no memory for the operands on some rank")
+        rounds.failed = True
+        return
     x, weight, alone = operands
-    if call.operator == "all_gather":
-        serial = timing.interleaved({"serial": lambda: reference.all_gather(x, group, async_op=True)}, group, x.device)
-        return Alone(0.0, statistics.median(serial["serial"]), "measured")
 
     def run(backend: Any) -> Any:
         if call.operator == "all_gather_gemm":
             return backend.all_gather_gemm(x, weight, group, transposed=call.transposed)
+        if call.operator == "all_gather":
+            return backend.all_gather(x, group, async_op=True)
         return backend.gemm_reduce_scatter(x, weight, group, transposed=call.transposed, async_op=False)
 
-    ways = {"serial": lambda: run(reference), "gemm": lambda: run(alone)}
-    found = timing.interleaved(ways, group, x.device)
-    return Alone(statistics.median(found["gemm"]), statistics.median(found["serial"]), "measured")
+    # The slowest rank's, so that all ranks make as many calls.
+    once = timing.burst(lambda: run(reference), 1, group, call.device)
+    count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
+    ways = ["serial"] if call.operator == "all_gather" else ["serial", "gemm"]
+    for way in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
+        backend = reference if way == "serial" else alone
+        taken, clock = _burst(partial(run, backend), count, group, call.device, gpu)
+        (rounds.serial_ms if way == "serial" else rounds.gemm_ms).append(taken)
+        if clock is not None and way == ways[-1]:
+            rounds.clocks.append(clock)
+    if call.operator == "all_gather":
+        rounds.gemm_ms.append(0.0)
+
+
+def _burst(
+    call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device, gpu: nvml.Gpu | None
+) -> tuple[float, float | None]:
+    """Milliseconds on this rank of one of ``count`` calls behind another one, and the GPU's clock while they run."""
+    if device.type != "cuda":
+        dist.barrier(group=group)
+        timing.finish(call())
+        began = time.perf_counter()
+        for _ in range(count):
+            timing.finish(call())
+        return (time.perf_counter() - began) * 1e3 / count, None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier(group=group)
+    timing.finish(call())
+    start.record()
+    for _ in range(count):
+        timing.finish(call())
+    end.record()
+    reading = gpu.read() if gpu is not None else None
+    end.synchronize()
+    return start.elapsed_time(end) / count, None if reading is None else reading.sm_clock_mhz
 
 
 def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None:

@@ -3,7 +3,7 @@
     sampler = Sampler(interval)
     with sampler.step(iteration):
         ...                          # one training step
-    values = sampler.result()        # None unless that step was sampled
+    values = sampler.result(clock)   # None unless that step was sampled; the GPU's clock in it, in MHz, if known
 
 The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`; what exactly is timed is said in
 :mod:`megatron_flux.ops.observe`, what it is compared with in :mod:`megatron_flux.ops.alone`. They are of this rank.
@@ -48,7 +48,7 @@ class Sampler:
         self.interval = interval
         self._operators = operators
         self._timer = CallTimer()
-        self._alone = AloneTimes(_answer)
+        self._alone = AloneTimes()
         self._sampling = False
 
     def due(self, iteration: int) -> bool:
@@ -60,10 +60,11 @@ class Sampler:
         self._sampling = self.due(iteration)
         return observe.timed_by(self._timer if self._sampling and self._operators else None)
 
-    def result(self) -> dict[str, Any] | None:
-        """What was sampled in the latest step; call it between steps.
+    def result(self, clock: float | None = None) -> dict[str, Any] | None:
+        """What was sampled in the latest step; call it right behind the step, while the GPU is as the step has left it.
 
-        Collective over the operators' groups when a call of a new shape was seen.
+        Collective over the operators' groups at the first samples that have a call. ``clock``: MHz of this rank's GPU
+        in the step, None where that is not known.
         """
         if not self._sampling:
             return None
@@ -71,16 +72,16 @@ class Sampler:
         if not self._operators:
             return dict.fromkeys(FIELDS)
         times = self._timer.collect()
-        return overlap(times, self._alone.of(times))
+        return overlap(times, self._alone.of(times), clock)
 
 
-def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone]) -> dict[str, Any]:
-    """``flux/*`` of sampled calls.
+def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone], clock: float | None) -> dict[str, Any]:
+    """``flux/*`` of sampled calls; ``clock`` as for :meth:`Sampler.result`.
 
     Sums by operator leave out what is not known: an operator with a call whose GEMM was not measured has a time, and
-    null elsewhere.
+    null elsewhere; one with a call whose comparison is withheld has no exposed time and no efficiency.
     """
-    rows = [_row(call, times[call], alone[call]) for call in sorted(times, key=str)]
+    rows = [_row(call, times[call], alone[call], clock) for call in sorted(times, key=str)]
     by_operator: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_operator[row["operator"]].append(row)
@@ -91,23 +92,56 @@ def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone]) -> dict[st
             for operator, group in by_operator.items()
         }
 
-    taken, gemm, serial = sums("time_ms"), sums("gemm_ms"), sums("serial_ms")
-    e_overlap = {name: efficiency(taken[name], gemm[name], serial[name]) for name in by_operator}
-    return dict(zip(FIELDS, (taken, gemm, serial, sums("exposed_ms"), e_overlap, rows), strict=True))
+    taken, gemm, serial, exposed = (sums(key) for key in ("time_ms", "gemm_ms", "serial_ms", "exposed_ms"))
+    e_overlap = {name: efficiency(exposed[name], gemm[name], serial[name]) for name in by_operator}
+    return dict(zip(FIELDS, (taken, gemm, serial, exposed, e_overlap, rows), strict=True))
 
 
-def efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:
+def efficiency(exposed: float | None, gemm: float | None, serial: float | None) -> float | None:
     """E_overlap, None where a time is not known or the collective took no time to be hidden."""
-    if time is None or gemm is None or serial is None or serial <= gemm:
+    if exposed is None or gemm is None or serial is None or serial <= gemm:
         return None
-    return (serial - time) / (serial - gemm)
+    return 1 - exposed / (serial - gemm)
 
 
-def _row(call: Call, times: Times, alone: Alone) -> dict[str, Any]:
+NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at different ones"
+OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
+FASTER = "the call took less than the GEMM alone, which must have run in another state"
+"""Why a comparison is withheld."""
+
+TOLERANCE = 0.1
+"""How much of what could be hidden may be due to clocks."""
+RESOLUTION = 0.005
+"""Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
+
+
+def withheld(taken: float, alone: Alone, clock: float | None, *, on_gpu: bool) -> str | None:
+    """Why a call of ``taken`` ms is not compared with its times alone; None where it is.
+
+    A GEMM's time goes with the clock. Where the clocks of step and measurement are so far apart that the GEMM's time
+    may be off by more than :data:`TOLERANCE` of the time that could be hidden, the difference says nothing; nor does
+    it where a call is faster than its GEMM by more than that.
+    """
+    if alone.gemm_ms is None or alone.serial_ms is None or not alone.gemm_ms:
+        return None
+    allowed = TOLERANCE * max(alone.serial_ms - alone.gemm_ms, 0.0)
+    if on_gpu:
+        if clock is None or alone.sm_clock_mhz is None:
+            return NO_CLOCK
+        apart = max(abs(clock / alone.sm_clock_mhz - 1), RESOLUTION)
+        if apart * alone.gemm_ms > allowed:
+            return OTHER_CLOCK
+    return FASTER if taken < alone.gemm_ms - allowed else None
+
+
+def _row(call: Call, times: Times, alone: Alone, clock: float | None) -> dict[str, Any]:
     # Only waits of calls that began before the sample: nothing to divide by.
     calls = max(times.calls, 1)
     taken = times.milliseconds / calls
     answer = _answer(call)
+    why = withheld(taken, alone, clock, on_gpu=call.device.type == "cuda")
+    # Within the tolerance a call that was faster than its GEMM has hidden all; it has not gained time.
+    exposed = None if alone.gemm_ms is None or why is not None else max(taken - alone.gemm_ms, 0.0)
     return {
         "operator": call.operator,
         "m": call.m,
@@ -121,9 +155,11 @@ def _row(call: Call, times: Times, alone: Alone) -> dict[str, Any]:
         "time_ms": taken,
         "gemm_ms": alone.gemm_ms,
         "serial_ms": alone.serial_ms,
-        "exposed_ms": None if alone.gemm_ms is None else taken - alone.gemm_ms,
-        "e_overlap": efficiency(taken, alone.gemm_ms, alone.serial_ms),
+        "exposed_ms": exposed,
+        "e_overlap": efficiency(exposed, alone.gemm_ms, alone.serial_ms),
         "source": alone.source,
+        "sm_clock_mhz": alone.sm_clock_mhz,
+        "withheld": why,
     }
 
 

@@ -89,10 +89,10 @@ def _on_device(call: Callable[[], Any], count: int, group: dist.ProcessGroup, wa
     torch.cuda.synchronize()
     dist.barrier(group=group)
     for _ in range(warm):
-        _finish(call())
+        finish(call())
     start.record()
     for _ in range(count):
-        _finish(call())
+        finish(call())
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / count
@@ -101,13 +101,14 @@ def _on_device(call: Callable[[], Any], count: int, group: dist.ProcessGroup, wa
 def _on_host(call: Callable[[], Any], count: int, group: dist.ProcessGroup, warm: int) -> float:
     dist.barrier(group=group)
     for _ in range(warm):
-        _finish(call())
+        finish(call())
     began = time.perf_counter()
     for _ in range(count):
-        _finish(call())
+        finish(call())
     return (time.perf_counter() - began) * 1e3 / count
 
 
-def _finish(result: Any) -> None:
+def finish(result: Any) -> None:
+    """Wait for what an asynchronous call has begun."""
     if isinstance(result, Pending):
         result.wait()

@@ -71,9 +71,9 @@ class Telemetry:
             self._reading = glance.result() if glance is not None else None
 
     def values(self, local: LocalStep) -> dict[str, float | None]:
-        """What this rank has to say of the step; collective when an operator's shape is new."""
+        """What this rank has to say of the step; collective at the first samples of an operator's shape."""
         self._last_seconds = local.seconds
-        self._sampled = self._sampler.result()
+        self._sampled = self._sampler.result(self._reading.sm_clock_mhz if self._reading is not None else None)
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
         if self._sampled is not None and (taken := self._sampled["flux/operator_time_ms"]) is not None:
             values["operators_ms"] = sum(taken.values())

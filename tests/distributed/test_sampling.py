@@ -88,6 +88,7 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
             assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
             assert 0 <= row["gemm_ms"] <= row["serial_ms"]
             assert row["exposed_ms"] == pytest.approx(row["time_ms"] - row["gemm_ms"])
+            assert row["sm_clock_mhz"] is row["withheld"] is None
         taken = values["flux/operator_time_ms"]
         assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
         assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
@@ -96,16 +97,16 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
         assert values["flux/exposed_communication_ms"]["all_gather"] == taken["all_gather"]
 
 
-def rank_measured_once() -> list[int]:
+def rank_rounds() -> list[int]:
     register()
     sampler, counts = Sampler(1), []
     from megatron_flux.ops import alone
 
     measured = alone.measure
     calls: list[Any] = []
-    alone.measure = lambda call: (calls.append(call), measured(call))[1]
+    alone.measure = lambda call, *more: (calls.append(call), measured(call, *more))[1]
     try:
-        for iteration, rows in ((1, 4), (2, 4), (3, 8)):
+        for iteration, rows in enumerate([4] * (alone.ROUNDS + 2) + [8], 1):
             with sampler.step(iteration):
                 step(rows)
             sampler.result()
@@ -115,8 +116,29 @@ def rank_measured_once() -> list[int]:
     return counts
 
 
-def test_the_gemm_alone_is_measured_once_per_shape(world2: WorkerPool) -> None:
-    assert world2.run(rank_measured_once) == [[5, 5, 10]] * 2
+def test_each_of_the_first_samples_of_a_shape_adds_a_round(world2: WorkerPool) -> None:
+    assert world2.run(rank_rounds) == [[5, 10, 15, 20, 25, 25, 25, 30]] * 2
+
+
+def rank_without_memory() -> dict[str, Any]:
+    register()
+    from megatron_flux.ops import alone
+
+    sampler = Sampler(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(alone, "_operands", lambda call: None)
+        with sampler.step(1):
+            step()
+        return sampler.result()
+
+
+def test_memory_that_one_rank_lacks_is_said_on_all(world2: WorkerPool) -> None:
+    for values in world2.run(rank_without_memory):
+        assert {row["source"] for row in values["flux/calls"]} == {
+            "not measured: no memory for the operands on some rank"
+        }
+        assert set(values["flux/e_overlap"].values()) == {None}
 
 
 def rank_profiled() -> list[str]:

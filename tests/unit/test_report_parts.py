@@ -74,6 +74,28 @@ def test_operators_are_medians_of_the_timed_samples(full: dict[str, Part]) -> No
     assert full["choices"].table.rows[0][1:] == ("fused bm=128 bn=256", "2")
 
 
+def test_what_is_withheld_is_said(tmp_path: Path) -> None:
+    arms = full_arms()
+    for item in arms["flux"]:
+        for call in item.get("flux/calls", [])[:1]:
+            call |= {"exposed_ms": None, "e_overlap": None, "withheld": "the clocks were others"}
+    part = parts(chapter(load(full_run(tmp_path / "run", arms)), "run1"))["e-overlap"]
+    assert "Withheld for 5 of 10 sampled calls: the clocks were others." in part.caption
+    assert [row[-2:] for row in part.table.rows] == [("\u2014", "\u2014"), ("0.5", "50 %")]
+
+
+def test_efficiencies_of_earlier_versions_are_withheld(tmp_path: Path) -> None:
+    arms = full_arms()
+    for item in arms["flux"]:
+        item["schema"] = 2
+        for call in item.get("flux/calls", []):
+            call |= {"source": "tuner", "exposed_ms": -1.0, "e_overlap": 3.2}
+    part = parts(chapter(load(full_run(tmp_path / "run", arms)), "run1"))["e-overlap"]
+    assert part.figure is None
+    assert "Withheld for 10 of 10 sampled calls: an earlier version compared with times from another" in part.caption
+    assert {row[-2:] for row in part.table.rows} == {("\u2014", "\u2014")}
+
+
 def test_exposed_communication_says_that_it_leaves_out_what_fused_kernels_wait(full: dict[str, Part]) -> None:
     assert FUSED_WAITS in full["time"].caption
     assert "exposed communication ¹" in [trace["name"] for trace in full["time"].figure["data"]]

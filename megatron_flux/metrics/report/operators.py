@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +16,10 @@ from megatron_flux.metrics.statistics import Record, timed
 
 NOT_SAMPLED = f"{NOT_RECORDED}: no step of this run sampled its operators."
 REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."
+SAME_STATE_SINCE = 3
+"""The schema version from which calls are compared with times from the state that training has put the GPU in."""
+EARLIER = "an earlier version compared with times from another state of the GPU"
+WAITS_COUNT = "Exposed: the time beyond the GEMM alone, which has what fused kernels wait for their peers."
 TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
 
 
@@ -35,9 +39,10 @@ def _efficiency(flux: Sequence[Record]) -> Part:
         replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)
         return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {REPLAYED}" if replayed else NOT_SAMPLED)
     seen: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    on_gpu = any(record.get("flux/gpu") for record in flux)
     for record in samples:
         for call in record["flux/calls"]:
-            seen[_key(call)].append(call)
+            seen[_key(call)].append(_sound(call, record, on_gpu=on_gpu))
     order = sorted(seen)
     values = [_median(call.get("e_overlap") for call in seen[key]) for key in order]
     labels = ["<br>".join(label(part) for part in key) for key in order]
@@ -45,6 +50,10 @@ def _efficiency(flux: Sequence[Record]) -> Part:
     caption += f" Medians over {counted(len(samples), 'sampled step')} of rank 0."
     reasons = {str(call.get("source")) for calls in seen.values() for call in calls if call.get("gemm_ms") is None}
     caption += "".join(f" Not compared: {reason}." for reason in sorted(reasons))
+    calls = [call for of_one in seen.values() for call in of_one]
+    for reason, count in sorted(Counter(call["withheld"] for call in calls if call.get("withheld")).items()):
+        caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
+    caption += f" {WAITS_COUNT}"
     table = Table(
         [
             (
@@ -58,6 +67,14 @@ def _efficiency(flux: Sequence[Record]) -> Part:
         head=("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E"),
     )
     return Part("e-overlap", title, figure, caption, table)
+
+
+def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:
+    """``call``; without a comparison that an earlier version made with times from another state of the GPU."""
+    gpu = on_gpu or call.get("source") == "tuner"
+    if record.get("schema", 1) >= SAME_STATE_SINCE or not gpu or not call.get("gemm_ms"):
+        return call
+    return {**call, "exposed_ms": None, "e_overlap": None, "withheld": EARLIER}
 
 
 def _key(call: dict[str, Any]) -> tuple[str, ...]:

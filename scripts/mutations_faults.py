@@ -116,8 +116,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "other groups never block",
         f"{OPS}/fused.py",
-        """return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0""",
-        "return True",
+        "def _others_cannot_block() -> bool:",
+        "def _others_cannot_block() -> bool:\n    return True\n\n\ndef _asked() -> bool:",
         ("tests/unit/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
     ),
     _fault(

@@ -66,12 +66,12 @@ limited() {
 for stage in "${STAGES[@]}"; do
     to=$OUT/$stage
     case $stage in
-        checks) limited 240 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" ;;
+        checks) limited 300 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" ;;
         groups)
             if ((GPUS < 4)); then
                 printf 'groups: left out, two groups need four GPUs\n'
             else
-                limited 240 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" --split 2 --rounds 50
+                limited 300 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" --split 2 --rounds 50
             fi
             ;;
         tests) MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} limited 1500 python3 -m pytest -q tests/gpu ;;

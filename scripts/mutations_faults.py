@@ -36,6 +36,7 @@ class Fault:
 
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
+PLAIN_FENCES = "tests/unit/test_plain_fences.py::test_plain_kernels_compile_with_their_fences"
 TWIN, FENCES = "tests/distributed/test_fused_twin.py", "tests/unit/test_hopper_fences.py::test_no_path_misses_a_fence"
 
 
@@ -115,8 +116,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "other groups never block",
         f"{OPS}/fused.py",
-        """return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or sm_margin() > 0""",
-        "return True",
+        "def _others_cannot_block() -> bool:",
+        "def _others_cannot_block() -> bool:\n    return True\n\n\ndef _asked() -> bool:",
         ("tests/unit/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
     ),
     _fault(
@@ -212,7 +213,47 @@ FAULTS: tuple[Fault, ...] = (
         "dist.all_reduce(there, op=dist.ReduceOp.MIN, group=group)",
         (f"{RANKS}::test_one_rank_that_has_no_memory_stops_all",),
     ),
-    # Warp-specialised kernels: these run on GPUs only; what can be seen in the compiled code is seen without one.
+    # Fences: what is missing is seen in the compiled code, without a GPU and with one.
+    _fault(
+        "plain kernels have no fence behind a poll",
+        f"{KERNELS}/device.py",
+        '"fence.acq_rel.sys;" + ',
+        "",
+        (PLAIN_FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "plain kernels have no fence between proxies",
+        f"{KERNELS}/device.py",
+        '" fence.proxy.async;" if',
+        '"" if',
+        (PLAIN_FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "plain kernels have no fence before a flag",
+        f"{KERNELS}/device.py",
+        '"fence.acq_rel.sys; mov.u32 $0, $1;"',
+        '"mov.u32 $0, $1;"',
+        (PLAIN_FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "plain kernels publish before their stores have arrived",
+        f"{KERNELS}/device.py",
+        '"cp.async.bulk.wait_group 0; mov.u32 $0, $1;"',
+        '"mov.u32 $0, $1;"',
+        (PLAIN_FENCES,),
+        ("fences",),
+    ),
+    _fault(
+        "plain kernels ask GPUs before Hopper for its instructions",
+        f"{KERNELS}/device.py",
+        "if not CPU and cuda_capability_geq(9, 0):",
+        "if not CPU:",
+        (PLAIN_FENCES,),
+    ),
+    # Warp-specialised kernels: these run on GPUs only.
     _fault(
         "Hopper kernels do not wait",
         f"{KERNELS}/hopper.py",

@@ -16,6 +16,7 @@ POLL = r"\bld\.acquire\.sys\.global|\bld\.volatile\.global"
 PROXY_FENCE = r"\bfence\.proxy\.async;"
 SYSTEM_FENCE = r"\bfence\.acq_rel\.sys"
 TMA_LOAD = r"\bcp\.async\.bulk\.tensor\S*\.shared::\w+\.global"
+DATA_LOAD = r"\bld\.global\S*\.v[248]|\bcp\.async\.c[ag]\.shared"
 TMA_STORE = r"\bcp\.async\.bulk\.tensor\S*\.global\.shared::cta"
 ARRIVED = r"\bcp\.async\.bulk\.wait_group\s+0;"
 WIDE_STORE = r"\bst\.global\S*\.v4"
@@ -91,4 +92,29 @@ def missing_fences(ptx: str, *, pushes: bool = False, loads: bool = False, store
             missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")
         if paths.reaches(ARRIVED, PUBLISH, SYSTEM_FENCE):
             missing.append("a flag may overtake a TMA store that has arrived here: no fence.acq_rel.sys")
+    return missing
+
+
+def missing_in_plain(ptx: str, *, tma: bool, sums: bool) -> list[str]:
+    """As :func:`missing_fences`, of a plain kernel.
+
+    Args:
+        ptx: the kernel.
+        tma: it reads and writes by TMA.
+        sums: it is the GEMM + reduce-scatter, else the all-gather + GEMM.
+    """
+    paths, missing = Paths(ptx), []
+    if paths.count(POLL) < 2:
+        missing.append("flags are not polled")
+    if paths.reaches(POLL, rf"{TMA_LOAD}|{DATA_LOAD}", SYSTEM_FENCE):
+        missing.append("data may be read before the flag that was polled: no fence.acq_rel.sys")
+    if tma and not sums and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
+        missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
+    if sums:
+        if not paths.count(PUBLISH) or paths.reaches(WIDE_STORE, PUBLISH, SYSTEM_FENCE):
+            missing.append("a flag may overtake what was stored before it: no fence.acq_rel.sys")
+        if paths.reaches(TMA_STORE if tma else WIDE_STORE, SYSTEM_FENCE, BARRIER):
+            missing.append("a thread's flag may overtake another one's stores: no barrier before the fence")
+        if tma and paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
+            missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")
     return missing

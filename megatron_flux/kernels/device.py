@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 OP_AG = tl.constexpr(1)
 OP_RS = tl.constexpr(2)
@@ -40,10 +41,11 @@ def _every_thread(THREADS: tl.constexpr):
 
 @triton.jit
 def acquire_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
-    """Order what was polled before everything after it, for both proxies."""
+    """Order what was polled before everything after it, for both proxies: GPUs before Hopper have one."""
     if not CPU:
+        ORDER: tl.constexpr = "fence.acq_rel.sys;" + (" fence.proxy.async;" if cuda_capability_geq(9, 0) else "")
         tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; fence.proxy.async; mov.u32 $0, $1;",
+            ORDER + " mov.u32 $0, $1;",
             "=r,r",
             [_every_thread(THREADS)],
             dtype=tl.int32,
@@ -68,8 +70,8 @@ def release_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def bulk_stores_done(CPU: tl.constexpr, THREADS: tl.constexpr):
-    """Wait until this CTA's TMA stores have reached memory, wherever it is."""
-    if not CPU:
+    """Wait until this CTA's TMA stores have reached memory, wherever it is; GPUs before Hopper have none."""
+    if not CPU and cuda_capability_geq(9, 0):
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, $1;",
             "=r,r",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def rank_answers(folder: Path) -> list[Any]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / f"{rank}.json"))
         patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")  # nothing kept: reference
         made = tuner.TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))
-        link = tuner.topology.probe(group, torch.device("cpu")).kind
+        link, kept = tuner.topology.probe(group, torch.device("cpu")).kind, {}
         for m, first, second in (
             (8, {"backend": "pipelined", "plan": None}, {"backend": "reference", "plan": None}),
             (16, {"backend": "fused", "plan": asdict(Plan(reducers=7))}, None),
@@ -52,7 +53,8 @@ def rank_answers(folder: Path) -> list[Any]:
             x, weight, mine = torch.zeros(m, 4), torch.zeros(6, 4), (first, second)[rank]
             if mine is not None:
                 key = tuner.describe("gemm_reduce_scatter", m, 6, 4, x, False, group.size(), link)
-                tuner.store(tuner.cache_path(), key, {**mine, "ms": {mine["backend"]: 1.0}})
+                kept[key] = {**mine, "ms": {mine["backend"]: 1.0}}
+                (folder / f"{rank}.json").write_text(json.dumps(kept))
             dist.barrier()
             made.gemm_reduce_scatter(x, weight, group, transposed=False, async_op=False).wait()
     return log

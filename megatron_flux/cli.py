@@ -86,7 +86,7 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     from megatron_flux import environment
     from megatron_flux.patch.registry import checked_versions
     from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.train import checkpoint, config, corpus, run_folder, worker
+    from megatron_flux.train import checkpoint, config, corpus, run_folder, save_folder, worker
 
     rank.quiet_megatron()
     checked_versions()
@@ -98,26 +98,35 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
     corpus.find_sources(run.data)
     checkpoint.check_resume(run)
-    if rank.is_first():
+    first = rank.is_first()
+    if first:
         folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
+        save_folder.check(run)
     if dry_run:
-        if rank.is_first():
+        if first:
             typer.echo(json.dumps(run_folder.description(run), indent=2))
         return
     if launcher.launched():
         rank.configure_logging()
-        if rank.is_first():
-            run_folder.create(run)
-        worker.run(run)
-        return
+        if not first:
+            worker.run(run)
+            return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
-    corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
-    run_folder.create(run)
-    typer.echo(
-        f"megatron-flux {command}: {world_size} {device} process(es), {_layout(run)}, run folder {out}", err=True
-    )
-    left = f"what was recorded is in {out}"
-    launcher.launch(worker.__name__, [str(out)], world_size, left=left, pass_on=run.exit_signal)
+    found = corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    text = config.Text(name=corpus.name_of(run.data), length=found.tokens, sha256=corpus.fingerprint(found))
+    run = run.model_copy(update={"text": text})
+    if (said := checkpoint.check_data(run)) is not None:
+        typer.echo(f"megatron-flux {command}: {said}", err=True)
+    with run_folder.made(run, default=given.out is None) as run:
+        if launcher.launched():
+            worker.run(run)
+            return
+        typer.echo(
+            f"megatron-flux {command}: {world_size} {device} process(es), {_layout(run)}, run folder {run.out}",
+            err=True,
+        )
+        left = f"what was recorded is in {run.out}"
+        launcher.launch(worker.__name__, [str(run.out)], world_size, left=left, pass_on=run.exit_signal)
 
 
 def _layout(run: Any) -> str:

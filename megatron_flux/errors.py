@@ -18,6 +18,19 @@ class UnsupportedVersionError(UserError):
     """A torch or megatron-core outside the supported range, or one whose symbols are not the expected ones."""
 
 
+class RendezvousError(FluxError):
+    """The ranks of a run have not found each other; nothing has begun."""
+
+
+class StorageError(FluxError):
+    """What a run has to keep could not be written: a full disk, mostly. The message names the file and the cause."""
+
+    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+        """``everywhere``: all ranks raise it, and can still do something together."""
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
 class FallbackError(FluxError):
     """``strict=True`` and a layer that flux would have to leave to stock Megatron."""
 

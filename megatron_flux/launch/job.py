@@ -18,12 +18,25 @@ from megatron_flux.launch.profile import Profile, read_yaml, validated
 from megatron_flux.launch.values import Name, Text, seconds
 from megatron_flux.train import config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
-from megatron_flux.train.presets import ModelShape
+from megatron_flux.train.presets import parameters
 
 PACKAGED = resources.files("megatron_flux.launch") / "jobs"
 Mode = Literal["baseline", "flux", "compare"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-OWN = ("preset", "tp", "pp", "nproc", "out", "overwrite", "flux", "save", "load", "exit_signal")
+OWN = (
+    "preset",
+    "tp",
+    "pp",
+    "nproc",
+    "out",
+    "overwrite",
+    "flux",
+    "save",
+    "load",
+    "ckpt_step",
+    "other_data",
+    "exit_signal",
+)
 """Options that the job or its script decides."""
 
 Value = bool | int | float | Text | list[Text]
@@ -138,14 +151,6 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
-
-
-def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
-    """Parameters of all layers' weights and of the input embedding; biases and norms left out."""
-    head = shape.hidden_size // shape.num_attention_heads
-    attention = shape.hidden_size * head * (2 * shape.num_attention_heads + 2 * shape.num_query_groups)
-    mlp = shape.hidden_size * shape.ffn_hidden_size * (3 if shape.activation == "swiglu" else 2)
-    return shape.num_layers * (attention + mlp) + padded_vocab_size * shape.hidden_size
 
 
 def least_memory(run: config.RunConfig) -> float:

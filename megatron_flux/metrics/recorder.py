@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import schema, strict_json
 
 logger = logging.getLogger("megatron_flux")
@@ -58,6 +58,7 @@ class JsonlRecorder:
         Raises:
             ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of
                 the caller, refused here because no reader could repair it.
+            StorageError: the disk does not take it.
         """
         wrong = schema.problem(record)
         if wrong is None and record["iteration"] <= self.last_iteration:
@@ -65,8 +66,13 @@ class JsonlRecorder:
         if wrong is not None:
             raise ValueError(f"not a record of schema {schema.SCHEMA_VERSION}: {wrong}")
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
-        while line:  # a raw file may take less than it was given
-            line = line[self._file.write(line) :]
+        try:
+            while line:  # a raw file may take less than it was given
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} takes no more after iteration {self.last_iteration}: {error.strerror}"
+            ) from error
         self.last_iteration = record["iteration"]
 
     def close(self) -> None:

@@ -1,4 +1,8 @@
-"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first."""
+"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first.
+
+A run may be refused after its folder was made, by ranks that have built the model. Until it has begun, what was there
+before lies in ``.before`` and comes back (:func:`made`, :func:`begun`): a refused run leaves and replaces nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,46 @@ import datetime
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import RendezvousError, UserError
 
 CONFIG = "config.json"
 ENDED = "ended.json"
 """How the run ended, if it was not by an error: job scripts go by it."""
 
 
+_BEFORE = ".before"
+
+
 def default_folder(*words: str) -> Path:
-    """A new name, from the time and ``words``, under ``runs/`` in the working directory."""
+    """A name from the time and ``words``, under ``runs/`` in the working directory; :func:`claim` makes it."""
     now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / "-".join([now, *words])
+
+
+def claim(out: Path) -> Path:
+    """Make the folder ``out``, or, where a run of the same second has done so, ``out-2`` and so on.
+
+    Raises:
+        UserError: nothing can be made there.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        number, free = 1, out
+        while True:
+            try:
+                free.mkdir()
+            except FileExistsError:
+                number += 1
+                free = out.with_name(f"{out.name}-{number}")
+            else:
+                return free
+    except OSError as error:
+        raise _unwritable(out, error) from None
 
 
 def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
@@ -40,21 +69,95 @@ def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
         raise UserError(f"--out {out} holds an earlier run; give another folder, or --overwrite to replace it")
 
 
-def make(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool = False) -> None:
-    """Make the run folder and write ``description`` as its ``config.json``.
+def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
+    """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted.
 
     Raises:
         UserError: as :func:`check_free`, or the folder cannot be written.
     """
-    check_free(out, overwrite=overwrite, resuming=resuming)
+    _make(out, description, overwrite=overwrite, resuming=False)
+    begun(out)
+
+
+@contextmanager
+def made(
+    out: Path, describe: Callable[[Path], dict[str, Any]], *, default: bool, overwrite: bool, resuming: bool
+) -> Iterator[Path]:
+    """Make the run folder for a run that happens inside the context, and may be refused before it has begun.
+
+    Args:
+        out: the folder; where it is the ``default``, the one that is made may have another name.
+        describe: what goes into ``config.json`` of the folder that is made.
+        default: ``out`` is :func:`default_folder`'s.
+        overwrite: replace an earlier run once this one has begun.
+        resuming: go on in the folder of an earlier run.
+
+    Raises:
+        UserError: as :func:`make`; then, and when the run raises it (or RendezvousError) before :func:`begun`,
+            everything is as before.
+    """
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    if default:
+        out = claim(out)
+        missing = [out, *missing[1:]]
     try:
-        if overwrite and not resuming and out.is_dir():
-            shutil.rmtree(out)
+        _make(out, describe(out), overwrite=overwrite, resuming=resuming)
+        try:
+            yield out
+        except (UserError, RendezvousError):
+            if (out / _BEFORE).is_dir():
+                _put_back(out)
+            raise
+    except (UserError, RendezvousError):
+        for path in missing:
+            with suppress(OSError):  # there is something in it
+                path.rmdir()
+        raise
+
+
+def begun(out: Path) -> None:
+    """The run trains from here on: what it replaces is deleted."""
+    shutil.rmtree(out / _BEFORE, ignore_errors=True)
+
+
+def _make(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> None:
+    check_free(out, overwrite=overwrite, resuming=resuming)
+    before = out / _BEFORE
+    try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / ENDED).unlink(missing_ok=True)
-        (out / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+        if before.is_dir() and (overwrite or resuming):  # a start that died before it had begun
+            _put_back(out)
+        replaced = list(out.iterdir()) if overwrite and not resuming else [out / CONFIG, out / ENDED]
+        if overwrite or resuming:
+            before.mkdir()
+            for path in replaced:
+                if path.exists():
+                    path.rename(before / path.name)
+        # Not over another's: two runs may have found the folder free at the same time.
+        with (out / CONFIG).open("x") as file:
+            before.mkdir(exist_ok=True)
+            try:
+                file.write(json.dumps(description, indent=2) + "\n")
+                file.flush()
+            except OSError:
+                _put_back(out)
+                raise
+    except FileExistsError:
+        raise UserError(f"--out {out} has just been taken by another run; give another folder") from None
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}; give another folder") from None
+        raise _unwritable(out, error) from None
+
+
+def _put_back(out: Path) -> None:
+    """Undo :func:`_make`."""
+    (out / CONFIG).unlink(missing_ok=True)
+    for path in (out / _BEFORE).iterdir():
+        path.rename(out / path.name)
+    (out / _BEFORE).rmdir()
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"--out {out} cannot be written: {error.strerror}; give another folder")
 
 
 def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Mapping[str, int]) -> None:

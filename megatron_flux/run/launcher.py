@@ -44,8 +44,10 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
     Raises:
-        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any).
+        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any), or variables of
+            a launcher stand in the environment without one.
     """
+    _check_variables()
     there = started()
     if there is not None:
         if nproc not in (None, there):
@@ -55,6 +57,31 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     if gpus and wanted > gpus:
         raise UserError(f"--nproc {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")
     return wanted
+
+
+def _check_variables() -> None:
+    """Refuse what a launcher of an earlier session has left in the environment; otherwise ranks would wait for peers.
+
+    Raises:
+        UserError: ``RANK`` and the like do not make a rank.
+    """
+    if "RANK" not in os.environ:
+        return
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    missing = [name for name in names if name not in given]
+    try:
+        fits = int(given["RANK"]) in range(int(given.get("WORLD_SIZE", "1"))) and int(given.get("MASTER_PORT", "1")) > 0
+    except ValueError:
+        fits = False
+    if missing or not fits:
+        del os.environ["RANK"]  # this is no rank: whatever its number, it says so
+        said = " ".join(f"{name}={value}" for name, value in given.items())
+        without = f" without {', '.join(missing)}" if missing else ", which do not fit together"
+        raise UserError(
+            f"the environment has {said}{without}: left over from a launcher? unset {' '.join(given)}, or start with "
+            "torchrun"
+        )
 
 
 def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on: str | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import FluxError, OperatorError, UserError
 
 logger = logging.getLogger("megatron_flux")
 
@@ -25,12 +25,17 @@ def is_first() -> bool:
 
 
 def serve(work: Callable[[], None]) -> None:
-    """Do a launched rank's ``work``; the launcher is handed an exception and prints it once."""
+    """Do a launched rank's ``work``; the launcher is handed an exception and prints it once.
+
+    What was raised on purpose is one line there and has no traceback here, but for an operator's error.
+    """
     configure_logging()
     try:
         recorded(work)
-    except UserError:
-        sys.exit(2)
+    except OperatorError:
+        raise
+    except FluxError as error:
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 def recorded(work: Callable[[], None]) -> None:

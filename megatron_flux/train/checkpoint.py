@@ -1,29 +1,27 @@
-"""Saving and resuming through megatron.core.dist_checkpointing.
-
-A folder of checkpoints holds one folder per saved iteration, named as Megatron names them, and a tracker file::
-
-    SAVE/latest_checkpointed_iteration.txt     the iteration to resume from
-    SAVE/iter_0000100/                         megatron.core's distributed checkpoint
-    SAVE/iter_0000100/megatron_flux.json       shape and layout: what a resume is checked against before it starts
+"""Saving and resuming through megatron.core.dist_checkpointing; ``checkpoint_folder`` says which files there are.
 
 A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
-renamed when complete, and the tracker file is moved last: a save that dies leaves the previous checkpoint in force.
-tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
+renamed when complete, and the tracker file is moved last: a save that fails or dies leaves the previous checkpoint in
+force. tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.errors import UserError
-from megatron_flux.metrics import ARMS
+from megatron_flux.errors import FluxError, StorageError, UserError
+from megatron_flux.train import checkpoint_folder, checksums, save_folder
+from megatron_flux.train.checkpoint_folder import DESCRIPTION, chosen, damage, instead
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.model import unwrap
 from megatron_flux.train.randomness import random_state, set_random_state
@@ -31,51 +29,30 @@ from megatron_flux.train.trainer import Trainer
 
 logger = logging.getLogger("megatron_flux")
 
-TRACKER = "latest_checkpointed_iteration.txt"
-DESCRIPTION = "megatron_flux.json"
 _MUST_MATCH = ("precision", "distributed_optimizer", "transformer_impl")
 _UNSAID = {"transformer_impl": "local"}
 """What a checkpoint was saved with that does not say."""
 _LAYOUT = ("tp", "pp")
-
-
-def latest(folder: Path) -> Path:
-    """The newest complete checkpoint in ``folder``.
-
-    Raises:
-        UserError: there is none.
-    """
-    tracker = folder / TRACKER
-    try:
-        checkpoint = folder / f"iter_{int(tracker.read_text()):07d}"
-    except FileNotFoundError:
-        raise UserError(f"--load {folder} has no {TRACKER}; give the folder that --save wrote to") from None
-    except ValueError:
-        raise UserError(f"{tracker} must hold an iteration number; restore it or choose another folder") from None
-    if not (checkpoint / DESCRIPTION).is_file():
-        raise UserError(f"{checkpoint} has no {DESCRIPTION}; it was not saved by megatron-flux, or only in part")
-    return checkpoint
-
-
-def folders(root: Path, config: RunConfig) -> list[Path]:
-    """The folders of checkpoints of a run that saves to, or loads from, ``root``: one, or one per arm."""
-    return [root / arm for arm in ARMS] if config.command == "compare" else [root]
+_T = TypeVar("_T")
 
 
 def check_resume(config: RunConfig) -> None:
     """Check that ``config.load`` fits this run, and that something is left to do.
 
     Raises:
-        UserError: as :func:`check_fits`, or no arm has a step left.
+        UserError: as :func:`check_fits`, no arm has a step left, or options of a resume without one.
     """
     if config.load is None:
+        for option, given in (("--ckpt-step", config.ckpt_step is not None), ("--other-data", config.other_data)):
+            if given:
+                raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
         return
-    found = {folder: check_fits(folder, config) for folder in folders(config.load, config)}
+    found = {folder: check_fits(folder, config) for folder in save_folder.folders(config.load, config)}
     if min(found.values()) >= config.steps:
         folder, iteration = min(found.items(), key=lambda item: item[1])
         raise UserError(
-            f"checkpoint {latest(folder)} is at step {iteration} and --steps is {config.steps}; --steps counts from "
-            "the start of training, give more"
+            f"checkpoint {chosen(folder, config.ckpt_step)} is at step {iteration} and --steps is {config.steps}; "
+            "--steps counts from the start of training, give more"
         )
 
 
@@ -83,14 +60,13 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
 
     Raises:
-        UserError: none there, or one of another shape, precision or optimizer.
+        UserError: none there, a damaged one, or one of another shape, precision or optimizer.
     """
-    checkpoint = latest(folder)
-    try:
-        saved = json.loads((checkpoint / DESCRIPTION).read_text())
-        shape, iteration = saved["shape"], int(saved["iteration"])
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{checkpoint / DESCRIPTION} cannot be read ({error}); choose another checkpoint") from None
+    checkpoint = chosen(folder, config.ckpt_step)
+    if (wrong := damage(checkpoint)) is not None:
+        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {_instead(checkpoint, config)}")
+    saved = checkpoint_folder.description(checkpoint)
+    shape, iteration = saved["shape"], int(saved["iteration"])
     ours = config.shape.model_dump(mode="json")
     different = {f"{n} {shape.get(n)}": f"{n} {v}" for n, v in ours.items() if shape.get(n) != v and n != "seq_length"}
     saved = {**_UNSAID, **saved}
@@ -107,71 +83,152 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     return iteration
 
 
-def save(trainer: Trainer, folder: Path) -> Path:
-    """Save everything a resume needs. A collective call.
+def check_data(config: RunConfig) -> str | None:
+    """Whether the run goes on with the text that its checkpoint was trained on (``config.text`` is known).
 
     Returns:
-        The checkpoint's folder.
+        A line for the user where it is another one, and the user has asked for it.
+
+    Raises:
+        UserError: it is another one, and nobody has said so.
     """
-    from megatron.core import dist_checkpointing
+    if config.load is None or config.text is None:
+        return None
+    checkpoint = chosen(save_folder.folders(config.load, config)[0], config.ckpt_step)
+    try:
+        saved = checkpoint_folder.description(checkpoint).get("data")
+    except ValueError:  # which check_resume says
+        return None
+    if saved is None or saved["sha256"] == config.text.sha256:
+        return None
+    then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
+    if config.data or config.other_data:
+        return f"resumes on other data: checkpoint {checkpoint} was trained on {then}, this run trains on {now}"
+    raise UserError(
+        f"checkpoint {checkpoint} was trained on {then}, and this run, without --data, would train on {now}; give the "
+        "--data it was trained on, or --other-data to go on with this text"
+    )
 
-    from megatron_flux.train.writer import InProcess
 
-    final = folder / f"iter_{trainer.iteration:07d}"
-    partial = folder / f"{final.name}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), InProcess())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        config = trainer.config
-        description = {
+class Saves:
+    """The checkpoints that a run saves to ``config.save``; a context manager, entered by all ranks.
+
+    It holds the folder (:mod:`megatron_flux.train.save_folder`) as long as the run goes on.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Without ``config.save`` nothing is held, and nothing may be saved."""
+        self.config = config
+        self._holding = ExitStack()
+        self._run = ""
+
+    def __enter__(self) -> Self:
+        """Hold the folder.
+
+        Raises:
+            UserError: as :func:`megatron_flux.train.save_folder.held`, on all ranks.
+        """
+        if self.config.save is not None:
+            self._run = _on_first_rank(lambda: self._holding.enter_context(save_folder.held(self.config)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let go of the folder."""
+        self._holding.close()
+
+    def save(self, trainer: Trainer, folder: Path) -> Path:
+        """Save everything a resume needs. A collective call.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            StorageError: it could not be written. What was written of it is removed; the tracker is as it was.
+        """
+        final = checkpoint_folder.checkpoint_of(folder, trainer.iteration)
+        partial = folder / f"{final.name}.partial"
+        try:
+            _on_first_rank(lambda: _begin(partial))
+            _write(trainer, partial)
+            _on_first_rank(lambda: self._describe(trainer, partial))
+            found = checksums.of_files(partial) if self.config.checksums else None
+            _on_first_rank(lambda: self._finish(trainer, partial, final, found))
+        except (OSError, StorageError) as error:
+            room = _room(folder)
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            failed = StorageError(
+                f"checkpoint {final} could not be saved: {_reason(error)}{room}; {_in_force(folder)}",
+                everywhere=isinstance(error, OSError) or error.everywhere,
+            )
+            raise failed from error
+        return final
+
+    def _describe(self, trainer: Trainer, partial: Path) -> None:
+        """Say beside the shards what they are: last but for the checksums."""
+        config = self.config
+        about = {
             "iteration": trainer.iteration,
             "consumed_sequences": trainer.batches.consumed,
             "shape": config.shape.model_dump(mode="json"),
             **{name: getattr(config, name) for name in (*_MUST_MATCH, *_LAYOUT)},
+            "run": {"id": self._run, "folder": str(config.out.resolve())},
+            "data": config.text.model_dump() if config.text is not None else None,
+            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
         }
-        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        if final.exists():
+        with (partial / DESCRIPTION).open("w") as file:
+            file.write(json.dumps(about, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _finish(self, trainer: Trainer, partial: Path, final: Path, found: dict[str, str] | None) -> None:
+        """Make what lies in ``partial`` the newest checkpoint."""
+        folder, iteration = final.parent, trainer.iteration
+        if found is not None:
+            checksums.write(partial, found)
+        checkpoint_folder.sync_folder(partial)
+        if final.exists():  # a run that was resumed before it has come here again
+            checkpoint_folder.move_latest_before(folder, iteration)
             shutil.rmtree(final)
         partial.rename(final)
-        tracker = folder / f"{TRACKER}.partial"
-        tracker.write_text(str(trainer.iteration))
-        tracker.replace(folder / TRACKER)
-        if config.save_keep is not None:
-            # Older than this one only: a folder that was resumed in its middle holds later ones, of another past.
-            older = sorted(path for path in folder.glob("iter_" + "[0-9]" * 7) if path.name < final.name)
-            for old in older[: max(0, len(older) + 1 - config.save_keep)]:
-                shutil.rmtree(old)
+        checkpoint_folder.move_latest(folder, iteration)
+        if self.config.save_keep is not None:
+            checkpoint_folder.prune(folder, self._run, iteration, self.config.save_keep)
         logger.info("saved %s", final)
-    dist.barrier()
-    return final
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Bring a freshly built trainer to the newest checkpoint in ``folder``. A collective call.
+    """Bring a freshly built trainer to the chosen checkpoint in ``folder``. A collective call.
 
     Raises:
-        UserError: as :func:`check_fits`.
+        UserError: as :func:`check_fits`, or its files are not what was saved.
+        FluxError: megatron-core cannot load it.
     """
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    check_fits(folder, trainer.config)
-    checkpoint = latest(folder)
-    description = json.loads((checkpoint / DESCRIPTION).read_text())
-    same_layout = all(description[name] == getattr(trainer.config, name) for name in _LAYOUT)
-    if trainer.config.distributed_optimizer:
+    config = trainer.config
+    check_fits(folder, config)
+    checkpoint = chosen(folder, config.ckpt_step)
+    if config.checksums:
+        _check_content(checkpoint, config)
+    description = checkpoint_folder.description(checkpoint)
+    same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
+    if config.distributed_optimizer:
         _begin_adam_state(trainer.optimizer)
     state = _state(trainer, is_loading=True)
     if not same_layout:
         del state["random_state"]
         if dist.get_rank() == 0:
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
-    loaded = dist_checkpointing.load(state, str(checkpoint))
+    try:
+        loaded = dist_checkpointing.load(state, str(checkpoint))
+    except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
+        raise FluxError(
+            f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {_instead(checkpoint, config)}"
+        ) from error
     unwrap(trainer.model).load_state_dict(loaded["model"])
-    if trainer.config.distributed_optimizer:
+    if config.distributed_optimizer:
         _load_distributed_optimizer(trainer.optimizer, loaded["optimizer"])
     else:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
@@ -180,6 +237,80 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.batches.consumed = description["consumed_sequences"]
     if same_layout:
         set_random_state(loaded["random_state"])
+
+
+def _check_content(checkpoint: Path, config: RunConfig) -> None:
+    wrong = checksums.differences(checkpoint)
+    if wrong is None:
+        if dist.get_rank() == 0:
+            logger.info("%s has no %s: its content is not checked", checkpoint, checksums.CHECKSUMS)
+    elif wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {_instead(checkpoint, config)}")
+
+
+def _instead(checkpoint: Path, config: RunConfig) -> str:
+    """What to do where ``checkpoint`` of ``config.load`` is damaged."""
+    return instead(save_folder.folders(config.load, config), int(checkpoint.name.removeprefix("iter_")))
+
+
+def _begin(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write(trainer: Trainer, partial: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_flux.train.writer import InProcess
+
+    try:
+        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), InProcess())
+    except CheckpointException as error:
+        cause = _cause(error)
+        # It is raised on all ranks; up to megatron-core 0.16, rank 0 alone is told the cause.
+        raise StorageError(_on_first_rank(lambda: cause), everywhere=True) from error
+    except (OSError, RuntimeError) as error:  # torch's name for a write that failed
+        raise StorageError(_cause(error)) from error
+
+
+def _cause(error: BaseException) -> str:
+    """An error in one line; of those of several ranks, one that the operating system gave."""
+    failures = getattr(error, "failures", None) or {}
+    texts = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(failures.items())]
+    texts = texts or [f"{type(error).__name__}: {error}"]
+    return " ".join(next((text for text in texts if "[Errno" in text), texts[0]).split())
+
+
+def _reason(error: OSError | StorageError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+
+
+def _room(folder: Path) -> str:
+    try:
+        return f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
+    except OSError:
+        return ""
+
+
+def _in_force(folder: Path) -> str:
+    iteration = checkpoint_folder.tracked(folder)
+    return "no checkpoint is there" if iteration is None else f"--load {folder} resumes from iteration {iteration}"
+
+
+def _on_first_rank(work: Callable[[], _T]) -> _T:
+    """What ``work`` returns or raises on rank 0, on all ranks. A collective call."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work()
+        except (OSError, FluxError) as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
 
 
 def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flux.errors import FluxError, StorageError, UserError
 from megatron_flux.metrics import ARMS, print_summary, read_records, summarize, write_report, write_summary
 from megatron_flux.run.folder import CONFIG
-from megatron_flux.train import checkpoint, run_folder
+from megatron_flux.train import checkpoint, run_folder, save_folder
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.progress import watch
@@ -59,10 +60,30 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
 def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequest) -> None:
     arms = {name: Arm(name, config, dataset, device) for name in ARMS}
     if config.load is not None:
-        for arm, folder in zip(arms.values(), checkpoint.folders(config.load, config), strict=True):
+        for arm, folder in zip(arms.values(), save_folder.folders(config.load, config), strict=True):
             with arm.trainer.turn():
                 checkpoint.load(arm.trainer, folder)
     iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
+    try:
+        with checkpoint.Saves(config) as saves:
+            run_folder.begun(config)
+            stopped = _turns(config, arms, iterations, saves, stop)
+    except StorageError as error:
+        if dist.get_rank() == 0:
+            _conclude_anyway(config)
+        if error.everywhere:
+            dist.barrier()  # the first rank that ends takes the others with it
+        raise
+    if dist.get_rank() == 0 and not stopped:
+        conclude(config)
+    run_folder.ended(config, iterations, stopped)
+
+
+def _turns(
+    config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], saves: checkpoint.Saves, stop: StopRequest
+) -> bool:
+    """Train what is left, counting up ``iterations``; True where a signal stopped it."""
+    static_bytes = sum(arm.trainer.static_bytes for arm in arms.values())
     saved, stopped = min(iterations.values()), False
     with arms["baseline"], arms["flux"], watch(config) as shown:
         for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
@@ -78,21 +99,36 @@ def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRe
             due = config.save_interval is not None and slower // config.save_interval > saved // config.save_interval
             if config.save is not None and (stopped or due):
                 saved = slower
-                for arm, folder in zip(arms.values(), checkpoint.folders(config.save, config), strict=True):
+                for arm, folder in zip(arms.values(), save_folder.folders(config.save, config), strict=True):
                     with arm.trainer.turn():
-                        checkpoint.save(arm.trainer, folder)
+                        saves.save(arm.trainer, folder)
             if stopped:
                 break
-    if dist.get_rank() == 0 and not stopped:
-        conclude(config)
-    run_folder.ended(config, iterations, stopped)
+    return stopped
 
 
 def conclude(config: RunConfig) -> None:
-    """Write ``summary.json`` and ``report.html`` from the records, and print the table."""
+    """Print the table, then write ``summary.json`` and ``report.html`` from the records.
+
+    Raises:
+        StorageError: they could not be written.
+    """
     baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
     summary = summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
-    write_summary(config.out / "summary.json", summary)
-    report = write_report(config.out)
     print_summary(summary, sys.stdout)
+    try:
+        write_summary(config.out / "summary.json", summary)
+        report = write_report(config.out)
+    except UserError as error:  # here it is no bad input
+        raise StorageError(
+            f"{error}; the records are there, and megatron-flux report {config.out} reads them"
+        ) from error
     logger.info("report: %s", report)
+
+
+def _conclude_anyway(config: RunConfig) -> None:
+    """Show what was measured before a save, or the record, failed."""
+    try:
+        conclude(config)
+    except FluxError as error:
+        logger.error("%s", error)

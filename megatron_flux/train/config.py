@@ -27,6 +27,19 @@ VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
 
 
+class Text(BaseModel):
+    """The text of a training, so that a resume can tell it from another."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """The paths that were given, or what is taken without any."""
+    length: int
+    """In tokens."""
+    sha256: str
+    """As of :func:`megatron_flux.train.corpus.fingerprint`."""
+
+
 class RunConfig(BaseModel):
     """One run, complete. Written to ``config.json`` and handed to every rank."""
 
@@ -65,6 +78,8 @@ class RunConfig(BaseModel):
 
     data: list[Path]
     data_cache: Path | None
+    text: Text | None = None
+    """What ``data`` was found to hold; None before it has been looked at."""
     backend: str
     forward_backend: str | None = None
     dgrad_backend: str | None = None
@@ -91,6 +106,9 @@ class RunConfig(BaseModel):
     save_interval: int | None = None
     save_keep: int | None = None
     load: Path | None = None
+    ckpt_step: int | None = None
+    other_data: bool = False
+    checksums: bool = True
     block_steps: int = 0
     warmup_steps: int = 0
 

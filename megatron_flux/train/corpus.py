@@ -31,6 +31,8 @@ _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
 
+_FINGERPRINT_BYTES = 1 << 26
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -82,12 +84,34 @@ def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: i
             )
         corpus = _tokenized(sources, cache_folder(cache))
     if corpus.tokens < seq_length + 1:
-        given = " ".join(map(str, data)) or "the standard library"
+        given = " ".join(map(str, data)) or name_of(data)
         raise UserError(
             f"{given} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1; give more text or a "
             "smaller --seq-length"
         )
     return corpus
+
+
+def name_of(data: list[Path]) -> str:
+    """``data`` in words: the paths, or what is taken without any."""
+    return " ".join(str(path.absolute()) for path in data) or "the source files of Python's standard library"
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """SHA-256 of the corpus's number of tokens and of 64 MiB of them: of all, or of pieces from beginning to end.
+
+    It is the same wherever the text lies. A larger corpus is read in 1024 pieces: enough to tell texts apart, not to
+    find a changed word.
+    """
+    digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
+    with Path(f"{corpus.prefix}.bin").open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        pieces = 1024 if size > _FINGERPRINT_BYTES else 1
+        length = _FINGERPRINT_BYTES // pieces
+        for piece in range(pieces):
+            file.seek(piece * (size - length) // (pieces - 1) if piece else 0)
+            digest.update(file.read(length))
+    return digest.hexdigest()
 
 
 def _pair_prefix(path: Path) -> Path | None:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_flux.errors import RendezvousError
+
 
 class Layout(Protocol):
     """What a run's configuration must say for its process groups."""
@@ -37,6 +39,9 @@ def process_groups(config: Layout) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
     On an error the groups are left as they are: tearing them down would wait for peers that may be gone.
+
+    Raises:
+        RendezvousError: the ranks have not found each other.
     """
     from megatron.core import parallel_state
 
@@ -46,7 +51,10 @@ def process_groups(config: Layout) -> Iterator[torch.device]:
         backend, device_id = "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
+    except dist.DistError as error:
+        raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
     parallel_state.initialize_model_parallel(
         config.tp, config.pp, distributed_timeout_minutes=max(1, round(config.timeout / 60))
     )
@@ -54,3 +62,14 @@ def process_groups(config: Layout) -> Iterator[torch.device]:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _no_meeting(cause: str, timeout: float) -> str:
+    """Why the ranks have not met, in one line, by what torch says of it (with a C++ backtrace on some platforms)."""
+    rank, size, address, port = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if "EADDRINUSE" in cause:
+        return f"port {port} (MASTER_PORT) is in use on this machine; give the launcher another one"
+    return (
+        f"rank {rank} of {size} has not met the others at {address}:{port} within {timeout:.0f} s "
+        f"({cause.splitlines()[0]}); are all of them running, or is this left in the environment from a launcher?"
+    )

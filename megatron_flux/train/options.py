@@ -90,7 +90,9 @@ class TrainOptions(BaseModel):
         None, description="On this signal the run saves (with --save) and ends in order after the step it is at."
     )
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")
-    overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
+    overwrite: bool = Field(
+        False, description="Replace what an earlier run left in --out, and the checkpoints that it left in --save."
+    )
     log_interval: int = Field(1, ge=1, description="Steps between log lines where there is no progress bar.")
     sample_interval: int = Field(
         10, ge=0, description="Steps between samples of operator times, ranks and GPUs; 0 is never."
@@ -120,6 +122,9 @@ class CheckpointOptions(BaseModel):
     save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints.")
     save_keep: int | None = Field(None, ge=1, description="Newest checkpoints to keep in --save. Default: all.")
     load: Path | None = Field(None, description="Folder of checkpoints to resume from (the latest one in it).")
+    ckpt_step: int | None = Field(None, ge=1, description="Resume from this iteration in --load, not from the latest.")
+    other_data: bool = Field(False, description="Resume on other text than the checkpoint was trained on.")
+    checksums: bool = Field(True, description="Write checksums beside checkpoints, and compare them on --load.")
 
 
 class CompareOptions(BaseModel):
@@ -140,3 +145,6 @@ class CompareOptions(BaseModel):
     save_interval: int | None = Field(None, ge=1, description="Steps of each arm between checkpoints of both.")
     save_keep: int | None = Field(None, ge=1, description="Newest checkpoints of each arm to keep. Default: all.")
     load: Path | None = Field(None, description="Folder of checkpoints of both arms to resume from (the latest ones).")
+    ckpt_step: int | None = Field(None, ge=1, description="Resume both arms from this iteration, not from the latest.")
+    other_data: bool = Field(False, description="Resume on other text than the checkpoints were trained on.")
+    checksums: bool = Field(True, description="Write checksums beside checkpoints, and compare them on --load.")

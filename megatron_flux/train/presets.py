@@ -106,3 +106,11 @@ PRESETS: dict[str, Preset] = {
         source="Llama team, arXiv 2407.21783, table 3",
     ),
 }
+
+
+def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
+    """Parameters of all layers' weights and of the input embedding; biases and norms left out."""
+    head = shape.hidden_size // shape.num_attention_heads
+    attention = shape.hidden_size * head * (2 * shape.num_attention_heads + 2 * shape.num_query_groups)
+    mlp = shape.hidden_size * shape.ffn_hidden_size * (3 if shape.activation == "swiglu" else 2)
+    return shape.num_layers * (attention + mlp) + padded_vocab_size * shape.hidden_size

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_flux import environment
+from megatron_flux.errors import StorageError
 from megatron_flux.metrics.redact import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.train.config import RunConfig
@@ -18,13 +20,30 @@ from megatron_flux.train.config import RunConfig
 logger = logging.getLogger("megatron_flux")
 
 
-def create(config: RunConfig) -> None:
-    """Make the run folder and write ``config.json``.
+@contextmanager
+def made(config: RunConfig, *, default: bool) -> Iterator[RunConfig]:
+    """Make the run folder with its ``config.json`` for the run inside the context; yields ``config`` with that folder.
+
+    Args:
+        config: the run.
+        default: ``config.out`` was not given, and may become another name.
 
     Raises:
-        UserError: as :func:`megatron_flux.run.folder.make`.
+        UserError: as :func:`megatron_flux.run.folder.made`.
     """
-    folder.make(config.out, description(config), overwrite=config.overwrite, resuming=config.load is not None)
+
+    def describe(out: Path) -> dict[str, Any]:
+        return description(config.model_copy(update={"out": out}))
+
+    resuming = config.load is not None
+    with folder.made(config.out, describe, default=default, overwrite=config.overwrite, resuming=resuming) as out:
+        yield config.model_copy(update={"out": out})
+
+
+def begun(config: RunConfig) -> None:
+    """Training begins; an earlier run that ``config.overwrite`` replaces is deleted. Rank 0 does so."""
+    if dist.get_rank() == 0:
+        folder.begun(config.out)
 
 
 def description(config: RunConfig) -> dict[str, Any]:
@@ -66,7 +85,10 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
     """
     if dist.get_rank() != 0:
         return
-    folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
+    try:
+        folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
+    except OSError as error:
+        raise StorageError(f"{config.out / folder.ENDED} cannot be written: {error.strerror}") from error
     if stopped:
         at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
         left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
@@ -74,5 +96,5 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
 
 
 def load_config(out: Path) -> RunConfig:
-    """The configuration that :func:`create` wrote."""
+    """The configuration that :func:`made` wrote."""
     return RunConfig.model_validate(json.loads((out / folder.CONFIG).read_text())["config"])

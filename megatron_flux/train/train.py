@@ -27,12 +27,14 @@ def _train(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequ
             checkpoint.load(trainer, config.load)
     interval = config.save_interval or config.steps
     stopped = False
-    with arm, watch(config) as shown:
-        for iteration, result in arm.steps(config.steps - trainer.iteration):
-            shown.step(arm.name, iteration, result)
-            stopped = iteration < config.steps and stop.agreed()
-            if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
-                checkpoint.save(trainer, config.save)
-            if stopped:
-                break
+    with checkpoint.Saves(config) as saves:
+        run_folder.begun(config)
+        with arm, watch(config) as shown:
+            for iteration, result in arm.steps(config.steps - trainer.iteration):
+                shown.step(arm.name, iteration, result)
+                stopped = iteration < config.steps and stop.agreed()
+                if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
+                    saves.save(trainer, config.save)
+                if stopped:
+                    break
     run_folder.ended(config, {arm.name: trainer.iteration}, stopped)

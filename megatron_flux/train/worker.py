@@ -37,10 +37,20 @@ def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
 def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
     with world(config) as (dataset, device):
+        config = config.model_copy(update={"out": _out_of_first_rank(config.out)})
         from megatron_flux.train.compare import compare
         from megatron_flux.train.train import train
 
         {"train": train, "compare": compare}[config.command](config, dataset, device)
+
+
+def _out_of_first_rank(out: Path) -> Path:
+    """Under a launcher of the user's own, every rank has named the default folder by its own clock."""
+    import torch.distributed as dist
+
+    box = [out]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def main() -> None:

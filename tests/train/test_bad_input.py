@@ -13,6 +13,7 @@ import pytest
 from megatron_flux import cli
 from megatron_flux.patch import registry
 from megatron_flux.run import launcher
+from megatron_flux.train import corpus as corpus_module
 
 Refused = Callable[..., str]
 
@@ -23,7 +24,7 @@ def refused(
 ) -> Refused:
     """Run the command in this process and return its one line of complaint."""
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -227,6 +228,42 @@ def test_unsupported_versions(
 
 
 def test_nproc_against_the_launcher(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert "--nproc 4" in refused("train", "--nproc", "4")
+
+
+@pytest.mark.parametrize("options", [["--save-interval", "5"], ["--save-keep", "2"]], ids=["interval", "keep"])
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_saving_nowhere(refused: Refused, command: str, options: list[str]) -> None:
+    assert f"{' '.join(options)} without --save" in refused(command, *options)
+
+
+def test_save_that_holds_another_runs_checkpoints(refused: Refused, tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path / "checkpoints")
+    line = refused("train", "--save", folder)
+    assert f"--save {folder} holds checkpoints of another run (iteration 3)" in line
+    assert (folder / "iter_0000003" / "megatron_flux.json").is_file()
+
+
+def test_a_step_that_was_not_saved(refused: Refused, tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path / "checkpoints")
+    assert "has no iter_0000002; it has iteration(s) 3" in refused("train", "--load", folder, "--ckpt-step", "2")
+
+
+def test_resuming_on_other_text_without_a_word(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "os.py").write_text("import sys\n" * 1000)
+    monkeypatch.setattr(corpus_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "library")})
+    data = {"name": "/home/me/texts", "length": 100_000, "sha256": "0" * 64}
+    line = refused("train", "--load", _checkpoint(tmp_path / "checkpoints", data=data), data=False)
+    assert "was trained on /home/me/texts (100000 tokens)" in line
+    assert "without --data, would train on the source files of Python's standard library (11001 tokens)" in line
+
+
+def test_what_a_launcher_left_is_said_whatever_the_rank(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert "RANK=3 WORLD_SIZE=8 without MASTER_ADDR, MASTER_PORT: left over" in refused("train")

@@ -135,6 +135,8 @@ def test_what_two_cannot_stand_in_for(run: Run, arguments: list[str], said: str)
 def test_other_launchers_than_of_two_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     said = refused(run, "bench", "ops", "--dry-run", "--stand-in-for", "8")
     assert "--stand-in-for 8 takes two processes, the launcher has started 8" in said
 
@@ -321,6 +323,8 @@ def test_a_launchers_rank_starts_nothing(
     monkeypatch.setattr(worker, "run", ran.append)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert run("bench", "ops", *FEW, "--out", "run")[0] == 0
     assert started == []
     assert ran[0].tp == 4

@@ -1,0 +1,228 @@
+"""The folder that a run saves to: checked before it trains, and its own until it has ended.
+
+* Checkpoints of another run are neither overwritten nor counted, and the tracker is not moved away from them. A run
+  may go on in the folder that it loads from (``--load`` and ``--save`` name the same one): it then goes by the name of
+  the run that saved there. ``--overwrite`` replaces what the run in the same ``--out`` has saved, and nothing else.
+* One run at a time: it holds a lock, which ends with its process. A POSIX lock: the processes that a save may fork do
+  not inherit it, and network file systems know it. Where a file system has no locks, it is said and done without.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics import ARMS
+from megatron_flux.train import checkpoint_folder
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.presets import parameters
+
+logger = logging.getLogger("megatron_flux")
+
+_LOCK = ".megatron_flux.lock"
+
+
+def folders(root: Path, config: RunConfig) -> list[Path]:
+    """The folders of checkpoints of a run that saves to, or loads from, ``root``: one, or one per arm."""
+    return [root / arm for arm in ARMS] if config.command == "compare" else [root]
+
+
+def check(config: RunConfig) -> None:
+    """Check what can be checked of ``--save`` before anything starts; leaves nothing behind.
+
+    Raises:
+        UserError: options without ``--save``, a folder that cannot be written or is too full, checkpoints of another
+            run in it, or a run that is saving there now.
+    """
+    if config.save is None:
+        for name, value in (("--save-interval", config.save_interval), ("--save-keep", config.save_keep)):
+            if value is not None:
+                raise UserError(f"{name} {value} without --save: nothing would be saved; add --save FOLDER")
+        return
+    with _made(config.save):
+        _check_room(config)
+        check_owner(config)
+        with _locked(config):
+            pass
+
+
+@contextmanager
+def held(config: RunConfig) -> Iterator[str]:
+    """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints.
+
+    Raises:
+        UserError: as :func:`check`; something else may have come in between.
+    """
+    try:
+        config.save.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(config.save, error) from None
+    with _locked(config):
+        check_owner(config)
+        if not _goes_on(config):
+            _remove_replaced(config)
+        for folder in folders(config.save, config):
+            checkpoint_folder.remove_partial(folder)
+        yield run_name(config)
+
+
+def run_name(config: RunConfig) -> str:
+    """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
+    if _goes_on(config):
+        folder = folders(config.save, config)[0]
+        return checkpoint_folder.owner(checkpoint_folder.chosen(folder, config.ckpt_step)).get("id") or uuid.uuid4().hex
+    return uuid.uuid4().hex
+
+
+def check_owner(config: RunConfig) -> None:
+    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another.
+
+    Raises:
+        UserError: such checkpoints are there.
+    """
+    name = run_name(config) if _goes_on(config) else None
+    for folder in folders(config.save, config):
+        there = checkpoint_folder.iterations(folder)
+        if name is not None:
+            _check_later(config, folder, there, name)
+            continue
+        owners = [checkpoint_folder.owner(checkpoint_folder.checkpoint_of(folder, n)).get("folder") for n in there]
+        if config.overwrite and owners and all(owner == str(config.out.resolve()) for owner in owners):
+            continue
+        if there or (folder / checkpoint_folder.TRACKER).exists():
+            raise UserError(
+                f"--save {config.save} holds checkpoints of {_whose(owners)} "
+                f"(iteration {', '.join(map(str, there)) or 'unknown'}); give another folder, or --load {config.save} "
+                "to go on with them"
+            )
+
+
+def _check_later(config: RunConfig, folder: Path, there: list[int], name: str) -> None:
+    """A resumed run may replace what it has itself saved after that step, and nothing else."""
+    begin = checkpoint_folder.chosen(folder, config.ckpt_step)
+    for iteration in there:
+        later = checkpoint_folder.checkpoint_of(folder, iteration)
+        if later.name > begin.name and (owner := checkpoint_folder.owner(later)).get("id") != name:
+            raise UserError(
+                f"--save {config.save} holds {later.name} of {_whose([owner.get('folder')])}, after {begin.name} that "
+                "this run goes on from; move it away, or give another --save"
+            )
+
+
+def _whose(owners: list[str | None]) -> str:
+    known = sorted({owner for owner in owners if owner})
+    return f"the run in {', '.join(known)}" if known else "another run"
+
+
+def _goes_on(config: RunConfig) -> bool:
+    """Whether the run saves to the folder it loads from."""
+    return config.load is not None and config.load.resolve() == config.save.resolve()
+
+
+def _remove_replaced(config: RunConfig) -> None:
+    """Remove what :func:`check_owner` has let pass because of ``--overwrite``. The tracker goes first."""
+    for folder in folders(config.save, config):
+        (folder / checkpoint_folder.TRACKER).unlink(missing_ok=True)
+        for iteration in checkpoint_folder.iterations(folder):
+            shutil.rmtree(checkpoint_folder.checkpoint_of(folder, iteration))
+
+
+def least_bytes(config: RunConfig) -> int:
+    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out.
+
+    The weights, and for each of them the optimizer's two moments and its own copy (which plain fp32 Adam does without)
+    in fp32.
+    """
+    moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
+    weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
+    return len(folders(Path(), config)) * weights * (config.dtype.itemsize + moments)
+
+
+def _check_room(config: RunConfig) -> None:
+    needed, free = least_bytes(config), shutil.disk_usage(config.save).free
+    if free < needed:
+        both = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+        raise UserError(
+            f"--save {config.save} has {free / 1e9:.3g} GB of free space, and {both} needs at least {needed / 1e9:.3g} "
+            "GB; make room, or give a folder on another disk"
+        )
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and write a file into it; whatever was made is removed again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".megatron_flux.", buffering=0) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # somebody has put something there meanwhile
+                path.rmdir()
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    what = "is a file" if folder.is_file() else f"cannot be written: {error.strerror}"
+    return UserError(f"--save {folder} {what}; give a folder that can be written")
+
+
+@contextmanager
+def _locked(config: RunConfig) -> Iterator[None]:
+    path = config.save / _LOCK
+    about = {"run": str(config.out.resolve()), "host": socket.gethostname(), "pid": os.getpid()}
+    with _lock_file(path, config) as file:
+        with suppress(OSError):  # only for the message of another run
+            file.truncate(0)
+            file.write(json.dumps(about))
+            file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, config: RunConfig) -> TextIO:
+    """The lock's file, locked. Whoever held it removes it, so the lock of a file that has gone is worth nothing."""
+    while True:
+        try:
+            file = path.open("a+")
+        except OSError as error:
+            raise _unwritable(config.save, error) from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
+            file.close()
+            raise UserError(
+                f"--save {config.save} is being saved to by {_holder(path)}; wait for it, or give another folder"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)
+            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+def _holder(lock: Path) -> str:
+    try:
+        found = json.loads(lock.read_text())
+        return f"the run in {found['run']} (process {found['pid']} on {found['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another run"

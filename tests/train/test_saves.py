@@ -1,0 +1,141 @@
+"""Checkpoints of real runs: stopped, damaged, resumed, and on a disk that is full."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.train import checkpoint_folder, checksums
+from tests.small_disk import small_disk
+from tests.train.conftest import Run, losses, records, summary
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line of a command that failed, which has no traceback."""
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def stopped(environment: dict[str, str], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``run`` and ``saved`` of a run that saved every third step, kept two, and was then stopped."""
+    root = tmp_path_factory.mktemp("stopped")
+    words = ["--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--save-keep", "2"]
+    words += ["--exit-signal", "USR1", "--data", corpus, "--out", root / "run"]
+    command = [sys.executable, "-m", "megatron_flux.cli", "train", *map(str, words)]
+    with (root / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, stderr=log, env=environment)
+        try:
+            deadline = time.monotonic() + 300
+            while (checkpoint_folder.tracked(root / "saved") or 0) < 9:
+                assert time.monotonic() < deadline, (root / "log.txt").read_text()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(120) == 0, (root / "log.txt").read_text()
+        finally:
+            process.kill()
+    return root
+
+
+def test_a_stopped_run_keeps_two_and_its_lists_of_checksums_fit(stopped: Path) -> None:
+    saved = stopped / "saved"
+    newest = checkpoint_folder.tracked(saved)
+    assert newest == records(stopped / "run" / "flux")[-1]["iteration"]
+    assert checkpoint_folder.iterations(saved) == [(newest - 1) // 3 * 3, newest]
+    assert sorted(path.name for path in saved.iterdir() if not path.name.startswith("iter_")) == [
+        checkpoint_folder.TRACKER
+    ]
+    for iteration in checkpoint_folder.iterations(saved):
+        made = checkpoint_folder.checkpoint_of(saved, iteration)
+        done = subprocess.run(["sha256sum", "--check", checksums.CHECKSUMS], cwd=made, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        assert len(done.stdout.splitlines()) == len(list(made.iterdir())) - 1
+
+
+def test_flipped_bytes_are_noticed_and_an_older_one_is_resumed(command: Run, stopped: Path, tmp_path: Path) -> None:
+    saved = shutil.copytree(stopped / "saved", tmp_path / "saved")
+    older, newest = checkpoint_folder.iterations(saved)
+    damaged = checkpoint_folder.checkpoint_of(saved, newest)
+    shard = damaged / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    resume = ["train", "--steps", str(newest + 1), "--load", saved, "--save", saved, "--save-keep", "2"]
+    out = tmp_path / "resumed"
+    said = complaint(command(*resume, "--out", out, code=2))
+    assert f"{damaged} is damaged: __1_0.distcp is not what was saved (its checksum differs)" in said
+    assert f"--ckpt-step {older} resumes from the one before it" in said
+    assert not out.exists()
+    assert checkpoint_folder.iterations(saved) == [older, newest]
+
+    # The one before it: the damaged one and the whole one after it are of the same run, and counted together.
+    command(*resume, "--ckpt-step", str(older), "--save-interval", str(newest), "--out", out)
+    assert checkpoint_folder.tracked(saved) == newest + 1
+    assert checkpoint_folder.iterations(saved) == [newest, newest + 1]
+    owners = [checkpoint_folder.owner(checkpoint_folder.checkpoint_of(saved, n)) for n in (newest, newest + 1)]
+    assert len({owner["id"] for owner in owners}) == 1
+    assert shard.read_bytes() != content, "the damaged one was not replaced"
+    first = {row["iteration"]: row["lm loss"] for row in records(stopped / "run" / "flux")}
+    again = {row["iteration"]: row["lm loss"] for row in records(out / "flux")}
+    assert [again[n] for n in range(older + 1, newest + 1)] == [first[n] for n in range(older + 1, newest + 1)]
+
+
+def test_a_refusal_in_the_ranks_leaves_the_earlier_run(command: Run, stopped: Path) -> None:
+    run, saved = stopped / "run", stopped / "saved"
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    kept = checkpoint_folder.iterations(saved)
+    nothing = ["--nproc", "1", "--layer-backend", "no.such.layer=stock"]
+    said = complaint(command("train", *nothing, "--overwrite", "--save", saved, "--out", run, code=2))
+    assert "no.such.layer" in said
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+    assert checkpoint_folder.iterations(saved) == kept
+
+
+def test_a_full_disk_shows_what_was_measured(command: Run, tmp_path: Path) -> None:
+    """Room for one checkpoint of both arms, and for half of the next."""
+    out = tmp_path / "run"
+    with small_disk(tmp_path / "disk", 23) as disk:
+        saving = ["--save", disk / "saved", "--save-interval", "2", "--block-steps", "2"]
+        done = command("compare", "--steps", "8", "--warmup-steps", "1", *saving, "--out", out, code=1)
+        said = complaint(done)
+        assert re.search(r"checkpoint \S+iter_0000004 could not be saved: .*\(\S+ GB are free there\)", said)
+        assert "resumes from iteration 2 (exit code 1); what was recorded is in" in said
+        for arm in ("baseline", "flux"):
+            folder = disk / "saved" / arm
+            tracked = checkpoint_folder.tracked(folder)
+            assert checkpoint_folder.damage(checkpoint_folder.checkpoint_of(folder, tracked)) is None
+            assert not list(folder.glob("*.partial"))
+        assert checkpoint_folder.tracked(disk / "saved" / "flux") == 2
+        assert "step time" in done.stdout
+        assert summary(out)["arms"]["flux"]["iterations"] == 4
+        assert (out / "report.html").is_file()
+        assert len(losses(out / "baseline")) == len(losses(out / "flux")) == 4
+
+
+def test_a_used_port_is_named_and_leaves_nothing(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = ["train", "--steps", "1", "--data", corpus, "--out", tmp_path / "run"]
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_flux.cli", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**environment, **rank},
+        )
+    assert done.returncode == 1
+    assert f"port {port} (MASTER_PORT) is in use on this machine" in complaint(done)
+    assert list(tmp_path.iterdir()) == []

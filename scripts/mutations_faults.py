@@ -48,12 +48,11 @@ def _fault(
 
 FAULTS: tuple[Fault, ...] = (
     # What ranks decide together.
-    Fault(
+    _fault(
         "kept answer is not broadcast",
-        (
-            Edit(f"{OPS}/tuner.py", "load(cache_path()) if group.rank() == 0 else {}", "load(cache_path())"),
-            Edit(f"{OPS}/tuner.py", "dist.broadcast_object_list(kept, group=group, group_src=0)", "pass"),
-        ),
+        f"{OPS}/tuner.py",
+        "rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))",
+        "_first(tuning_cache.find(keys), captured)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
     ),
     _fault(
@@ -197,6 +196,30 @@ FAULTS: tuple[Fault, ...] = (
         "        half",
         ("tests/unit/test_slab_turns.py::test_eager_calls_follow_a_change_of_stream",),
         ("stream_change",),
+    ),
+    _fault(
+        "a gather is waited for before the streams are in order",
+        f"{OPS}/launch_copies.py",
+        """                    work.end()
+                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+""",
+        """                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+                    work.end()
+""",
+        checks=("across_streams",),
+    ),
+    _fault(
+        "a gather made ready is waited for before the streams are in order",
+        f"{OPS}/ready.py",
+        """                    work.end()  # the streams in order: the kernel reads what the call before leaves
+                    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+                    self._launches[half](stream)
+""",
+        """                    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+                    self._launches[half](stream)
+                    work.end()
+""",
+        checks=("across_streams",),
     ),
     _fault(
         "ready calls of all dtypes are one",

@@ -155,7 +155,7 @@ class ReadyAllGather(ReadyCall):
                 if torch.cuda.is_current_stream_capturing():
                     raise waited_elsewhere(None)
                 try:
-                    work.end()  # the streams in order: the kernel reads the number that the call before leaves
+                    work.end()  # the streams in order: the kernel reads what the call before leaves
                     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
                     self._launches[half](stream)
                     driver.wait(stream, side.after)

@@ -83,7 +83,6 @@ def _turns(
     config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], saves: checkpoint.Saves, stop: StopRequest
 ) -> bool:
     """Train what is left, counting up ``iterations``; True where a signal stopped it."""
-    static_bytes = sum(arm.trainer.static_bytes for arm in arms.values())
     saved, stopped = min(iterations.values()), False
     with arms["baseline"], arms["flux"], watch(config) as shown:
         for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):

@@ -75,6 +75,10 @@ def test_checks(groups: int, tmp_path: Path) -> None:
     assert not said["nccl_beside"].startswith("left out")
 
 
+def test_gathers_cross_streams() -> None:
+    run_checks(2, "--only", "across_streams")
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_beside_nccl_of_another_group(groups: int) -> None:
     """Random delays on every rank; a check that stands still ends itself."""

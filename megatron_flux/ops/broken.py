@@ -18,8 +18,9 @@ Contract
 
 How a job goes on
     It is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
-    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.slab.SlabPool.renew`, for whoever knows
-    that the same call has failed on every rank. ``unpatch()`` ends the use of slabs, not the poison.
+    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.slab.SlabPool.renew` (of a backend,
+    ``renew``), for whoever knows that the same call has failed on every rank, such as a tuner. ``unpatch()`` ends the
+    use of slabs, not the poison.
 """
 
 from __future__ import annotations

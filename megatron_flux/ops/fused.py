@@ -219,7 +219,8 @@ def limit(
         size: ranks of the group.
         capability: the GPU's compute capability.
         world: ranks of the job; None asks torch.distributed.
-        shielded: whether other process groups' kernels cannot block these; None asks this process's environment.
+        shielded: whether other process groups' kernels cannot block these; None asks this process's environment
+            as of CUDA's start (:mod:`megatron_flux.settings`).
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, x is {dtype}"

@@ -43,6 +43,13 @@ class StandInFused(FusedBackend):
         self._slabs.clear()
         slab.pool.generation += 1  # calls made ready hold slabs
 
+    def renew(self, group: dist.ProcessGroup) -> None:
+        """As the base class; of all stand-in groups."""
+        if not self.twin:
+            torch.cuda.synchronize()
+        dist.barrier(group=group.pair if isinstance(group, StandInGroup) else group)
+        self.clear()
+
     @staticmethod
     def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
         return ag_plan(mp, n, k, tp, sms, ws) if ws else Plan()

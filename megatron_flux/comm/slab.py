@@ -250,7 +250,8 @@ class SlabPool:
         """Have the next calls of ``group`` make new slabs: the way on after an exception broke calls off.
 
         Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
-        (:mod:`megatron_flux.ops.broken`). Waits for the device. Gathers that are open are lost.
+        (:mod:`megatron_flux.ops.broken`). Waits for the device. What is still to be waited for, a gather that is open,
+        keeps its slab until then; so do graphs.
         """
         found = [key for key in self._slabs if key[0] == group.group_name]
         for device in {self._slabs[key].data_table.device for key in found}:

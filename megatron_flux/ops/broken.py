@@ -13,13 +13,14 @@ Contract
       call on this rank is an OperatorError that names the rank, the operator and the exception.
     * Peers cannot be told: they wait for data that does not come, until their own bounded wait ends, at the latest
       for the call after this one (the copies of this one may have been sent). No wait is satisfied by what is old.
-    * In a CUDA graph's capture nothing has run yet and the slab stays good. What was captured of the call must not be
-      replayed: the capture is ended, and so an error where the graph would have been made.
+    * In a CUDA graph's capture nothing has run yet and the slab stays good. What was captured of the call must not run:
+      who catches the exception inside the capture gets a graph whose replay is an error.
 
 How a job goes on
     It is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
-    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.slab.SlabPool.renew`, for whoever knows
-    that the same call has failed on every rank. ``unpatch()`` ends the use of slabs, not the poison.
+    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.slab.SlabPool.renew` (of a backend,
+    ``renew``), for whoever knows that the same call has failed on every rank, such as a tuner. ``unpatch()`` ends the
+    use of slabs, not the poison.
 """
 
 from __future__ import annotations
@@ -54,14 +55,34 @@ class unbroken:  # noqa: N801 - used as a statement
 
 def broken_off(work: Slab, operator: str, error: BaseException) -> None:
     """``error`` ends a call of ``operator`` that may have taken its turn on ``work``; raise it again afterwards."""
-    if work.captured and (work.capture is not None or torch.cuda.is_current_stream_capturing()):
-        # A stream that is captured cannot be waited for: who tries ends the capture.
-        with contextlib.suppress(Exception):
-            torch.cuda.current_stream().synchronize()
-        return
-    work.poison(operator, error)
+    captured = work.captured and (work.capture is not None or torch.cuda.is_current_stream_capturing())
+    if captured:
+        _spoil(operator, error, work.data_table.device)
+    else:
+        work.poison(operator, error)
     side = work.views.get(("side",))
     if side is not None:
-        # Copies of x may be on their way: what the caller does with its memory comes behind them.
         with contextlib.suppress(Exception):
-            torch.cuda.current_stream().wait_stream(side[0])
+            _behind(side[0], captured)
+
+
+def _behind(side: torch.cuda.Stream, captured: bool) -> None:
+    """Put the current stream behind the copies of x that are on their way: what the caller does with its memory comes
+    then, and a capture has no branch left that does not join.
+    """
+    if captured:
+        with torch.cuda.stream(side):
+            if not torch.cuda.is_current_stream_capturing():
+                return
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _spoil(operator: str, error: BaseException, device: torch.device) -> None:
+    """Have every replay of what is being captured end with an error."""
+    said = f"a call of {operator} was broken off by {type(error).__name__} while this CUDA graph was captured"
+    try:
+        torch._assert_async(torch.zeros((), dtype=torch.bool, device=device), said)
+    except Exception:
+        # No memory for that: who waits for a stream that is captured ends the capture.
+        with contextlib.suppress(Exception):
+            torch.cuda.current_stream().synchronize()

@@ -207,6 +207,12 @@ class FusedBackend:
         agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
         return launch_copies.all_gather(x, self._copy_work(x, group, capturing(x)))
 
+    def renew(self, group: dist.ProcessGroup) -> None:
+        """Make new workspaces for ``group``, after the same call has raised on all its ranks; see
+        :meth:`megatron_flux.comm.slab.SlabPool.renew`. Collective.
+        """
+        slab.pool.renew(group)
+
     def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup, captured: bool) -> slab.Slab:
         """The slab of an all_gather of x ``[mp, k]``."""
         return slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, captured)

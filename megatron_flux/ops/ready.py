@@ -6,8 +6,9 @@ left for later calls of the same kind is here. Only warp-specialised kernels are
 
 Contract: who looks a ready call up has compared all it depends on (:mod:`megatron_flux.ops.operators`), operands are
 contiguous at multiples of 16 bytes, and :meth:`ReadyCall.usable` has said yes. Results and protocol are those of
-:mod:`megatron_flux.ops.launch`; a gathered operand is valid as long, and as in :meth:`Slab.begin` a time-out of an
-earlier call is an OperatorError.
+:mod:`megatron_flux.ops.launch`; a gathered operand is valid as long, and as in :meth:`Slab.begin` an earlier call that
+timed out or was broken off is an OperatorError. Results are allocated before a call takes its turn
+(:mod:`megatron_flux.ops.broken`).
 """
 
 from __future__ import annotations

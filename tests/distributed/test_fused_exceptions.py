@@ -128,8 +128,6 @@ def refusal(call: Callable[[], object]) -> str:
 
 def no_kernel_everywhere(operator: str, plan: Plan) -> str:
     """Returns what the next call is told, and goes on with new workspaces."""
-    from megatron_flux.comm import slab
-
     with fresh(plan, 20) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
@@ -143,7 +141,7 @@ def no_kernel_everywhere(operator: str, plan: Plan) -> str:
         assert refusal(run) == said  # as long as it is called
         other = "all_gather" if operator != "all_gather" else "gemm_reduce_scatter"
         right(call_of(backend, other))  # on another workspace
-        slab.pool.renew(dist.group.WORLD)
+        backend.renew(dist.group.WORLD)
         for late in (True, False):
             right(call_of(backend, operator), late=late)
         return said
@@ -196,6 +194,8 @@ def a_gather_is_open() -> None:
         pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
             run()
+        backend.renew(dist.group.WORLD)
+        right(call_of(backend, "all_gather"))  # on another workspace
         assert torch.equal(pending.wait(), torch.cat(want))
         pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):

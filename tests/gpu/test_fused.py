@@ -39,6 +39,37 @@ print("still alive")
 os._exit(0)
 """
 
+HALF_A_CALL = """
+import os, torch, torch.distributed as dist
+from unittest import mock
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+from megatron_flux import ops
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops import driver
+from megatron_flux.ops.capture import captured_calls
+x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+with captured_calls():
+    for _ in range(3):
+        ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
+torch.cuda.synchronize()
+dist.barrier()
+launches = [driver.launch, mock.Mock(side_effect=OperatorError("no launch, for a test"))]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph), mock.patch.object(driver, "launch", lambda *given: launches.pop(0)(*given)):
+    try:
+        ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
+    except OperatorError as error:
+        print("caught:", error, flush=True)
+print("captured", flush=True)
+graph.replay()
+torch.cuda.synchronize()
+print("still alive", flush=True)
+os._exit(0)
+"""
+
 
 def environment() -> dict[str, str]:
     root = str(HERE.parent.parent)
@@ -102,14 +133,15 @@ def test_checks_of_two_that_stand_in(size: int, tmp_path: Path) -> None:
     run_checks(2, "--out", str(tmp_path / "checks.jsonl"), "--stand-in", str(size), "--rounds", "10")
 
 
-def test_killed_rank_ends_the_others_in_time() -> None:
+def start(script: str) -> list[subprocess.Popen[str]]:
+    """Two ranks of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     base = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", VICTIM],
+            [sys.executable, "-c", script],
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -117,6 +149,10 @@ def test_killed_rank_ends_the_others_in_time() -> None:
         )
         for rank in range(2)
     ]
+
+
+def test_killed_rank_ends_the_others_in_time() -> None:
+    ranks = start(VICTIM)
     ranks[1].wait(120)
     died = time.monotonic()
     said, _ = ranks[0].communicate(timeout=TIMEOUT_S + 60)
@@ -126,3 +162,14 @@ def test_killed_rank_ends_the_others_in_time() -> None:
     for part in ("gemm_reduce_scatter timed out", "peer rank 1", "tile", "epoch 2"):
         assert part in said, said[-2000:]
     assert took < TIMEOUT_S + 30, f"{took:.0f} s"
+
+
+@pytest.mark.skipif(GPUS and torch.cuda.get_device_capability() != (9, 0), reason="no Hopper")
+def test_a_graph_of_half_a_call_is_not_replayed() -> None:
+    for rank in start(HALF_A_CALL):
+        said, _ = rank.communicate(timeout=180)
+        assert "caught: no launch, for a test" in said, said[-2000:]
+        assert "captured\n" in said, said[-2000:]
+        assert "still alive" not in said
+        assert "gemm_reduce_scatter was broken off by OperatorError while this CUDA graph was captured" in said
+        assert rank.returncode != 0

@@ -1,9 +1,12 @@
-"""What an exception in the middle of a call leaves behind: a poisoned slab, or a capture that makes no graph."""
+"""What an exception in the middle of a call leaves behind: a poisoned slab, or a graph that cannot be replayed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,24 +62,66 @@ def test_a_timeout_is_not_hidden_by_what_it_raises(alarm: watch.Alarm) -> None:
     assert "timed out" in str(alarm.message())
 
 
-def test_a_capture_is_ended_and_the_slab_stays_good(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_of_half_a_call_is_spoilt_and_the_slab_stays_good(
+    alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[tuple[bool, str]] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, said: replayed.append((bool(holds), said)))
+    work = slab(alarm, captured=True)
+    work.begin_captured(7)
+    broken_off(work, "all_gather", RuntimeError())
+    said = "a call of all_gather was broken off by RuntimeError while this CUDA graph was captured"
+    assert replayed == [(False, said)]
+    assert work.begin_captured(None).enter
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # before its turn
+    broken_off(work, "all_gather", RuntimeError())
+    assert len(replayed) == 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    work.begin_captured(None)
+    broken_off(work, "all_gather", RuntimeError("in a warm-up"))
+    with pytest.raises(OperatorError, match="in a warm-up"):
+        work.begin_captured(8)
+
+
+def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
     def synchronize() -> None:
         ended.append("the stream was waited for")
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
     work = slab(alarm, captured=True)
     work.begin_captured(7)
-    broken_off(work, "all_gather", RuntimeError())
+    broken_off(work, "all_gather", torch.OutOfMemoryError())
     assert len(ended) == 1
     assert work.begin_captured(None).enter
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # before its turn
-    broken_off(work, "all_gather", RuntimeError())
-    assert len(ended) == 2
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    work.begin_captured(None)
-    broken_off(work, "all_gather", RuntimeError("in a warm-up"))
-    with pytest.raises(OperatorError, match="in a warm-up"):
-        work.begin_captured(8)
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_the_branch_of_the_copies_joins_the_capture(
+    branched: bool, alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that is not captured cannot be waited for by one that is."""
+    current, joined = ["main"], []
+
+    @contextmanager
+    def stream(other: str) -> Iterator[None]:
+        before, current[0] = current[0], other
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: branched or current[0] == "main")
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda: SimpleNamespace(wait_stream=lambda other: joined.append((*current, other))),
+    )
+    monkeypatch.setattr(torch, "_assert_async", lambda *of: None)
+    work = slab(alarm, captured=True)
+    work.views["side",] = ("copies", None, None)
+    work.begin_captured(7)
+    broken_off(work, "all_gather_gemm", RuntimeError())
+    assert joined == ([("main", "copies")] if branched else [])

@@ -71,7 +71,7 @@ class Arm:
         # A resumed run is as cold as a new one.
         self._warm_after = self.trainer.iteration + self.config.warmup_steps
         if self.name == "flux":
-            with self.patched():
+            with self.patched(), self.trainer.turn():  # what tuning allocates and keeps is this arm's
                 shape = self.config.shape
                 megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())

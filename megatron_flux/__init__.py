@@ -7,6 +7,7 @@ Public face::
     megatron_flux.patch()                 # megatron-core's tensor-parallel linears now run the fused operators
     megatron_flux.unpatch()               # the identical stock methods are back
     with megatron_flux.patched(): ...     # both, as a context
+    megatron_flux.tune_model(model, sequence, micro_batch_size)  # before the first step, not in it
 
     megatron_flux.ops.all_gather_gemm     # the operators on their own
     megatron_flux.ops.gemm_reduce_scatter
@@ -20,7 +21,7 @@ import torch  # noqa: F401
 from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
-from megatron_flux.patch import is_patched, patch, patched, report, set_backend, unpatch
+from megatron_flux.patch import is_patched, patch, patched, report, set_backend, tune_model, unpatch
 from megatron_flux.version import __version__
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "patched",
     "report",
     "set_backend",
+    "tune_model",
     "unpatch",
 ]

@@ -6,6 +6,9 @@ Contract
     * a function that is missing, or lacks a parameter the wrapper reads, is an error that names it: a Megatron-LM that
       this does not fit must not train stock unnoticed.
 
+``setup_model_and_optimizer`` is the last function before the first step that every training passes; it returns the
+model's chunks first. Behind it flux has the tuner decide about their calls, on all stages of a pipeline at once.
+
 The names are the same from core_v0.15 to core_v0.19, but not what lies between them: 0.18 moved parsing out of
 ``pretrain``, and ``iteration`` is the fifth argument of ``training_log`` in 0.15 and the fourth from 0.16 on.
 """
@@ -22,7 +25,7 @@ import wrapt
 
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.megatron_lm.arguments import add_arguments, add_from_command_line
-from megatron_flux.megatron_lm.install import install
+from megatron_flux.megatron_lm.install import install, tune
 from megatron_flux.megatron_lm.training_log import log
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -53,6 +56,7 @@ def _hook_yaml(module: ModuleType) -> None:
 
 def _hook_training(module: ModuleType) -> None:
     _wrap(module, "training_log", "iteration", _with_metrics)
+    _wrap(module, "setup_model_and_optimizer", None, _with_tuning)
 
 
 def _with_group(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,9 +89,20 @@ def _with_metrics(stock: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def _wrap(module: ModuleType, name: str, parameter: str, make: Callable[..., Callable[..., Any]]) -> None:
+def _with_tuning(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        tune(result[0])
+        return result
+
+    return setup_model_and_optimizer
+
+
+def _wrap(module: ModuleType, name: str, parameter: str | None, make: Callable[..., Callable[..., Any]]) -> None:
+    """``parameter``: that the wrapper reads, None if it reads none."""
     stock = getattr(module, name, None)
-    if stock is None or parameter not in inspect.signature(stock).parameters:
+    if stock is None or (parameter is not None and parameter not in inspect.signature(stock).parameters):
         lacks = "is missing" if stock is None else f"has no parameter {parameter!r}"
         raise UnsupportedVersionError(
             f"megatron_flux: {module.__name__}.{name} {lacks}; Megatron-LM core_v0.15 to core_v0.19 can be switched to "

@@ -144,26 +144,55 @@ class TunedBackend:
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
+        return self._run(self._gather_call(x, weight, group, transposed, bias))
 
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
+        return self._run(self._scatter_call(x, weight, group, transposed, async_op))
+
+    def decide(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Do for such a call of ``operator`` what its first one would do before it runs. A collective call."""
+        if operator == "all_gather_gemm":
+            self._choice(self._gather_call(x, weight, group, transposed, bias))
+        else:
+            self._choice(self._scatter_call(x, weight, group, transposed, async_op=False))
+
+    def _gather_call(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        bias: torch.Tensor | None,
+    ) -> _Call:
         def run(backend: Any) -> Any:
             return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
 
         m = x.shape[0] * group.size()
         n = weight.shape[1] if transposed else weight.shape[0]
         pipelines = self.pipelined is not None and bias is None
-        return self._run(_Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines))
+        return _Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines)
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
-
+    def _scatter_call(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, transposed: bool, async_op: bool
+    ) -> _Call:
         def run(backend: Any) -> Any:
             return backend.gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
 
         n = weight.shape[1] if transposed else weight.shape[0]
         pipelines = self.pipelined is not None
-        return self._run(_Call("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed, pipelines))
+        return _Call("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed, pipelines)
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""

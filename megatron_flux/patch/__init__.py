@@ -6,6 +6,6 @@ megatron-core before ``patch()`` is called.
 """
 
 from megatron_flux.patch.choices import set_backend
-from megatron_flux.patch.patcher import is_patched, patch, patched, report, unpatch
+from megatron_flux.patch.patcher import is_patched, patch, patched, report, tune_model, unpatch
 
-__all__ = ["is_patched", "patch", "patched", "report", "set_backend", "unpatch"]
+__all__ = ["is_patched", "patch", "patched", "report", "set_backend", "tune_model", "unpatch"]

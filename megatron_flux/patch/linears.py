@@ -60,7 +60,7 @@ class LinearPatch:
             layer: torch.nn.Module, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
             backends = backends_of(layer, self.config.backends)
-            reason = CHOSEN if backends == STOCK else self._why_stock_column(layer, input, weight, args, kwargs)
+            reason = CHOSEN if backends == STOCK else self.why_stock_column(layer, input, weight, args, kwargs)
             if reason is not None:
                 self.runs_stock("column", reason, layer)
                 return stock(layer, input, weight, *args, **kwargs)
@@ -84,7 +84,7 @@ class LinearPatch:
             layer: torch.nn.Module, input_: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             backends = backends_of(layer, self.config.backends)
-            reason = CHOSEN if backends == STOCK else self._why_stock_row(layer, input_, args, kwargs)
+            reason = CHOSEN if backends == STOCK else self.why_stock_row(layer, input_, args, kwargs)
             if reason is not None:
                 self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
@@ -102,9 +102,10 @@ class LinearPatch:
 
         return forward
 
-    def _why_stock_column(
+    def why_stock_column(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
+        """Why stock must run this call of ``_forward_impl``, or None."""
         if layer.explicit_expert_comm:
             return "expert layer with explicit communication"
         if args:
@@ -137,7 +138,8 @@ class LinearPatch:
         # The types are compared first: == of a tensor is a tensor, and has no truth value.
         return type(value) is type(neutral) and value == neutral
 
-    def _why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why stock must run this call of ``forward``, or None."""
         if layer.explicit_expert_comm:
             return "expert layer with explicit communication"
         if args or kwargs:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_flux.config import FluxConfig
-from megatron_flux.errors import FluxError, UnsupportedVersionError
+from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.ops import stats
-from megatron_flux.patch import choices, te_seam
+from megatron_flux.patch import choices, te_seam, tune_ahead
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.registry import checked_line, installed_megatron_core, resolve
 from megatron_flux.patch.te_linears import TELinearPatch
@@ -73,6 +75,8 @@ class Replacement:
 class _Installed:
     replacements: tuple[Replacement, ...]
     linears: LinearPatch
+    te_linears: TELinearPatch | None
+    """None where megatron-core does without TransformerEngine."""
 
 
 _installed: _Installed | None = None
@@ -112,7 +116,7 @@ def patch(config: FluxConfig | None = None) -> None:
     replacements = tuple(
         _replacement(getattr(layers, owner), name, make) for (owner, name), make in zip(REPLACED, makers, strict=True)
     )
-    te_layers = te_seam.in_use()
+    te_layers, te_linears = te_seam.in_use(), None
     if te_layers is not None:
         for symbol in line.te_symbols:
             resolve(symbol)
@@ -125,7 +129,7 @@ def patch(config: FluxConfig | None = None) -> None:
     for r in replacements:
         r.install()
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    _installed = _Installed(replacements, linears)
+    _installed = _Installed(replacements, linears, te_linears)
     _log(
         "megatron_flux: %d replacements in megatron-core %s, backend %s",
         len(replacements),
@@ -175,6 +179,30 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
             unpatch()
         else:
             patch(outer)
+
+
+def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int, micro_batch_size: int) -> int:
+    """Have the tuner decide about the calls of a patched model's linears now and not in its first step.
+
+    The stages of a pipeline then do so at the same time, each in its own tensor-parallel group; in the first step they
+    would one after another, as micro-batches reach them, while the others wait in NCCL. Calls of other shapes are tuned
+    when they come. A collective call of every tensor-parallel group; random states stay as they are.
+
+    Args:
+        model: this rank's stage, or its chunks, as Megatron builds them.
+        sequence: tokens of a sequence, of all ranks that share one.
+        micro_batch_size: sequences of a micro-batch.
+
+    Returns:
+        How many calls of different shapes were asked for: 0 where no layer's backend tunes (on CPUs, for instance).
+
+    Raises:
+        UserError: :func:`patch` was not called before.
+    """
+    if _installed is None:
+        raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    return tune_ahead.tune(chunks, _installed.linears, _installed.te_linears, sequence, micro_batch_size)
 
 
 def report() -> dict[str, Any]:

@@ -101,10 +101,7 @@ class TELinearPatch:
         def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
             te, weight = self._te, getattr(layer, "weight", None)  # none where parameters are split
             backends = backends_of(layer, linears.config.backends)
-            if backends == STOCK:
-                reason = CHOSEN
-            else:
-                reason = te if isinstance(te, str) else self._why_stock(te, kind, layer, x, weight, args, kwargs)
+            reason = CHOSEN if backends == STOCK else self.why_stock(kind, layer, x, weight, args, kwargs)
             if reason is not None:
                 linears.runs_stock(kind, reason, layer)
                 return stock(layer, x, *args, **kwargs)
@@ -126,9 +123,8 @@ class TELinearPatch:
 
         return forward
 
-    def _why_stock(
+    def why_stock(
         self,
-        te: TransformerEngine,
         kind: str,
         layer: Any,
         x: torch.Tensor,
@@ -136,6 +132,10 @@ class TELinearPatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str | None:
+        """Why stock must run this call of a layer of ``kind``, or None."""
+        te = self._te
+        if isinstance(te, str):
+            return te
         if args or kwargs:
             return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
         if layer.parallel_mode is None:  # how megatron-core takes the communication away from TransformerEngine

@@ -62,11 +62,18 @@ class Arm:
         self._mirror: WandbMirror | None = None
 
     def __enter__(self) -> Arm:
-        """Open the record after the trainer's current iteration (a checkpoint may have been loaded)."""
+        """Open the record after the trainer's current iteration (a checkpoint may have been loaded).
+
+        What the flux arm has the tuner measure is measured here, on all stages at once, and not in the first step.
+        """
         from megatron.core import parallel_state
 
         # A resumed run is as cold as a new one.
         self._warm_after = self.trainer.iteration + self.config.warmup_steps
+        if self.name == "flux":
+            with self.patched(), self.trainer.turn():  # what tuning allocates and keeps is this arm's
+                shape = self.config.shape
+                megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())

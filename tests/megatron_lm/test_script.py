@@ -91,6 +91,8 @@ def test_yaml(run: Run, stock: Result, tmp_path: Path) -> None:
     config = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
+        "seq_length": 8,
+        "micro_batch_size": 2,
         "train_iters": 3,
         "log_interval": 1,
         "tensorboard_log_interval": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib
 import logging
 import re
 import sys
@@ -15,7 +16,14 @@ import pytest
 import torch
 
 from megatron_flux import FluxConfig, UserError, nvml
-from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, samples, training_log, validate
+from megatron_flux.megatron_lm import (
+    MegatronArgumentsError,
+    add_arguments,
+    hooks,
+    samples,
+    training_log,
+    validate,
+)
 from megatron_flux.megatron_lm.arguments import add_from_command_line, config_from
 from megatron_flux.megatron_lm.training_log import StepCounts
 
@@ -206,6 +214,37 @@ def test_all_reasons_are_said_at_once() -> None:
     with pytest.raises(MegatronArgumentsError) as error:
         validate(arguments(sequence_parallel=False, tp_comm_overlap=True, fp8="e4m3"))
     assert all(word in str(error.value) for word in ("--sequence-parallel", "--tp-comm-overlap", "--fp8-format"))
+
+
+# Tuning ahead.
+
+
+@pytest.mark.parametrize(
+    ("changes", "patched", "asked"),
+    [
+        ({}, True, True),
+        ({"flux": False}, True, False),
+        ({"skip_train": True}, True, False),
+        ({}, False, False),
+    ],
+)
+def test_a_model_that_is_set_up_is_tuned_ahead(
+    changes: dict[str, Any], patched: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = types.SimpleNamespace(**{"flux": True, "seq_length": 64, "micro_batch_size": 3, **changes})
+    for name in ("megatron.training", "megatron.training.global_vars"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.training.global_vars"].get_args = lambda: args
+    seen: list[Any] = []
+    module = importlib.import_module("megatron_flux.megatron_lm.install")  # its function has the same name
+    monkeypatch.setattr(module, "is_patched", lambda: patched)
+    monkeypatch.setattr(module, "tune_model", lambda *given: seen.append(given))
+    training = types.ModuleType("megatron.training.training")
+    training.training_log = lambda iteration: None
+    training.setup_model_and_optimizer = lambda provider, kind=None: (["chunk 0", "chunk 1"], "optimizer", provider)
+    hooks._hook_training(training)
+    assert training.setup_model_and_optimizer("provider") == (["chunk 0", "chunk 1"], "optimizer", "provider")
+    assert seen == ([(["chunk 0", "chunk 1"], 64, 3)] if asked else [])
 
 
 # Metrics.

@@ -1,0 +1,184 @@
+"""A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself.
+
+Real: megatron-core's models, ranks, the tuner's questions and answers. Replaced: the measurement, which is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_flux
+from megatron_flux import FluxConfig, UserError, set_backend
+from megatron_flux.comm.topology import Link
+from megatron_flux.ops import capture, registry, tuner
+from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.tuner import TunedBackend
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import te_megatron
+
+pytestmark = pytest.mark.distributed
+
+
+class Counting(TunedBackend):
+    """Runs stock after a measurement that only notes what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceBackend(), None, ReferenceBackend())  # type: ignore[arg-type]
+        self.measured: list[tuple[Any, ...]] = []
+
+    def why_not(self, *_: Any) -> None:
+        return None
+
+    def untested(self, *_: Any) -> None:
+        return None
+
+    def _measure(self, call: Any) -> dict[str, Any]:
+        call.run(self.reference)  # as a measurement would: all ranks take part, with operands that fit
+        self.measured.append((call.op, call.m, call.n, call.k, call.transposed, call.kind[-1]))
+        return {"backend": "reference", "plan": None, "ms": {}}
+
+
+@contextmanager
+def counting(folder: Path) -> Iterator[Counting]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / "tuned.json"))
+        patch.setattr(tuner.topology, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        tuned = Counting()
+        patch.setitem(registry._backends, "tuned", tuned)
+        yield tuned
+
+
+def first_step(folder: Path, ahead: bool, family: str, tied: bool, stock: str | None, te: bool, graphs: bool) -> Any:
+    """What is measured before and in the first step, and whether random states stay as they were."""
+    options = {"cuda_graph_impl": "transformer_engine"} if graphs else {}
+    with (te_megatron if te else megatron)(2), counting(folder) as tuned:
+        model = gpt_model(family, tied=tied, te=te, **options)
+        if stock is not None:
+            set_backend(model, "stock", names=stock)
+        with flux():
+            state = torch.get_rng_state()
+            if ahead:
+                megatron_flux.tune_model([model], SEQUENCE, BATCH)
+            same = torch.equal(state, torch.get_rng_state())
+            before = list(tuned.measured)
+            loss_and_gradients(model)
+            mode = capture.capturing(torch.ones(1))
+        return before, tuned.measured[len(before) :], same, mode
+
+
+CASES = {
+    "gpt3": ("gpt3", False, None, False, False),
+    "llama": ("llama", False, None, False, False),
+    "the embedding's weight": ("gpt3", True, None, False, False),
+    "some stock": ("gpt3", False, "*.mlp.*", False, False),
+    "in graphs": ("gpt3", False, None, False, True),
+}
+
+
+def require_all_ahead(world: WorkerPool, folder: Path, case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    in_step = world.run(first_step, folder / "a", False, *case)
+    done_ahead = world.run(first_step, folder / "b", True, *case)
+    for (none, wanted, _, mode), (before, during, same, _) in zip(in_step, done_ahead, strict=True):
+        assert none == []
+        assert during == [], "the first step had something left to measure"
+        assert len(before) == len(set(before))
+        assert set(before) == set(wanted), "other calls than the step makes"
+        assert same, "training's random numbers have changed"
+        assert {call[-1] for call in before} == {mode}, "measured in the mode in which the step runs"
+    return in_step[0][1]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_first_step_finds_every_answer(world2: WorkerPool, tmp_path: Path, name: str) -> None:
+    wanted = require_all_ahead(world2, tmp_path, CASES[name])
+    kinds = {(operator, transposed) for operator, *_, transposed, _ in wanted}
+    assert len(kinds) == 4, "forward and dgrad of column- and row-parallel layers"
+    hidden, vocabulary = 32, 64
+    rows = SEQUENCE * BATCH
+    output = {
+        ("all_gather_gemm", rows, vocabulary // 2, hidden),
+        ("gemm_reduce_scatter", rows, hidden, vocabulary // 2),
+    }
+    assert output <= {call[:4] for call in wanted}, "the output layer's"
+
+
+@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+def test_layers_over_transformer_engine(te_world2: WorkerPool, tmp_path: Path) -> None:
+    require_all_ahead(te_world2, tmp_path, ("gpt3", False, None, True, False))
+
+
+def chosen_by_direction(folder: Path) -> set[tuple[str, bool]]:
+    with megatron(tp=2), counting(folder) as tuned:
+        model = gpt_model("gpt3")
+        with flux(FluxConfig(dgrad="reference")):
+            megatron_flux.tune_model(model, SEQUENCE, BATCH)
+        return {(call[0], call[4]) for call in tuned.measured}
+
+
+def test_only_directions_that_are_tuned(world2: WorkerPool, tmp_path: Path) -> None:
+    found = world2.run(chosen_by_direction, tmp_path)
+    assert found == [{("all_gather_gemm", False), ("gemm_reduce_scatter", False)}] * 2
+
+
+def without_a_tuner() -> tuple[int, dict[str, int]]:
+    with megatron(tp=2):
+        model = gpt_model("gpt3")
+        with flux() as seen:
+            asked = megatron_flux.tune_model(model, SEQUENCE, BATCH)
+        return asked, seen.calls
+
+
+def test_where_nothing_is_tuned_nothing_runs(world2: WorkerPool) -> None:
+    assert world2.run(without_a_tuner) == [(0, {})] * 2
+
+
+class Zeros:
+    """Sequences of one token."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        row = torch.zeros(self._length, dtype=torch.int64)
+        return {"tokens": row, "labels": row, "loss_mask": torch.ones(self._length), "position_ids": row}
+
+
+def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
+    """What the arm had measured before its first step, and after it."""
+    from megatron_flux.train.arm import Arm
+    from megatron_flux.train.config import resolve
+    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+
+    with megatron(tp=2), counting(folder) as tuned:
+        options = TrainOptions(num_layers=1, seq_length=32, micro_batch_size=2, global_batch_size=2, sample_interval=0)
+        config = resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=folder / "run")
+        with Arm(name, config, Zeros(32), torch.device("cpu")) as arm:  # type: ignore[arg-type]
+            before = len(tuned.measured)
+            next(arm.steps(1))
+        return before, len(tuned.measured)
+
+
+def test_train_and_compare_tune_before_the_first_step(world2: WorkerPool, tmp_path: Path) -> None:
+    ((before, after), *others) = world2.run(arm_of_a_training, tmp_path, "flux")
+    assert before == after == 8, "QKV, proj, FC1 (in this model the output layer's shape too), FC2, forward and dgrad"
+    assert others == [(before, after)]
+    assert world2.run(arm_of_a_training, tmp_path / "stock", "baseline") == [(0, 0)] * 2
+
+
+def test_a_model_that_is_not_patched_is_refused() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(UserError, match=r"call megatron_flux\.patch\(\) first"):
+        megatron_flux.tune_model(torch.nn.Linear(2, 2), 8, 1)

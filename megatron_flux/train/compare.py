@@ -18,7 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.metrics import ARMS, print_summary, read_records, summarize, write_report, write_summary
+from megatron_flux.metrics import (
+    ARMS,
+    print_summary,
+    read_records,
+    summarize,
+    wandb_summary,
+    write_report,
+    write_summary,
+)
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
@@ -85,15 +93,24 @@ def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRe
                         checkpoint.save(arm.trainer, folder)
             if stopped:
                 break
-    if dist.get_rank() == 0 and not stopped:
-        conclude(config)
+        summary = None
+        if dist.get_rank() == 0 and not stopped:
+            summary = _summary(config)
+            final = wandb_summary.of_comparison(config.out, summary)
+            for arm in arms.values():
+                arm.conclude(final)
+    if summary is not None:
+        conclude(config, summary)
     run_folder.ended(config, iterations, stopped)
 
 
-def conclude(config: RunConfig) -> None:
-    """Write ``summary.json`` and ``report.html`` from the records, and print the table."""
+def _summary(config: RunConfig) -> dict[str, Any]:
     baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    summary = summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
+    return summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
+
+
+def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
+    """Write ``summary.json`` and ``report.html``, and print the table."""
     write_summary(config.out / "summary.json", summary)
     report = write_report(config.out)
     print_summary(summary, sys.stdout)

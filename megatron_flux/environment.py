@@ -111,6 +111,7 @@ _JOB = {
     "name": "SLURM_JOB_NAME",
     "cluster": "SLURM_CLUSTER_NAME",
     "partition": "SLURM_JOB_PARTITION",
+    "array": "SLURM_ARRAY_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
     "restart": "SLURM_RESTART_COUNT",
 }

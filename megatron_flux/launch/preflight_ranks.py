@@ -115,13 +115,12 @@ def _between_neighbours(
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, dict[tuple[str, str], float]] = {}
     for pairs in neighbours(len(hosts)):
-        pair = next((pair for pair in pairs if rank // ours in pair), None)
-        mine: dict[str, float] = {}
-        if pair is not None:
-            ranks = sorted(node * ours + local for node in pair for local in range(ours))
-            # Only members make the group: thousands of nodes would else wait for each other once for every pair.
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-            mine = {what: _gbps(what, group, device) for what in COLLECTIVES}
+        members = next((pair for pair in pairs if rank // ours in pair), (rank // ours,))
+        ranks = sorted(node * ours + local for node in members for local in range(ours))
+        # Every rank makes and uses one group a round, a node without a partner its own: NCCL splits a communicator with
+        # all of its ranks or not at all. Only members wait for each other: thousands of nodes have thousands of pairs.
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        mine = {what: _gbps(what, group, device) for what in COLLECTIVES}
         everyone: list[dict[str, float]] = [{}] * world
         dist.all_gather_object(everyone, mine)
         for a, b in pairs:

@@ -252,7 +252,7 @@ RUN: dict[str, str] = {
     "arm": "baseline or flux",
     "resumed_from": "iteration of the checkpoint, or null",
     "wandb_id": "id of the mirrored wandb run, or null",
-    "job": "id and name of the scheduler's job, array task and restart count, or null: an object of strings",
+    "job": "id and name of the scheduler's job, its array and task, restart count, or null: an object of strings",
     "nodes": "host names of all nodes, in order of their first rank",
     "ranks": "number of ranks",
     "link": "kind of link between the GPUs of rank 0's machine: none, nvlink, p2p, host",

@@ -1,8 +1,8 @@
 """``megatron-flux report wandb``: a workspace and a report that lay baseline and flux beside each other, as code.
 
-They are made from :data:`SECTIONS` and name nothing but fields of the record
-(:mod:`megatron_flux.metrics.schema`) as the wandb mirror flattens them. Saving twice makes new ones: what somebody has
-since changed by hand is never overwritten.
+They are made from :data:`SECTIONS` and name nothing but fields of the record (:mod:`megatron_flux.metrics.schema`) as
+the wandb mirror flattens them, and the curve that it adds. Saving twice makes new ones: what somebody has since changed
+by hand is never overwritten.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.wandb_runs import find, require_login
+from megatron_flux.metrics.wandb_summary import BASELINE_EXPOSED
 
 COMMAND = "report wandb"
 OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
@@ -38,6 +39,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Flux operators": {
         "Overlap efficiency": _by_operator("flux/e_overlap"),
         "Exposed communication (ms per step)": _by_operator("flux/exposed_communication_ms"),
+        "Baseline's: the same calls in turn (ms per step)": _by_operator(BASELINE_EXPOSED),
         "Received from peers (bytes per step)": ("flux/bytes_received",),
         "Active layers": ("flux/active_layers",),
         "Calls left to stock, per step": ("flux/fallback_calls",),
@@ -109,9 +111,15 @@ def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
         if len(projects) > 1:
             raise UserError(f"the runs were recorded for {' and '.join(sorted(projects))}; give one as --project")
         project = projects.pop()
-    # As the mirror names it: the comparison's name, or its folder's at the time.
-    groups = [str(run.settings.get("wandb_group") or Path(str(run.settings.get("out", run.name))).name) for run in runs]
-    return project, list(dict.fromkeys(groups))
+    return project, list(dict.fromkeys(map(_group, runs)))
+
+
+def _group(run: Run) -> str:
+    """As ``config.json`` has it; folders of earlier versions were grouped by what was asked for, or by their name."""
+    named = run.config.get("wandb")
+    if isinstance(named, dict) and named.get("group"):
+        return str(named["group"])
+    return str(run.settings.get("wandb_group") or Path(str(run.settings.get("out", run.name))).name)
 
 
 def workspace(workspaces: Any, entity: str, project: str, groups: Sequence[str]) -> Any:

@@ -26,6 +26,7 @@ from typing import Any, Self
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.redact import without_secrets
+from megatron_flux.metrics.wandb_summary import BASELINE_EXPOSED, baseline_exposed_ms
 
 logger = logging.getLogger("megatron_flux")
 
@@ -145,6 +146,12 @@ class WandbMirror:
             self._run.config.update(strict_json.encodable(without_secrets(about)), allow_val_change=True)
         self._run.log(_flat(record, per_rank=self._per_rank), step=record["iteration"])
 
+    def summarize(self, values: Mapping[str, Any]) -> None:
+        """Set what the run's page and tables of runs show as its outcome; unknown values are left out. Never raises."""
+        if self._run is not None:
+            shown = {name: value for name, value in values.items() if value is not None}
+            self._guard(lambda: self._run.summary.update(shown))
+
     def close(self, *, failed: bool = False) -> None:
         """End the run; harmless when it has ended or never began. Never raises."""
         run, self._run = self._run, None
@@ -190,6 +197,8 @@ def _flat(record: Mapping[str, Any], *, per_rank: bool) -> dict[str, Any]:
             values |= {f"{name}/{key}": item for key, item in value.items() if item is not None}
         else:
             values[name] = value
+    exposed = baseline_exposed_ms(record)
+    values |= {f"{BASELINE_EXPOSED}/{operator}": ms for operator, ms in exposed.items()}
     if per_rank:
         for name, of_ranks in (record.get(_RANKS) or {}).items():
             values |= {f"flux/rank/{rank}/{name}": item for rank, item in enumerate(of_ranks) if item is not None}

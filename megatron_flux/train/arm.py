@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
@@ -141,6 +141,11 @@ class Arm:
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
 
+    def conclude(self, values: Mapping[str, Any]) -> None:
+        """Show what a comparison found in the arm's wandb run; nothing on other ranks."""
+        if self._mirror is not None:
+            self._mirror.summarize(values)
+
     def _record(self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int) -> dict[str, Any]:
         """A record of :mod:`megatron_flux.metrics.schema`."""
         config = self.config
@@ -231,15 +236,15 @@ class Arm:
 
     def _open_mirror(self) -> WandbMirror:
         config = self.config
-        group = config.wandb_group or config.out.name
+        names = run_folder.load_wandb_names(config)
         about = run_folder.run_info(config)
         del about["command"]  # words and paths of the machine, which wandb is not told elsewhere either
         return WandbMirror(
             mode=config.wandb,
             project=config.wandb_project,
-            group=group,
+            group=names.group,
             job_type=self.name,
-            name=f"{group}-{self.name}",
+            name=f"{names.run}-{self.name}",
             config={**config.model_dump(mode="json"), **about},
             dir=self.folder,
             tags=[config.preset, *config.wandb_tags],

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import FluxError, StorageError, UserError
-from megatron_flux.metrics import ARMS, print_summary, read_records, summarize, write_report, write_summary
+from megatron_flux.metrics import (
+    ARMS,
+    print_summary,
+    read_records,
+    summarize,
+    wandb_summary,
+    write_report,
+    write_summary,
+)
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.train import checkpoint, run_folder, save_folder
 from megatron_flux.train.arm import Arm
@@ -67,22 +75,22 @@ def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRe
     try:
         with checkpoint.Saves(config) as saves:
             run_folder.begun(config)
-            stopped = _turns(config, arms, iterations, saves, stop)
+            stopped, summary = _turns(config, arms, iterations, saves, stop)
     except StorageError as error:
         if dist.get_rank() == 0:
             _conclude_anyway(config)
         if error.everywhere:
             dist.barrier()  # the first rank that ends takes the others with it
         raise
-    if dist.get_rank() == 0 and not stopped:
-        conclude(config)
+    if summary is not None:
+        conclude(config, summary)
     run_folder.ended(config, iterations, stopped)
 
 
 def _turns(
     config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], saves: checkpoint.Saves, stop: StopRequest
-) -> bool:
-    """Train what is left, counting up ``iterations``; True where a signal stopped it."""
+) -> tuple[bool, dict[str, Any] | None]:
+    """Train what is left, counting up ``iterations``: whether a signal stopped it, and if not, rank 0's summary."""
     saved, stopped = min(iterations.values()), False
     with arms["baseline"], arms["flux"], watch(config) as shown:
         for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
@@ -103,17 +111,31 @@ def _turns(
                         saves.save(arm.trainer, folder)
             if stopped:
                 break
-    return stopped
+        summary = None
+        if dist.get_rank() == 0 and not stopped:
+            summary = _summary(config)
+            final = wandb_summary.of_comparison(config.out, summary)
+            for arm in arms.values():
+                arm.conclude(final)
+    return stopped, summary
 
 
-def conclude(config: RunConfig) -> None:
-    """Print the table, then write ``summary.json`` and ``report.html`` from the records.
+def _summary(config: RunConfig) -> dict[str, Any]:
+    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+    return summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
+
+
+def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
+    """Print the table, then write ``summary.json`` and ``report.html``.
+
+    Args:
+        config: the run.
+        summary: of its records; None makes it.
 
     Raises:
         StorageError: they could not be written.
     """
-    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    summary = summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
+    summary = summary or _summary(config)
     print_summary(summary, sys.stdout)
     try:
         write_summary(config.out / "summary.json", summary)

@@ -107,7 +107,7 @@ class TrainOptions(BaseModel):
         "disabled", description="Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )
     wandb_project: str = Field("megatron-flux", description="wandb project.")
-    wandb_group: str | None = Field(None, description="wandb group. Default: the run folder's name.")
+    wandb_group: str | None = Field(None, description="wandb group. Default: of this comparison alone.")
     wandb_tags: list[str] = Field(default_factory=list, description="wandb tag, beside the preset. May be repeated.")
     wandb_ranks: bool = Field(False, description="Also send to wandb what is known of every rank.")
 

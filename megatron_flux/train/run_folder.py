@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,56 @@ def description(config: RunConfig) -> dict[str, Any]:
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
         "started": folder.started(),
+        "wandb": asdict(wandb_names(config)),
     }
+
+
+@dataclass(frozen=True)
+class WandbNames:
+    """What a run and its arms are called in wandb."""
+
+    group: str
+    run: str
+    """Of an arm with the arm's name behind it."""
+
+
+def wandb_names(config: RunConfig) -> WandbNames:
+    """The names that the run folder has already where it is resumed; else new ones, which no other run has.
+
+    They are made of the scheduler's job where there is one, and else of the folder's name, the time and a random part:
+    two folders of one name, on different days or disks, are two groups. ``config.wandb_group`` is the group as it is.
+    """
+    kept = _kept_names(config.out) if config.load is not None else None
+    new = kept or WandbNames(group := _new_name(config.out), group)
+    if config.wandb_group is None:
+        return new
+    given = config.wandb_group
+    return WandbNames(given, new.run if new.run.startswith(f"{given}-") else f"{given}-{new.run}")
+
+
+def _kept_names(out: Path) -> WandbNames | None:
+    try:
+        described = json.loads((out / folder.CONFIG).read_text())
+        if names := described.get("wandb"):
+            return WandbNames(**names)
+        # Written by a version that had no such names: it took these.
+        group = described["config"].get("wandb_group") or Path(described["config"]["out"]).name
+        return WandbNames(group, group)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%r): wandb gets new names", out / folder.CONFIG, error)
+        return None
+
+
+def _new_name(out: Path) -> str:
+    job = environment.job()
+    if job is None:
+        return f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    task = f"_{job['array_task']}" if "array_task" in job else ""
+    name = f"{job.get('name', 'job')}-{job.get('array', job['id'])}{task}"
+    # Scripts of this package call every folder so; several runs in one job have folders of their own names.
+    return name if out.name == "run" else f"{name}-{out.name}"
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
@@ -98,3 +150,8 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
 def load_config(out: Path) -> RunConfig:
     """The configuration that :func:`made` wrote."""
     return RunConfig.model_validate(json.loads((out / folder.CONFIG).read_text())["config"])
+
+
+def load_wandb_names(config: RunConfig) -> WandbNames:
+    """The names that :func:`made` wrote."""
+    return WandbNames(**json.loads((config.out / folder.CONFIG).read_text())["wandb"])

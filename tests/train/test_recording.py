@@ -139,15 +139,22 @@ def check_samples(rows: list[dict[str, Any]]) -> None:
         assert row["flux/gpu"] is None
 
 
+def items_of(file: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    return [json.loads(line) for line in shown.stdout.splitlines()]
+
+
 def check_mirror(arm: Path, resumed: int, wandb_id: str) -> None:
     """Two offline folders of one run; the second one goes on where the checkpoint was."""
     files = sorted((arm / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{wandb_id}.wandb"] * 2
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(files[1])]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0, shown.stderr
-    items = [json.loads(line) for line in shown.stdout.splitlines()]
-    (run,) = (item["run"] for item in items if item["type"] == "run")
+    before, items = items_of(files[0]), items_of(files[1])
+    run, earlier = (next(item["run"] for item in found if item["type"] == "run") for found in (items, before))
+    # Under its first name, though it is another job now.
+    assert run["display_name"] == earlier["display_name"]
+    assert re.fullmatch(r"the-group-run-\d{8}-\d{6}-[0-9a-f]{4}-flux", run["display_name"])
     assert (run["run_group"], run["job_type"], run["project"]) == ("the-group", "flux", "megatron-flux")
     assert run["tags"] == ["tiny", "night"]
     history = [item["history"]["item"] for item in items if item["type"] == "history"]
@@ -157,7 +164,8 @@ def check_mirror(arm: Path, resumed: int, wandb_id: str) -> None:
         == list(range(resumed + 1, resumed + 7))
     )
     sampled = next(row for row in history if row["flux/sampled"])
-    assert {"flux/e_overlap/all_gather_gemm", "flux/rank/0/step_ms", "flux/rank/1/step_ms"} <= set(sampled)
+    curves = {"flux/e_overlap/all_gather_gemm", "baseline/exposed_communication_ms/all_gather_gemm"}
+    assert curves | {"flux/rank/0/step_ms", "flux/rank/1/step_ms"} <= set(sampled)
 
 
 def check_trace(arm: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,12 +186,24 @@ def test_under_torchrun(environment: dict[str, str], corpus: Path, tmp_path: Pat
     assert summary(tmp_path / "run")["flux_active_layers"] == 9
 
 
+def mirrored(file: Path) -> dict[str, Any]:
+    """What wandb makes of a run's file."""
+    words = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
 def test_both_arms_are_mirrored_and_profiled(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     profiled = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4"]
     command("compare", "--steps", "6", *profiled, "--wandb", "offline", "--out", out)
+    names = json.loads((out / "config.json").read_text())["wandb"]
     for arm in ("baseline", "flux"):
-        assert list((out / arm / "wandb").rglob("*.wandb"))
+        (file,) = (out / arm / "wandb").glob("offline-run-*/*.wandb")
+        shown = mirrored(file)
+        assert shown["name"] == f"{names['run']}-{arm}"
+        assert shown["summary"]["compare/speedup"] == summary(out)["speedup"]
+        assert shown["summary"]["compare/max_relative_loss_difference"] == 0
+        assert shown["summary"]["compare/baseline_exposed_communication_traced_ms"] > 0
         assert [r["iteration"] for r in records(out / arm) if r["profiled"]] == [4, 5, 6]
         parts = json.loads((out / arm / "breakdown.json").read_text())["parts"]
         assert parts["gemm"] > 0

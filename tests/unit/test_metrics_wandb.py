@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import WandbMirror, wandb_mirror
+from megatron_flux.metrics import WandbMirror, wandb_mirror, wandb_summary
 from megatron_flux.metrics.redact import without_secrets
 from tests.unit.metrics_records import record, sampled_record
+from tests.unit.report_runs import full_run
 
 API_KEY = "0123456789abcdef" * 2 + "cafe4242"
 CONFIG = {"preset": "tiny", "tokenizer": "bytes", "api_key": "hunter-1", "nested": {"hf_token": "hunter-2", "tp": 2}}
@@ -101,6 +102,47 @@ def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
     # What is no curve is configuration.
     assert last["config"]["run"]["nodes"] == ["node1"]
     assert last["config"]["choices"]
+
+
+def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:
+    folder = full_run(tmp_path / "run")
+    found = wandb_summary.of_comparison(folder, json.loads((folder / "summary.json").read_text()))
+    for arm in ("baseline", "flux"):
+        with mirror("offline", tmp_path / "run" / arm, arm) as opened:
+            opened.write(sampled_record(1, flux=arm == "flux"))
+            opened.summarize(found)
+    for arm in ("baseline", "flux"):
+        (file,) = (folder / arm / "wandb").glob("offline-run-*/*.wandb")
+        shown = json.loads(inspect(file, "--summary"))["summary"]
+        assert shown["compare/speedup"] == pytest.approx(1.11, abs=0.03)
+        assert 1 < shown["compare/speedup_low"] <= shown["compare/speedup"] <= shown["compare/speedup_high"] < 1.3
+        assert 0 < shown["compare/max_relative_loss_difference"] < 1e-4
+        # 64 calls a step of 3.6 ms in turn and 1.6 ms of GEMM; 2.0 ms with flux.
+        assert shown["compare/baseline_exposed_communication_ms/all_gather_gemm"] == pytest.approx(128)
+        assert shown["compare/flux_exposed_communication_ms/all_gather_gemm"] == pytest.approx(25.6)
+        assert shown["compare/baseline_exposed_communication_traced_ms"] == 18
+        assert shown["compare/flux_exposed_communication_traced_ms"] == 1
+        assert shown["compare/verdict"].startswith("flux 1.1")
+        curve = "baseline/exposed_communication_ms/gemm_reduce_scatter"
+        assert shown.get(curve) == (pytest.approx(32) if arm == "flux" else None)
+
+
+def test_what_is_not_known_of_a_comparison_is_left_out(tmp_path: Path) -> None:
+    folder = full_run(tmp_path / "run")
+    for arm in ("baseline", "flux"):
+        (folder / arm / "breakdown.json").unlink()
+    unsampled = [record(n, flux=True) for n in range(1, 4)]
+    unsampled[1] = sampled_record(2, flux=True, **{"flux/serial_time_ms": {"all_gather_gemm": None}})
+    (folder / "flux" / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in unsampled))
+    summary = json.loads((folder / "summary.json").read_text()) | {"speedup": None, "speedup_ci95": None}
+    found = wandb_summary.of_comparison(folder, summary)
+    assert found["compare/speedup"] is found["compare/speedup_low"] is None
+    assert not [name for name in found if name.startswith("compare/baseline_exposed_communication_ms")]
+    with mirror("offline", tmp_path, "flux") as opened:
+        opened.summarize(found)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    shown = json.loads(inspect(file, "--summary"))["summary"]
+    assert not [name for name in shown if "speedup" in name or "traced" in name]
 
 
 def test_a_damaged_id_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,66 @@
+"""The part of the pre-flight that all ranks run: three nodes of one rank each, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.launch.preflight_floors import Floors
+
+pytestmark = pytest.mark.distributed
+
+
+def run(folder: Path, floors: Floors, nodes: int = 3) -> list[tuple[int, str]]:
+    """Exit code and output of each node's rank; their reports of themselves are alike."""
+    folder.mkdir()
+    for node in range(nodes):
+        report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}
+        report |= {"gpus": [], "infiniband": [], "driver": None}
+        (folder / f"n{node}.json").write_text(json.dumps(report))
+    words = ["--folder", folder, "--device=cpu", "--processes=1", "--link=none", "--timeout=100", f"--nodes={nodes}"]
+    words.append(f"--floors={floors.model_dump_json(exclude_defaults=True)}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_flux.launch.preflight_ranks", *map(str, words)],
+            env={**os.environ, **shared, "RANK": str(node), "SLURMD_NODENAME": f"n{node}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(nodes)
+    ]
+    try:
+        said = [process.communicate(timeout=150)[0] for process in processes]
+        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_an_odd_number_of_nodes_measures_all_neighbours_and_names_the_floor(tmp_path: Path) -> None:
+    """A node without a partner takes part all the same: the others would wait for it for ever."""
+    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6))
+    assert ended[0][0] != 0
+    found = json.loads((tmp_path / "slow" / "together.json").read_text())
+    assert found["within"] == {}, "one rank has nobody to talk to within its node"
+    for what in ("all_reduce", "all_gather"):
+        assert list(found["between"][what]) == ["n0 n1", "n1 n2"]
+        assert all(value > 0 for value in found["between"][what].values())
+    assert "all_gather between neighbouring nodes, GB/s (bus): n0 with n1 " in ended[0][1]
+    problems = (tmp_path / "slow" / "together.problems").read_text().splitlines()
+    assert [re.sub(r"[\d.]+ to [\d.]+", "N", line.split(";")[0]) for line in problems] == [
+        f"all 2 pairs of nodes: N GB/s (bus) in {what}, the profile's floor is 1e+06"
+        for what in ("all_reduce", "all_gather")
+    ]

@@ -63,7 +63,10 @@ def with_quartiles(row: Json) -> str:
 
 
 def layers(runs: Iterable[str]) -> str:
-    """One row per arm of each run of ``bench layer``; nothing is exposed where no step was traced."""
+    """One row per arm of each run of ``bench layer``; nothing is exposed where no step was traced.
+
+    ¹, which the READMEs explain: what a fused kernel waits for its peers is in no figure of exposed communication.
+    """
     rows = []
     for run in runs:
         for row in read(f"{run}/summary.json")["rows"]:
@@ -81,7 +84,7 @@ def layers(runs: Iterable[str]) -> str:
                     "-" if memory is None else f"{memory:.2f}",
                 ]
             )
-    head = ("layer", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "exposed, ms per layer", "MHz",
+    head = ("layer", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "exposed ¹, ms per layer", "MHz",
             "host ms per step", "peak GB")  # fmt: skip
     return table(head, rows)
 

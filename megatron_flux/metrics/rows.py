@@ -94,8 +94,11 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         row("TFLOP/s per GPU", "tflops_per_gpu", rate),
         row("MFU", "mfu", lambda value: f"{100 * value:.1f} %", change=False),
         row("peak memory", "peak_memory_bytes", memory),
-        row("peak memory, allocated", "allocated_peak_bytes", memory, change=False),
-        row("peak memory, workspace", "workspace_bytes", memory, change=False),
+        *(
+            row(f"peak memory, {part}", key, memory, change=False)
+            for part, key in (("allocated", "allocated_peak_bytes"), ("workspace", "workspace_bytes"))
+            if b.get(key) is not None or f.get(key) is not None
+        ),
         row("loss, first step", "first_loss", lambda value: f"{value:.6f}", change=False),
         row("loss, last step", "final_loss", lambda value: f"{value:.6f}", change=False),
     ]

@@ -37,7 +37,7 @@ from megatron_flux.ops.observe import Call
 from megatron_flux.ops.reference import ReferenceBackend, gemm
 
 ROUNDS = 5
-"""Samples at which a call is measured."""
+"""Of every call; on GPUs one at each sample."""
 BURST_MS, MOST_CALLS = 2.0, 20
 """Of one burst: about how long, and how many calls at most."""
 
@@ -117,6 +117,11 @@ class _Rounds:
         return Alone(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
 
 
+def rounds_at_once(device: torch.device) -> int:
+    """Rounds at one sample. A GPU would be in another state after many; a processor has none that lasts."""
+    return 1 if device.type == "cuda" else ROUNDS
+
+
 class AloneTimes:
     """The times of the calls seen so far; each gets its rounds at the first samples that have it."""
 
@@ -131,8 +136,9 @@ class AloneTimes:
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(calls, key=lambda call: (_shape_of(call), call.group_name)):
             rounds = self._known.setdefault(call, _Rounds())
-            if rounds.wanted():
-                measure(call, rounds, self._gpu(call.device))
+            for _ in range(rounds_at_once(call.device)):
+                if rounds.wanted():
+                    measure(call, rounds, self._gpu(call.device))
         return {call: self._known[call].alone() for call in calls}
 
     def _gpu(self, device: torch.device) -> nvml.Gpu | None:

@@ -97,27 +97,29 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
         assert values["flux/exposed_communication_ms"]["all_gather"] == taken["all_gather"]
 
 
-def rank_rounds() -> list[int]:
+def rank_rounds(at_once: int | None) -> list[int]:
     register()
     sampler, counts = Sampler(1), []
     from megatron_flux.ops import alone
 
     measured = alone.measure
     calls: list[Any] = []
-    alone.measure = lambda call, *more: (calls.append(call), measured(call, *more))[1]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alone, "measure", lambda call, *more: (calls.append(call), measured(call, *more))[1])
+        if at_once is not None:
+            patch.setattr(alone, "rounds_at_once", lambda device: at_once)
         for iteration, rows in enumerate([4] * (alone.ROUNDS + 2) + [8], 1):
             with sampler.step(iteration):
                 step(rows)
             sampler.result()
             counts.append(len(calls))
-    finally:
-        alone.measure = measured
     return counts
 
 
-def test_each_of_the_first_samples_of_a_shape_adds_a_round(world2: WorkerPool) -> None:
-    assert world2.run(rank_rounds) == [[5, 10, 15, 20, 25, 25, 25, 30]] * 2
+def test_every_shape_is_measured_in_rounds_and_no_more(world2: WorkerPool) -> None:
+    assert world2.run(rank_rounds, None) == [[25] * 7 + [50]] * 2
+    as_on_gpus = [5, 10, 15, 20, 25, 25, 25, 30]
+    assert world2.run(rank_rounds, 1) == [as_on_gpus] * 2
 
 
 def rank_without_memory() -> dict[str, Any]:

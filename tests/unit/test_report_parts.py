@@ -12,7 +12,7 @@ from megatron_flux.metrics.report import markdown, write_reports
 from megatron_flux.metrics.report.parts import Chapter, Part
 from megatron_flux.metrics.report.run import load, load_all
 from megatron_flux.metrics.report.several import with_pairs
-from megatron_flux.metrics.report.training import chapter
+from megatron_flux.metrics.report.training import TOGETHER, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.ops.sampling import FIELDS
 from tests.unit.metrics_records import record, sampled_record
@@ -50,7 +50,7 @@ def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
         stacked = sum(trace["x"][index] for trace in part.figure["data"])
         assert stacked == pytest.approx(100.0 if arm == "baseline" else 95.0)
     rows = {row[0]: row[1:] for row in part.table.rows}
-    baseline = sum(float(cells[0]) for name, cells in rows.items() if name not in ("step", HIDDEN))
+    baseline = sum(float(cells[0]) for name, cells in rows.items() if name not in ("step", HIDDEN, TOGETHER))
     assert baseline == pytest.approx(float(rows["step"][0]))
     assert rows["fused operators"] == ("0.00", "12.00")
     assert HIDDEN in rows
@@ -98,6 +98,8 @@ def test_efficiencies_of_earlier_versions_are_withheld(tmp_path: Path) -> None:
 
 def test_exposed_communication_says_that_it_leaves_out_what_fused_kernels_wait(full: dict[str, Part]) -> None:
     assert FUSED_WAITS in full["time"].caption
+    rows = {row[0]: row[1:] for row in full["time"].table.rows}
+    assert rows[TOGETHER] == ("58.00", "53.00")
     assert "exposed communication ¹" in [trace["name"] for trace in full["time"].figure["data"]]
 
 

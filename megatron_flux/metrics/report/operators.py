@@ -45,12 +45,14 @@ def _efficiency(flux: Sequence[Record]) -> Part:
             seen[_key(call)].append(_sound(call, record, on_gpu=on_gpu))
     order = sorted(seen)
     values = [_median(call.get("e_overlap") for call in seen[key]) for key in order]
-    labels = ["<br>".join(label(part) for part in key) for key in order]
-    figure, caption = figures_bars.efficiencies(labels, {"flux": ("flux", "diamond", values)})
+    drawn = [(key, value) for key, value in zip(order, values, strict=True) if value is not None]
+    labels = ["<br>".join(label(part) for part in key) for key, _ in drawn]
+    points = {"flux": ("flux", "diamond", [value for _, value in drawn])}
+    figure, caption = figures_bars.efficiencies(labels, points)
     caption += f" Medians over {counted(len(samples), 'sampled step')} of rank 0."
-    reasons = {str(call.get("source")) for calls in seen.values() for call in calls if call.get("gemm_ms") is None}
-    caption += "".join(f" Not compared: {reason}." for reason in sorted(reasons))
     calls = [call for of_one in seen.values() for call in of_one]
+    alone = (call for call in calls if call.get("gemm_ms") is None and not call.get("withheld"))
+    caption += "".join(f" Not compared: {reason}." for reason in sorted({str(call.get("source")) for call in alone}))
     for reason, count in sorted(Counter(call["withheld"] for call in calls if call.get("withheld")).items()):
         caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
     caption += f" {WAITS_COUNT}"
@@ -74,7 +76,7 @@ def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, A
     gpu = on_gpu or call.get("source") == "tuner"
     if record.get("schema", 1) >= SAME_STATE_SINCE or not gpu or not call.get("gemm_ms"):
         return call
-    return {**call, "exposed_ms": None, "e_overlap": None, "withheld": EARLIER}
+    return {**call, **dict.fromkeys((*TIMES[1:], "e_overlap")), "withheld": EARLIER}
 
 
 def _key(call: dict[str, Any]) -> tuple[str, ...]:

@@ -16,6 +16,10 @@ ARMS_IN_WORDS = {("baseline",): "stock Megatron (baseline)", ("flux",): "patched
 NO_BREAKDOWN = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
 
 
+TOGETHER = "GEMM, fused operators and exposed communication together"
+"""What can be compared between arms: waiting for peers is in one of the three, whichever arm it is."""
+
+
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms = run.arms
@@ -96,12 +100,17 @@ def _where_time_goes(run: Run) -> Part:
         for part, (label, _) in figures_bars.TIME_PARTS.items()
         if any(found["parts"].get(part) for found in run.breakdowns.values())
     ]
+    rows.append((TOGETHER, *(_ms(_together(found["parts"])) for found in run.breakdowns.values())))
     for key, label in (("span_ms", "step"), ("communication_hidden_ms", "hidden communication (takes no time)")):
         rows.append((label, *(_ms(found.get(key)) for found in run.breakdowns.values())))
     said = [f"{arm}: {_traced(found)}." for arm, found in run.breakdowns.items()]
     said += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in run.breakdowns]
     caption = f"¹ Communication beside which nothing else ran. {FUSED_WAITS} {' '.join(said)}"
     return Part("time", title, figure, caption, Table(rows, head=("ms per step", *run.breakdowns)))
+
+
+def _together(parts: dict[str, float]) -> float:
+    return sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
 
 
 def _traced(found: dict[str, Any]) -> str:

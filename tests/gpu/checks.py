@@ -515,6 +515,8 @@ def stream_change(group):
             torch.cuda._sleep(LATE)
             y = ops.all_gather_gemm(first, w, group, backend=NAME)
         with torch.cuda.stream(other):
+            if group.rank() == call % group.size():  # whose peers must not find what they need by chance
+                torch.cuda._sleep(LATE // 2)
             z = ops.all_gather_gemm(second, w, group, backend=NAME)
         torch.cuda.synchronize()
         assert torch.equal(y, wants[0]), f"call {call} on the stream that was busy differs"

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
 
-LATE_S = 0.25
+LATE_S = 0.15
 PLANS = {
     "copy engine": Plan(**TINY),
     "copy engine, blocks": Plan(**TINY, block=16),
@@ -71,7 +71,7 @@ def rank_late(plan: Plan) -> None:
     """Both halves of both workspaces, and each of them again."""
     backend = twin()
     backend.plan = plan
-    for turn in range(4):
+    for turn in range(3):
         round_of_calls(backend, dist.group.WORLD, turn % 2)
 
 

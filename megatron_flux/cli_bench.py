@@ -23,7 +23,7 @@ Show = Annotated[bool, typer.Option("--show", help="Print the kept choices and e
 @with_options(CallOptions, OpsOptions)
 def ops(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
     """Measure the operators on the layers of large models: GEMM, NCCL, both in turn, async-TP and every backend."""
-    from megatron_flux.run import folder, rank
+    from megatron_flux.run import folder, launcher, rank
 
     given, more = make_options(CallOptions, options), make_options(OpsOptions, special)
     if not dry_run:
@@ -35,6 +35,9 @@ def ops(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = Fals
     if dry_run:
         _print_description(run)
         return
+    if more.out is None and not launcher.launched():
+        out = folder.claim(out)
+        run = run.model_copy(update={"out": out})
     if rank.is_first():
         folder.make(out, _description(run), overwrite=run.overwrite)
     _start(run, where=f"run folder {out}", left=f"what was recorded is in {out}")

@@ -44,6 +44,8 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
         if rank.is_first():
             typer.echo(json.dumps(_description(config), indent=2))
         return
+    if given.out is None and not launcher.launched():
+        out = folder.claim(out)
     if rank.is_first():
         about = {"started": folder.started(), "command": folder.command_line()}
         folder.make(out, {**_description(config), **about}, overwrite=given.overwrite)

@@ -42,6 +42,9 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
         if rank.is_first():
             typer.echo(json.dumps(described, indent=2))
         return
+    if given.out is None and not launcher.launched():
+        out = folder.claim(out)
+        described["config"]["out"] = str(out)
     if rank.is_first():
         folder.make(out, described, overwrite=run.overwrite)
     if launcher.launched():

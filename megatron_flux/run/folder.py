@@ -32,7 +32,10 @@ def default_folder(*words: str) -> Path:
 
 
 def claim(out: Path) -> Path:
-    """Make the folder ``out``, or, where a run of the same second has done so, ``out-2`` and so on.
+    """Make the default folder ``out``, or, where a run of the same second has done so, ``out-2`` and so on.
+
+    Returns:
+        The folder that was made, empty and this run's alone.
 
     Raises:
         UserError: nothing can be made there.

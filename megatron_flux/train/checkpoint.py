@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Self, TypeVar
 
 import torch
@@ -208,7 +209,7 @@ def load(trainer: Trainer, folder: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     config = trainer.config
-    check_fits(folder, config)
+    _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
     if config.checksums:
         _check_content(checkpoint, config)
@@ -280,7 +281,8 @@ def _cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None) or {}
     texts = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(failures.items())]
     texts = texts or [f"{type(error).__name__}: {error}"]
-    return " ".join(next((text for text in texts if "[Errno" in text), texts[0]).split())
+    # torch's own go on for pages, with advice that nobody should follow who has not made the file.
+    return shorten(next((text for text in texts if "[Errno" in text), texts[0]), 160, placeholder=" ...")
 
 
 def _reason(error: OSError | StorageError) -> str:

@@ -13,6 +13,7 @@ The names of folders and tracker are Megatron's own, and Megatron reads them.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -155,6 +156,9 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that do so by themselves, or cannot
+            raise
     finally:
         os.close(handle)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -32,8 +33,12 @@ def slab(alarm: watch.Alarm, *, captured: bool) -> Slab:
 
 
 def test_every_further_call_is_told_which_one_was_broken_off(
-    alarm: watch.Alarm, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    alarm: watch.Alarm,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_flux"), "propagate", True)  # a rank's own handler replaces it
     work, before = slab(alarm, captured=False), watch.timeouts()
     work.begin()
     with pytest.raises(ValueError, match="two"), unbroken(work, "all_gather_gemm"):

@@ -22,15 +22,21 @@ def with_mark(mark: str) -> str:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The live processes with ``mark``, without this one."""
+    """The live processes with ``mark``, without this one and multiprocessing's tracker, which ends with it."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and mark in process.environ().get(MARK, "").split(":"):
+            if mark in process.environ().get(MARK, "").split(":") and not _is_own(process):
                 found.append(process)
         except psutil.Error:  # it has just ended, or is another user's
             continue
     return found
+
+
+def _is_own(process: psutil.Process) -> bool:
+    if process.ppid() != os.getpid():
+        return process.pid == os.getpid()
+    return "".join(process.cmdline()[-1:]).startswith("from multiprocessing.resource_tracker import ")
 
 
 def left(mark: str, seconds: float) -> list[str]:

@@ -152,8 +152,11 @@ def test_a_lost_node_is_replaced_and_training_resumes(
 def test_a_comparison_is_stopped_requeued_resumed_and_collected(
     at_the_cluster: Cluster, slurm: Slurm, uninterrupted: list[float]
 ) -> None:
-    job, collecting, root = submit(slurm, "compare", "--set", f"steps={STEPS}", "--set", "block_steps=2")
-    at_the_cluster.wait(lambda: recorded(root, "flux") >= 3, "both arms to be under way", 300)
+    """With a save of each arm behind it: nothing of that may be in the way of the next."""
+    words = ["--set", "block_steps=2", "--set", "save_interval=2", "--set", "save_keep=1"]
+    job, collecting, root = submit(slurm, "compare", "--set", f"steps={STEPS}", *words)
+    tracker = root / "rep-0" / "checkpoints" / "flux" / "latest_checkpointed_iteration.txt"
+    at_the_cluster.wait(tracker.exists, "both arms to be saved", 300)
     at_the_cluster.client("scancel", "--batch", "--signal=USR1", job)
     at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the job to be requeued", 120)
     ended = json.loads((root / "rep-0" / "run" / "ended.json").read_text())
@@ -185,6 +188,29 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(
     assert collected["speedup_median"] == one["speedup"] > 0
     assert "plotly" in (root / "rep-0" / "run" / "report.html").read_text()
     assert "| 0 | finished | 2 |" in (root / "collected.md").read_text()
+
+
+def test_signals_in_the_middle_of_saves(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
+) -> None:
+    """A save after every step. Slurm signals the steps alone, as ``--signal=USR1@60`` asks, then all there is."""
+    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
+    words = ["--set", f"steps={STEPS}", "--set", "save_interval=1", "--set", "save_keep=2"]
+    job, _, root = submit(slurm, "flux", *words)
+    saved = root / "rep-0" / "checkpoints"
+    reached = 0
+    for restarts, how in (("1", []), ("2", ["--full"])):
+        at_the_cluster.wait(lambda past=reached: recorded(root, "flux") >= past + 3, "some saves", 300)
+        at_the_cluster.wait(lambda: list(saved.glob("*.partial/*.distcp")), "another save")
+        at_the_cluster.client("scancel", "--signal=USR1", *how, job)
+        at_the_cluster.wait(lambda past=restarts: at_the_cluster.job(job)["Restarts"] == past, "requeueing", 120)
+        reached = recorded(root, "flux")
+        assert int((saved / "latest_checkpointed_iteration.txt").read_text()) == reached < STEPS
+        at_the_cluster.release(job)
+    at_the_cluster.wait_for_job(job)
+    assert "requeue 2 of at most 3" in "\n".join(log_of(at_the_cluster, job))
+    assert losses(root, "flux") == uninterrupted
+    assert not list(saved.glob("*.partial"))
 
 
 def test_requeues_are_bounded(at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_flux.errors import FluxError, UserError
@@ -33,8 +34,14 @@ def collected_after(number: str) -> list[str]:
     return [f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"]
 
 
-def submit(script: str, collecting: str, runs_folder: Path) -> tuple[str, str, Path]:
+def submit(script: str, collecting: str, runs_folder: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
     """Submit a job's script and the collecting job's; the ids of both, and the job's folder.
+
+    Args:
+        script: of the job.
+        collecting: the other's.
+        runs_folder: where the job makes its folder.
+        own: options of sbatch for the job alone.
 
     Raises:
         UserError, FluxError: as :func:`megatron_flux.launch.queue.submit`.
@@ -44,7 +51,7 @@ def submit(script: str, collecting: str, runs_folder: Path) -> tuple[str, str, P
         file, collector = Path(scratch) / runs.SCRIPT, Path(scratch) / runs.COLLECTOR
         file.write_text(script)
         collector.write_text(collecting)
-        number = queue.submit(file, options=options)
+        number = queue.submit(file, options=[*options, *own])
         root = runs_folder / f"{directive(script, 'job-name')}-{number}"
         try:
             arguments = [str(root)]

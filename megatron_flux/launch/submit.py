@@ -39,9 +39,9 @@ def submit(script: str, collecting: str, runs_folder: Path, own: Sequence[str] =
 
     Args:
         script: of the job.
-        collecting: the collecting job's script.
-        runs_folder: of all jobs.
-        own: further options of sbatch for the job alone.
+        collecting: the other's.
+        runs_folder: where the job makes its folder.
+        own: options of sbatch for the job alone.
 
     Raises:
         UserError, FluxError: as :func:`megatron_flux.launch.queue.submit`.

@@ -169,7 +169,7 @@ def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Sl
 def test_a_hostile_site_on_the_real_thing(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
     evil = '$(touch CANARY)`touch CANARY`\'; touch CANARY; "touch CANARY"'
     profile = Path("own.yaml")
-    fields = {"name": "own", "description": evil, "device": "cpu", "link": "none", "gpu_request": "none", "time": "5"}
+    fields = {"name": "own", "description": evil, "device": "cpu", "link": "none", "gpu_request": "none", "time": "10"}
     fields |= {"processes_per_node": 1, "memory": None, "exclusive": False, "numa_binding": None}
     fields |= {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": evil}, "training": {"wandb_project": evil}}
     profile.write_text(json.dumps(fields))

@@ -17,14 +17,25 @@ from megatron_flux.launch.preflight_floors import Floors
 pytestmark = pytest.mark.distributed
 
 
-def run(folder: Path, floors: Floors, nodes: int = 3) -> list[tuple[int, str]]:
-    """Exit code and output of each node's rank; their reports of themselves are alike."""
+def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environment: str) -> list[tuple[int, str]]:
+    """Exit code and output of each node's rank; their reports of themselves are alike.
+
+    With ``device`` cuda the GPU of each number is a node, so that NCCL runs between them.
+    """
     folder.mkdir()
     for node in range(nodes):
         report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}
         report |= {"gpus": [], "infiniband": [], "driver": None}
         (folder / f"n{node}.json").write_text(json.dumps(report))
-    words = ["--folder", folder, "--device=cpu", "--processes=1", "--link=none", "--timeout=100", f"--nodes={nodes}"]
+    words = [
+        "--folder",
+        folder,
+        f"--device={device}",
+        "--processes=1",
+        "--link=none",
+        "--timeout=100",
+        f"--nodes={nodes}",
+    ]
     words.append(f"--floors={floors.model_dump_json(exclude_defaults=True)}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -34,7 +45,14 @@ def run(folder: Path, floors: Floors, nodes: int = 3) -> list[tuple[int, str]]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "megatron_flux.launch.preflight_ranks", *map(str, words)],
-            env={**os.environ, **shared, "RANK": str(node), "SLURMD_NODENAME": f"n{node}"},
+            env={
+                **os.environ,
+                **shared,
+                **environment,
+                "RANK": str(node),
+                "SLURMD_NODENAME": f"n{node}",
+                "CUDA_VISIBLE_DEVICES": str(node) if device == "cuda" else "",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,7 +69,7 @@ def run(folder: Path, floors: Floors, nodes: int = 3) -> list[tuple[int, str]]:
 
 def test_an_odd_number_of_nodes_measures_all_neighbours_and_names_the_floor(tmp_path: Path) -> None:
     """A node without a partner takes part all the same: the others would wait for it for ever."""
-    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6))
+    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6), nodes=3)
     assert ended[0][0] != 0
     found = json.loads((tmp_path / "slow" / "together.json").read_text())
     assert found["within"] == {}, "one rank has nobody to talk to within its node"

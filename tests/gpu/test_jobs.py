@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from megatron_flux import environment
+from megatron_flux.launch.preflight_floors import Floors
+from tests.distributed.test_preflight import run as run_ranks
 from tests.gpu.test_commands import COMMAND, SMALL, losses, run
 
 pytestmark = pytest.mark.gpus(2)
@@ -50,6 +52,9 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     report = json.loads((tmp_path / f"{socket.gethostname()}.json").read_text())
     assert len(report["gpus"]) == torch.cuda.device_count()
     assert all(gpu["gemm_tflops"] > 1 for gpu in report["gpus"])
+    # What NVML tells of links and memory rows is there, or it is said that it does not tell.
+    assert all(gpu.get("pcie") for gpu in report["gpus"]) or report["unknown"]
+    assert all(said in done.stdout for said in report["unknown"])
     launcher = ["-m", "megatron_flux.run.node", "--standalone", f"--nproc-per-node={torch.cuda.device_count()}"]
     if shutil.which("numactl"):
         launcher.append("--numa-binding=node")  # as the packaged profiles have it
@@ -60,8 +65,29 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
         timeout=300,
     )
     assert ranks.returncode == 0, ranks.stderr
-    assert json.loads((tmp_path / "together.json").read_text())["all"] > 1
+    found = json.loads((tmp_path / "together.json").read_text())
+    assert found["all"] > 1
+    assert set(found["within"]) == {"all_reduce", "all_gather"}
+    assert all(speed > 1 for by_node in found["within"].values() for speed in by_node.values())
     assert not list(tmp_path.glob("*.problems"))
+
+
+NO_FAST_WAY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def test_nccl_on_tcp_is_below_the_floors(tmp_path: Path) -> None:
+    """Each GPU is a node: the first time NCCL may take its way, the second time it is left with sockets."""
+    nodes = min(torch.cuda.device_count(), 3)  # an odd number leaves one without a partner
+    ended = run_ranks(tmp_path / "free", Floors(network_gbps=0.1), nodes, "cuda")
+    assert ended[0][0] == 0, ended
+    free = json.loads((tmp_path / "free" / "together.json").read_text())["between"]["all_reduce"]
+    assert len(free) == nodes - 1
+    ended = run_ranks(tmp_path / "tcp", Floors(network_gbps=40), nodes, "cuda", **NO_FAST_WAY)
+    assert ended[0][0] != 0
+    slow = json.loads((tmp_path / "tcp" / "together.json").read_text())["between"]["all_reduce"]
+    assert max(slow.values()) < 40
+    problems = (tmp_path / "tcp" / "together.problems").read_text()
+    assert "the profile's floor is 40; NCCL may have fallen back to TCP" in problems
 
 
 def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:

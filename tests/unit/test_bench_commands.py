@@ -295,8 +295,8 @@ def test_under_a_launcher_async_tp_keeps_the_launchers_queues(
     run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = gpus(2)
-    set_by_launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    for name, value in set_by_launcher.items():
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "run", lambda _: None)
     code, _, err = run("bench", "ops", *FEW, "--out", "run")

@@ -97,7 +97,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         *(
             row(f"peak memory, {part}", key, memory, change=False)
             for part, key in (("allocated", "allocated_peak_bytes"), ("workspace", "workspace_bytes"))
-            if b.get(key) is not None or f.get(key) is not None
+            if any(arm.get("allocated_peak_bytes") is not None for arm in (b, f))
         ),
         row("loss, first step", "first_loss", lambda value: f"{value:.6f}", change=False),
         row("loss, last step", "final_loss", lambda value: f"{value:.6f}", change=False),

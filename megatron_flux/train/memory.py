@@ -107,18 +107,16 @@ class OwnMemory:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """What is allocated inside, and still there at the end, is this arm's."""
+        """What is allocated inside, and still there at the end, is this arm's. Not counted after an exception."""
         allocator = self._allocator
         self._others_workspace = workspace_bytes() - self._own_workspace
         if allocator is not None:
             self._others = allocator.allocated() - self._own
-        try:
-            yield
-        finally:
-            self._own_workspace = workspace_bytes() - self._others_workspace
-            if allocator is not None:
-                allocator.forget_shared()
-                self._own = allocator.allocated() - self._others
+        yield
+        self._own_workspace = workspace_bytes() - self._others_workspace
+        if allocator is not None:
+            allocator.forget_shared()
+            self._own = allocator.allocated() - self._others
 
     def reset_peak(self) -> None:
         """Start measuring the peak anew."""

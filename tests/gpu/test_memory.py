@@ -36,7 +36,7 @@ def test_arms_of_a_comparison_have_what_each_has_alone(tmp_path: Path) -> None:
         shared, own = figures(both, arm), figures(alone, arm)
         said[arm] = [shared[-1], own[-1]]
         for here, there in zip(shared, own, strict=True):
-            assert here["peak-memory-bytes"] == pytest.approx(there["peak-memory-bytes"], rel=0.03), said
+            assert here["peak-memory-bytes"] == pytest.approx(there["peak-memory-bytes"], rel=0.04), said
             assert here["flux/workspace_bytes"] == there["flux/workspace_bytes"]
             assert here["peak-memory-bytes"] == here["flux/allocated_peak_bytes"] + here["flux/workspace_bytes"]
         # No jump when the other arm steps for the first time.

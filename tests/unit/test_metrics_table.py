@@ -68,10 +68,11 @@ def test_what_stock_was_allowed_to_use_stands_below_the_table() -> None:
 def test_unknown_is_a_dash() -> None:
     arms = interleaved(1, {"baseline": [0.1], "flux": [0.1]})
     for item in arms["baseline"] + arms["flux"]:
-        item |= {"mfu": None, "peak-memory-bytes": None}
+        item |= {"mfu": None, "peak-memory-bytes": None, "flux/allocated_peak_bytes": None}
     text = piped(summarize(arms["baseline"], arms["flux"], {}))
     assert line(text, "MFU") == ["—", "—"]
     assert line(text, "peak memory") == ["—", "—"]
+    assert "workspace" not in text
 
 
 def test_empty_arms_print() -> None:

@@ -88,6 +88,25 @@ def test_the_readmes_layers_are_those_of_the_data(layer: str, run: str) -> None:
         assert cell.strip(" *²") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
 
 
+def test_the_readmes_operators_are_those_of_the_data() -> None:
+    runs = ("ops-h200x4-sustained/m8192", "ops-h200x4-sustained/m2048", "ops-h200x4-nvlink/smaller")
+    data: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in reversed([row for run in runs for row in summary(run)["rows"] if row["direction"] == "forward"]):
+        operator = "all-gather" if row["op"] == "all_gather_gemm" else "reduce-scatter"
+        model = {"gpt3-175b": "GPT-3", "llama-70b": "Llama-70B", "llama-405b": "Llama-405B"}[row["model"]]
+        layer = row["layer"] if row["layer"] == "proj" else row["layer"].upper()
+        data[f"{operator}, {model} {layer}", f" {X} ".join(str(row[name]) for name in "mnk")] = row
+    text = (ROOT / "README.md").read_text()
+    lines = [
+        line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| (reduce-scatter|all-gather),", line)
+    ]
+    assert len(lines) == 11
+    for name, size, *cells in ([cell.strip(" *") for cell in line] for line in lines):
+        row = data[name.removesuffix(" (earlier)"), size]
+        said = [f"{row[f'{method}_ms']:.3f}" for method in ("gemm", "serial", "async_tp", "tuned")]
+        assert cells == [*said, f"{100 * row['e_overlap']:.0f} %".replace("-", "\N{MINUS SIGN}")], name
+
+
 @pytest.mark.parametrize("method", ["tuned", "serial"])
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
 @pytest.mark.parametrize("path", ["README.md", "results/ops-h200x4-sustained/README.md"])

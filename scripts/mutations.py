@@ -34,8 +34,10 @@ from mutations_faults import FAULTS, Fault, apply, broken
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("megatron_flux", "megatron_flux_autoload.py", "pyproject.toml", "scripts", "tests")
 CAUGHT, MISSED, PASSED = "caught", "let through", "passed"
-DEVICE_TIMEOUT_S = "4"
-"""Bounds a wait for a flag that never comes: a fault may cause one."""
+DEVICE_TIMEOUT_S = "6"
+"""Bounds a GPU's wait for a flag that never comes: a fault may cause one."""
+LIMITS_S = {False: 240.0, True: 100.0}
+"""Of one test with one fault, without and with GPUs."""
 
 
 @dataclass
@@ -78,8 +80,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="faults whose name contains this; may be repeated")
     parser.add_argument("--gpu", action="store_true", help="run the checks of tests/gpu instead of tests on the CPU")
     parser.add_argument("--out", type=Path, help="write what became of every test as JSON")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one test with one fault")
-    return parser.parse_args()
+    parser.add_argument("--timeout", type=float, help="seconds for one test with one fault (default 240, GPUs 100)")
+    options = parser.parse_args()
+    options.timeout = options.timeout or LIMITS_S[options.gpu]
+    return options
 
 
 def _chosen(options: argparse.Namespace) -> list[Fault]:
@@ -148,7 +152,8 @@ class Runner:
         record.unlink(missing_ok=True)
         words = _checks(tests[0], record) if self.gpu else _pytest(tests)
         began = time.monotonic()
-        code = limited.run(words, cwd=root, environment=_environment(root) | place, log=log, seconds=limit)
+        environment = _environment(root, self.gpu) | place
+        code = limited.run(words, cwd=root, environment=environment, log=log, seconds=limit)
         verdict, said = (_of_checks if self.gpu else _of_pytest)(code, record, log.read_text(errors="replace"))
         if verdict == PASSED and name:
             verdict = MISSED
@@ -164,17 +169,21 @@ def _copy(root: Path) -> None:
             shutil.copy(source, root / part)
 
 
-def _environment(root: Path) -> dict[str, str]:
+def _environment(root: Path, gpu: bool) -> dict[str, str]:
     """The copy comes first: what is installed is the checkout that has no fault."""
     given = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return {
+    found = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), *given]),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "MEGATRON_FLUX_TIMEOUT_S": DEVICE_TIMEOUT_S,
     }
+    if gpu:
+        found |= {
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "MEGATRON_FLUX_TIMEOUT_S": DEVICE_TIMEOUT_S,
+        }
+    return found
 
 
 def _pairs_of_gpus() -> list[dict[str, str]]:

@@ -130,8 +130,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "plain kernels compare epochs without wrapping",
         f"{KERNELS}/device.py",
-        "other=0, volatile=True) - epoch",
-        "other=0, volatile=True).to(tl.int64) - epoch",
+        "ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch",
+        "ahead = tl.where(tl.load(flags + lane, mask=lane < count, other=0, volatile=True) < epoch, -1, 0)",
         (f"{LATE}::test_epochs_may_wrap_while_a_rank_is_late",),
         ("wrapping_plain",),
     ),

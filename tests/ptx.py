@@ -19,6 +19,7 @@ TMA_LOAD = r"\bcp\.async\.bulk\.tensor\S*\.shared::\w+\.global"
 DATA_LOAD = r"\bld\.global\S*\.v[248]|\bcp\.async\.c[ag]\.shared"
 TMA_STORE = r"\bcp\.async\.bulk\.tensor\S*\.global\.shared::cta"
 ARRIVED = r"\bcp\.async\.bulk\.wait_group\s+0;"
+STORE = r"\bst\.global"
 WIDE_STORE = r"\bst\.global\S*\.v4"
 PUBLISH = r"\batom\.global\.(?:sys\.relaxed|relaxed\.sys)\.exch"
 PUBLISH_RELEASE = r"\batom\.global\.(?:sys\.release|release\.sys)\.exch"
@@ -111,9 +112,10 @@ def missing_in_plain(ptx: str, *, tma: bool, sums: bool) -> list[str]:
     if tma and not sums and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
         missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
     if sums:
-        if not paths.count(PUBLISH) or paths.reaches(WIDE_STORE, PUBLISH, SYSTEM_FENCE):
+        store = TMA_STORE if tma else STORE
+        if not paths.count(PUBLISH) or paths.reaches(ARRIVED if tma else STORE, PUBLISH, SYSTEM_FENCE):
             missing.append("a flag may overtake what was stored before it: no fence.acq_rel.sys")
-        if paths.reaches(TMA_STORE if tma else WIDE_STORE, SYSTEM_FENCE, BARRIER):
+        if paths.reaches(store, SYSTEM_FENCE, BARRIER):
             missing.append("a thread's flag may overtake another one's stores: no barrier before the fence")
         if tma and paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
             missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")

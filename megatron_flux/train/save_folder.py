@@ -5,6 +5,8 @@
   the run that saved there. ``--overwrite`` replaces what the run in the same ``--out`` has saved, and nothing else.
 * One run at a time: it holds a lock, which ends with its process. A POSIX lock: the processes that a save may fork do
   not inherit it, and network file systems know it. Where a file system has no locks, it is said and done without.
+  A run that starts again in its own ``--out`` waits for the lock: the file server frees that of a lost node only after
+  a while.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +34,8 @@ from megatron_flux.train.presets import parameters
 logger = logging.getLogger("megatron_flux")
 
 _LOCK = ".megatron_flux.lock"
+OWN_LOCK_SECONDS = 150.0
+"""How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
 
 
 def folders(root: Path, config: RunConfig) -> list[Path]:
@@ -199,6 +204,7 @@ def _locked(config: RunConfig) -> Iterator[None]:
 
 def _lock_file(path: Path, config: RunConfig) -> TextIO:
     """The lock's file, locked. Whoever held it removes it, so the lock of a file that has gone is worth nothing."""
+    deadline = time.monotonic() + OWN_LOCK_SECONDS
     while True:
         try:
             file = path.open("a+")
@@ -208,8 +214,13 @@ def _lock_file(path: Path, config: RunConfig) -> TextIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows both
             file.close()
+            holder = _holder(path)
+            if holder.get("run") == str(config.out.resolve()) and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            held_by = f"the run in {holder['run']} (process {holder['pid']} on {holder['host']})" if holder else "a run"
             raise UserError(
-                f"--save {config.save} is being saved to by {_holder(path)}; wait for it, or give another folder"
+                f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
             ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)
@@ -220,9 +231,10 @@ def _lock_file(path: Path, config: RunConfig) -> TextIO:
         file.close()
 
 
-def _holder(lock: Path) -> str:
+def _holder(lock: Path) -> dict[str, object]:
+    """Who holds the lock, as it has said; empty where that cannot be read."""
     try:
         found = json.loads(lock.read_text())
-        return f"the run in {found['run']} (process {found['pid']} on {found['host']})"
+        return {name: found[name] for name in ("run", "pid", "host")}
     except (OSError, ValueError, KeyError, TypeError):
-        return "another run"
+        return {}

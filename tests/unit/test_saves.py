@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +154,25 @@ import sys
 from pathlib import Path
 from megatron_flux.train import save_folder
 from tests.unit.test_saves import run_config
-with save_folder.held(run_config(Path(sys.argv[1]), save=Path(sys.argv[1]) / "saved", out="first")):
+with save_folder.held(run_config(Path(sys.argv[1]), save=Path(sys.argv[1]) / "saved", out=sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
+@contextmanager
+def holder(root: Path, out: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process whose run holds ``root / "saved"``."""
+    words = [sys.executable, "-W", "ignore", "-c", HOLDER, root, out]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes, text=True, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+
+
 def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    words = [sys.executable, "-W", "ignore", "-c", HOLDER, tmp_path]
     second = run_config(tmp_path, save=tmp_path / "saved")
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as first:
-        assert first.stdout.readline() == "held\n"
+    with holder(tmp_path, "first") as first:
         with pytest.raises(UserError, match=rf"being saved to by the run in \S+first \(process {first.pid} on"):
             save_folder.check(second)
         with pytest.raises(UserError, match="being saved to"), save_folder.held(second):
@@ -172,6 +182,18 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
         with save_folder.held(second):
             pass
     assert list((tmp_path / "saved").iterdir()) == []
+
+
+def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = run_config(tmp_path, save=tmp_path / "saved")
+    with holder(tmp_path, "run") as first:
+        monkeypatch.setattr(save_folder, "OWN_LOCK_SECONDS", 0.5)
+        with pytest.raises(UserError, match=rf"by the run in \S+run \(process {first.pid} on"):
+            save_folder.check(again)
+        monkeypatch.undo()
+        threading.Timer(0.5, first.kill).start()
+        save_folder.check(again)
+        assert first.wait(10) == -signal.SIGKILL
 
 
 def test_saves_that_died_are_cleared_away(saved: Path, tmp_path: Path) -> None:

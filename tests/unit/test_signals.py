@@ -169,6 +169,8 @@ def test_what_python_changes_meanwhile_stays(heard: list[int]) -> None:
 
 def test_the_run_hears_again_after_the_step_in_which_it_lost_the_signal(heard: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    older, ended = threading.Thread(target=lambda: ended.wait()), threading.Event()
+    older.start()  # which does not block the signal, as those of torch
     try:
         with StopRequest("USR1", torch.device("cpu")) as stop:
             in_thread(lambda: steal(signal.SIGUSR1))
@@ -178,6 +180,8 @@ def test_the_run_hears_again_after_the_step_in_which_it_lost_the_signal(heard: l
             assert stop.agreed()
             assert ignored(signal.SIGUSR1)  # while the checkpoint is written
     finally:
+        ended.set()
+        older.join()
         dist.destroy_process_group()
 
 

@@ -144,5 +144,6 @@ def test_a_run_that_begins_again_has_not_ended(tmp_path: Path) -> None:
         "state": "stopped",
         "iterations": {"baseline": 3, "flux": 2},
     }
-    folder.make(out, {}, overwrite=False, resuming=True)
+    with folder.made(out, lambda _: {}, default=False, overwrite=False, resuming=True):
+        folder.begun(out)
     assert not (out / folder.ENDED).exists()

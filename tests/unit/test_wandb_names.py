@@ -12,6 +12,7 @@ import pytest
 
 from megatron_flux.metrics.report.run import load
 from megatron_flux.metrics.wandb_dashboards import _where
+from megatron_flux.run import folder
 from megatron_flux.train import config, run_folder
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 from tests.unit.report_runs import full_run
@@ -29,7 +30,8 @@ def names(out: Path, *, load: Path | None = None, **options: Any) -> run_folder.
     """As a run in ``out`` would be called that begins now; its folder is made."""
     special = CheckpointOptions(load=load)
     run = config.resolve(TrainOptions(**options), special, world_size=2, device="cpu", out=out)
-    run_folder.create(run)
+    with run_folder.made(run, default=False):
+        folder.begun(out)
     return run_folder.load_wandb_names(run)
 
 

@@ -313,6 +313,7 @@ class TunedBackend:
             ) from error
         if call.group.rank() == 0:
             logger.warning("megatron_flux: %s cannot run and is not considered (%s)", words, told)
+        self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
 
     def _measure(self, call: _Call) -> dict[str, Any]:

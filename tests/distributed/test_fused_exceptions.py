@@ -260,6 +260,26 @@ def patched_again() -> None:
             assert "gemm_reduce_scatter" in refusal(run)
 
 
+def a_candidate_cannot_be_compiled() -> None:
+    """The tuner drops it, and what it measures next runs on the same group."""
+    from megatron_flux.ops import tuner
+    from megatron_flux.ops.reference import ReferenceBackend
+
+    with fresh(COPIES, 20) as backend:
+        tuned = tuner.TunedBackend(ReferenceBackend(), None, backend)
+        for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
+            right(call_of(backend, operator))
+            run, _ = call_of(backend, operator)
+            x = torch.zeros(32, 32)
+            call = tuner._Call(operator, lambda backend: None, x, 64, 32, 32, dist.group.WORLD, False, False)
+            with no_compiler():
+                assert tuned._tried(call, "fused of no use", run) is None
+            run, want = call_of(backend, operator)
+            way = tuned._tried(call, "fused", run)
+            assert way is not None
+            assert torch.equal(way(), want)
+
+
 def limits() -> list[float]:
     """Seconds that waits of two groups may last, and of one that is told by the variable."""
     from megatron_flux.comm import watch
@@ -273,6 +293,10 @@ def limits() -> list[float]:
         found.append(watch.Alarm(short, cpu).limit)
     dist.destroy_process_group(short)
     return [limit / watch.POLLS_PER_SECOND for limit in found]
+
+
+def test_a_candidate_that_cannot_be_compiled_does_not_end_the_others(world2: WorkerPool) -> None:
+    world2.run(a_candidate_cannot_be_compiled)
 
 
 def test_a_wait_lasts_as_long_as_the_groups_own(world2: WorkerPool) -> None:

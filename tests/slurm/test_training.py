@@ -250,12 +250,15 @@ def test_a_network_below_its_floor_stops_the_job(at_the_cluster: Cluster, slurm:
     job = re.search(r"job (\d+)", slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux"))[1]
     at_the_cluster.wait_for_job(job, ("FAILED",))
     said = log_of(at_the_cluster, job)
-    found = re.search(r"error: pre-flight stopped the job: n00 with n01: (\S+) GB/s \(bus\) in all_reduce, ", said[-1])
+    first, second = at_the_cluster.hosts(job)
+    pair = f"error: pre-flight stopped the job: {first} with {second}: "
+    found = re.search(pair + r"(\S+) GB/s \(bus\) in all_reduce, ", said[-1])
+    assert found, said[-1]
     assert 0 < float(found[1]) < 1000
     assert "the profile's floor is 2e+06; NCCL may have fallen back to TCP" in said[-1]
     assert "(rule network_bandwidth)" in said[-1]
     assert not any("training" in line for line in said)
-    (log,) = Path("runs").glob(f"tiny-flux-{job}/rep-0/logs/0/preflight-together-0-n00.log")
+    (log,) = Path("runs").glob(f"tiny-flux-{job}/rep-0/logs/0/preflight-together-0-{first}.log")
     notes = [line for line in log.read_text().splitlines() if "rule node_bandwidth is waived" in line]
     assert len(notes) == 4, "two nodes, two collectives"
     assert all(line.endswith('(rule node_bandwidth is waived: memory is $(slow) "here")') for line in notes)

@@ -192,7 +192,9 @@ def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: st
         ("parity-h200x4-dp", 2),
         ("megatron-graphs-h200x4", 2),
         ("host-bound-h200x2", 8),
-        ("gpu-tests-h200x2", 8),
+        ("gpu-tests-h200x2", 13),
+        ("faults-h200x2", 2),
+        ("no-slower-h200x2", 8),
     ],
 )
 def test_data_name_no_place(folder: str, least: int) -> None:

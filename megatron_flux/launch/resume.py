@@ -18,7 +18,7 @@ from megatron_flux.launch.job import check_time
 from megatron_flux.launch.profile import validated
 from megatron_flux.launch.values import Duration, NodeList, SlurmWord
 from megatron_flux.metrics import ARMS
-from megatron_flux.train.checkpoint import TRACKER
+from megatron_flux.train.checkpoint_folder import TRACKER
 
 
 class Changes(BaseModel):

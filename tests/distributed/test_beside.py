@@ -5,6 +5,8 @@ NCCL cannot be had: groups of gloo are taken for groups of NCCL.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch.distributed as dist
 
@@ -16,9 +18,9 @@ from tests.distributed.pool import WorkerPool
 pytestmark = pytest.mark.distributed
 
 
-def asked(group: dist.ProcessGroup, **variables: str) -> Beside:
+def asked(group: dist.ProcessGroup, left: Iterable[dist.ProcessGroup], **variables: str) -> Beside:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beside, "_on_nccl", lambda other: True)
+        patch.setattr(beside, "_on_nccl", lambda other: other not in left)
         for name, value in variables.items():
             patch.setenv(name, value)
         beside.forget()
@@ -31,9 +33,10 @@ def asked(group: dist.ProcessGroup, **variables: str) -> Beside:
 def tensor_parallel_alone(tp: int) -> tuple[Beside, Beside]:
     from megatron.core import parallel_state
 
+    left = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}  # by other tests
     with megatron(tp=tp):
         group = parallel_state.get_tensor_model_parallel_group()
-        return asked(group), asked(group, TORCH_NCCL_HIGH_PRIORITY="1")
+        return asked(group, left), asked(group, left, TORCH_NCCL_HIGH_PRIORITY="1")
 
 
 def another_group(ranks: list[int]) -> tuple[Beside, Beside]:

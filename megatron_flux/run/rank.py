@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import psutil
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megatron_flux.errors import FluxError, OperatorError, UserError
@@ -111,5 +112,13 @@ def end_with_parent() -> None:
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
     launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
-    if launcher not in (None, str(os.getppid())):
+    # One that lives and is not the parent launched something else, of which this process was started.
+    if launcher not in (None, str(os.getppid())) and _is_gone(int(launcher)):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

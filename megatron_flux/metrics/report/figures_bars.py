@@ -42,6 +42,8 @@ def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()
             "x": [found[key] / 2**30 for found in known.values()],
             "y": list(known),
             "text": [f"{name} {found[key] / 2**30:.2f} GiB" if found[key] else "" for found in known.values()],
+            # Beside a bar it would be cut by the edge of a narrow page.
+            "textposition": "inside",
             "hovertemplate": f"%{{y}}: {name} %{{x:.3f}} GiB<extra></extra>",
         }
         for key, (name, colour) in MEMORY_PARTS.items()
@@ -50,8 +52,14 @@ def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()
         "Each arm's own on the rank with the most: what torch's allocator held for it, and workspaces in symmetric "
     )
     caption += " ".join(["memory. What NCCL and CUDA themselves take is in neither.", *why])
+    parts = [
+        f"{arm}: " + ", ".join(f"{name} {found[key] / 2**30:.2f} GiB" for key, (name, _) in MEMORY_PARTS.items())
+        for arm, found in reversed(known.items())
+    ]
+    caption += f" {'; '.join(parts)}."
     axis = {"rangemode": "tozero"}
-    return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=220, barmode="stack"), caption
+    text = {"minsize": 9, "mode": "hide"}  # where it does not fit, the caption has it
+    return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=220, barmode="stack", uniformtext=text), caption
 
 
 def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Drawn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -153,3 +154,23 @@ def test_an_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mo
     assert not file.exists()
     WholeErrorFile().record_exception(ValueError("no"))
     assert json.loads(file.read_text())["message"]["message"] == "ValueError: no"
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_rank_ends_with_the_launcher_that_is_gone(gone: bool) -> None:
+    """One that lives launched something else, of which this rank's own launcher was started."""
+    launcher = os.getpid()
+    if gone:
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        launcher = ended.pid
+    work = "from megatron_flux.run import rank; rank.end_with_parent(); print('works')"
+    done = subprocess.run(
+        ["sh", "-c", f'{shlex.quote(sys.executable)} -c "$1"; echo "code $?"', "sh", work],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "MEGATRON_FLUX_LAUNCHER": str(launcher)},
+    )
+    assert done.stdout.split("\n")[:-1] == (["code 143"] if gone else ["works", "code 0"]), done.stderr

@@ -195,6 +195,11 @@ class Cluster:
         shown = self.client("scontrol", "show", "job", job, "--oneliner").stdout.splitlines()[0]
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
+    def jobs(self) -> set[str]:
+        """All jobs, ended or not."""
+        shown = self.client("scontrol", "show", "jobs", "--oneliner").stdout.split()
+        return {word for word in shown if word.startswith("JobId=")}
+
     def hosts(self, job: str) -> list[str]:
         """The nodes of a job, in order."""
         return self.client("scontrol", "show", "hostnames", self.job(job)["NodeList"]).stdout.split()

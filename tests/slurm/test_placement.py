@@ -153,7 +153,7 @@ def test_a_folder_of_somebody_else_takes_no_kernels(at_the_cluster: Cluster, sta
 
 
 def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
-    before = at_the_cluster.client("scontrol", "show", "jobs", "--oneliner").stdout
+    before = at_the_cluster.jobs()
     said = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--dry-run", "--partition", "gpus")
     assert said.count("#!/usr/bin/env bash") == 2
     assert "#SBATCH --partition=gpus" in said
@@ -162,7 +162,7 @@ def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Sl
     refused = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--test-only", "--partition", "no", code=1)
     assert "sbatch: " in refused
     assert len(refused.strip().splitlines()) == 1
-    assert at_the_cluster.client("scontrol", "show", "jobs", "--oneliner").stdout == before
+    assert at_the_cluster.jobs() == before
     assert not (tmp_path / "runs").exists()
 
 

@@ -126,9 +126,9 @@ def test_a_failure_that_no_node_causes_is_not_retried_again(
     tracker = root / "rep-0" / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.write_text("3\n")
     words = ["resume", root, "--time", "5", "--exclude", "n00"]
-    before = at_the_cluster.client("squeue", "--noheader", "--all").stdout
+    before = at_the_cluster.jobs()
     assert f" --time=5 --exclude=n00 {root}/job.sbatch" in slurm(*words, "--dry-run")
-    assert at_the_cluster.client("squeue", "--noheader", "--all").stdout == before
+    assert at_the_cluster.jobs() == before
     elsewhere = Path("elsewhere")
     elsewhere.mkdir()
     with monkeypatch.context() as patched:

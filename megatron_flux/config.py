@@ -47,7 +47,7 @@ class FluxConfig:
 
     gather_ahead: bool = True
     """In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel layer behind it, not in
-    its own dgrad (:mod:`megatron_flux.layers.ahead`). The results are the same; backends that gather into memory of
+    its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; backends that gather into memory of
     their own (``reference``, ``pipelined``) keep it a little longer."""
 
     @cached_property

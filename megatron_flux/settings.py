@@ -3,7 +3,7 @@
 =============================  =======================================================================================
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
-``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.watch`)
+``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
 =============================  =======================================================================================
 
 A value set later does not count: CUDA would not know of it, and ranks or kernels would not agree. torch calls

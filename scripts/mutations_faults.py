@@ -36,8 +36,11 @@ class Fault:
 
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-PLAIN_FENCES = "tests/unit/test_plain_fences.py::test_plain_kernels_compile_with_their_fences"
-TWIN, FENCES = "tests/distributed/test_fused_twin.py", "tests/unit/test_hopper_fences.py::test_no_path_misses_a_fence"
+PLAIN_FENCES = "tests/unit/kernels/test_plain_fences.py::test_plain_kernels_compile_with_their_fences"
+TWIN, FENCES = (
+    "tests/distributed/test_fused_twin.py",
+    "tests/unit/kernels/test_hopper_fences.py::test_no_path_misses_a_fence",
+)
 
 
 def _fault(
@@ -50,7 +53,7 @@ FAULTS: tuple[Fault, ...] = (
     # What ranks decide together.
     _fault(
         "kept answer is not broadcast",
-        f"{OPS}/tuner.py",
+        f"{OPS}/backends/tuned.py",
         "rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))",
         "_first(tuning_cache.find(keys), captured)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
@@ -110,14 +113,14 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/metrics/statistics.py",
         "[2.5, 97.5]",
         "[5, 95]",
-        ("tests/unit/test_metrics_statistics.py::test_the_interval_is_a_95_percent_one",),
+        ("tests/unit/metrics/test_metrics_statistics.py::test_the_interval_is_a_95_percent_one",),
     ),
     _fault(
         "other groups never block",
-        f"{OPS}/fused.py",
+        f"{OPS}/backends/fused.py",
         "def _others_cannot_block() -> bool:",
         "def _others_cannot_block() -> bool:\n    return True\n\n\ndef _asked() -> bool:",
-        ("tests/unit/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
+        ("tests/unit/ops/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
     ),
     _fault(
         "stock layers do not end an offer",
@@ -129,7 +132,7 @@ FAULTS: tuple[Fault, ...] = (
     # Epochs, flags and workspaces.
     _fault(
         "plain kernels compare epochs without wrapping",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         "ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch",
         "ahead = tl.where(tl.load(flags + lane, mask=lane < count, other=0, volatile=True) < epoch, -1, 0)",
         (f"{LATE}::test_epochs_may_wrap_while_a_rank_is_late",),
@@ -137,14 +140,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "entered calls compare epochs without wrapping",
-        f"{KERNELS}/enter.py",
+        f"{KERNELS}/barrier.py",
         "second - first > 0",
         "second > first",
         (f"{TWIN}::test_epochs_may_wrap",),
     ),
     _fault(
         "plain kernels do not wait",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         "behind = tl.min(tl.where(lane < count, ahead, 0))",
         "behind = tl.min(tl.where(lane < count, 0, 0))",
         (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
@@ -152,7 +155,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels do not advance the epoch",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         "tl.store(epochs + next_slot, epoch + 1)",
         "tl.store(epochs + next_slot, epoch)",
         (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
@@ -160,24 +163,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "captured calls do not meet",
-        f"{KERNELS}/enter.py",
+        f"{KERNELS}/barrier.py",
         "    wait_flags(flags, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)\n",
         "",
         (f"{TWIN}::test_captured_gather_stays_open_beside_captured_gemms",),
     ),
     _fault(
         "flag of a step goes to another peer than its data",
-        f"{OPS}/launch_copies.py",
+        "megatron_flux/comm/copy_engine.py",
         "work.flags[peer][word : word + 1]",
         "work.flags[(rank + step) % tp][word : word + 1]",
-        ("tests/unit/test_pushes.py::test_a_flag_follows_its_data_to_the_same_peer",),
+        ("tests/unit/comm/test_pushes.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(
         "captured pushes are paced",
-        f"{OPS}/launch_copies.py",
+        "megatron_flux/comm/copy_engine.py",
         " and not work.captured",
         "",
-        ("tests/unit/test_pushes.py::test_only_eager_pushes_are_paced",),
+        ("tests/unit/comm/test_pushes.py::test_only_eager_pushes_are_paced",),
     ),
     _fault(
         "a destroyed group's slab is taken",
@@ -186,7 +189,7 @@ FAULTS: tuple[Fault, ...] = (
         "slab.half_bytes >= nbytes",
         (
             f"{LATE}::test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own",
-            "tests/unit/test_slab_turns.py::test_a_slab_belongs_to_one_group_whatever_its_name",
+            "tests/unit/comm/test_slab_turns.py::test_a_slab_belongs_to_one_group_whatever_its_name",
         ),
     ),
     _fault(
@@ -194,12 +197,12 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/comm/slab.py",
         "        if raw != self._raw:\n            self._follow()\n        half",
         "        half",
-        ("tests/unit/test_slab_turns.py::test_eager_calls_follow_a_change_of_stream",),
+        ("tests/unit/comm/test_slab_turns.py::test_eager_calls_follow_a_change_of_stream",),
         ("stream_change",),
     ),
     _fault(
         "a gather is waited for before the streams are in order",
-        f"{OPS}/launch_copies.py",
+        "megatron_flux/comm/copy_engine.py",
         """                    work.end()
                     relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
 """,
@@ -210,7 +213,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "a gather made ready is waited for before the streams are in order",
-        f"{OPS}/ready.py",
+        f"{OPS}/fast_path/replay.py",
         """                    work.end()  # the streams in order: the kernel reads what the call before leaves
                     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
                     self._launches[half](stream)
@@ -223,10 +226,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "ready calls of all dtypes are one",
-        f"{OPS}/again.py",
+        f"{OPS}/fast_path/call_cache.py",
         "        x.dtype,\n",
         "",
-        ("tests/unit/test_ready_keys.py::test_calls_of_another_kind_have_another_key",),
+        ("tests/unit/ops/test_ready_keys.py::test_calls_of_another_kind_have_another_key",),
         ("kinds",),
     ),
     _fault(
@@ -239,7 +242,7 @@ FAULTS: tuple[Fault, ...] = (
     # Fences: what is missing is seen in the compiled code, without a GPU and with one.
     _fault(
         "plain kernels have no fence behind a poll",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         '"fence.acq_rel.sys;" + ',
         "",
         (PLAIN_FENCES,),
@@ -247,7 +250,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels have no fence between proxies",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         '" fence.proxy.async;" if',
         '"" if',
         (PLAIN_FENCES,),
@@ -255,7 +258,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels have no fence before a flag",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         '"fence.acq_rel.sys; mov.u32 $0, $1;"',
         '"mov.u32 $0, $1;"',
         (PLAIN_FENCES,),
@@ -263,7 +266,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels publish before their stores have arrived",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         '"cp.async.bulk.wait_group 0; mov.u32 $0, $1;"',
         '"mov.u32 $0, $1;"',
         (PLAIN_FENCES,),
@@ -271,7 +274,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels ask GPUs before Hopper for its instructions",
-        f"{KERNELS}/device.py",
+        f"{KERNELS}/plain/device.py",
         "if not CPU and cuda_capability_geq(9, 0):",
         "if not CPU:",
         (PLAIN_FENCES,),
@@ -279,7 +282,7 @@ FAULTS: tuple[Fault, ...] = (
     # Warp-specialised kernels: these run on GPUs only.
     _fault(
         "Hopper kernels do not wait",
-        f"{KERNELS}/hopper.py",
+        f"{KERNELS}/hopper/pieces.py",
         "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
         "behind = gl.min(lane, axis=0)",
         (FENCES,),
@@ -287,42 +290,42 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "Hopper kernels compare epochs without wrapping",
-        f"{KERNELS}/hopper.py",
+        f"{KERNELS}/hopper/pieces.py",
         "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
         "behind = gl.min(gl.where(_acquire(flags + lane) < epoch, lane * 0 - 1, lane * 0), axis=0)",
         checks=("wrapping_hopper",),
     ),
     _fault(
         "Hopper kernels do not advance the epoch",
-        f"{KERNELS}/hopper.py",
+        f"{KERNELS}/hopper/pieces.py",
         "gl.store(epochs + next_slot, epoch + 1)",
         "gl.store(epochs + next_slot, epoch)",
         checks=("late_hopper",),
     ),
     _fault(
         "Hopper AG+GEMM does not wait for what the copy engine brings",
-        f"{KERNELS}/hopper_ag_gemm.py",
+        f"{KERNELS}/hopper/ag_gemm.py",
         "if unit != arrived:",
         "if unit < 0:",
         checks=("late_hopper",),
     ),
     _fault(
         "Hopper AG+GEMM waits for an earlier push",
-        f"{KERNELS}/hopper_ag_gemm.py",
+        f"{KERNELS}/hopper/ag_gemm.py",
         "wait_flags(flags + flag_off + unit * BM, BM, epoch,",
         "wait_flags(flags + flag_off + unit * BM, BM, epoch - 2,",
         checks=("late_hopper",),
     ),
     _fault(
         "Hopper GEMM+RS waits for an earlier tile",
-        f"{KERNELS}/hopper_gemm_rs.py",
+        f"{KERNELS}/hopper/gemm_rs.py",
         "wait_flags(flags + flag_off + tile * TP, TP, epoch,",
         "wait_flags(flags + flag_off + tile * TP, TP, epoch - 2,",
         checks=("late_hopper",),
     ),
     _fault(
         "Hopper kernels poll without acquire",
-        f"{KERNELS}/hopper.py",
+        f"{KERNELS}/hopper/pieces.py",
         "ld.acquire.sys.global.b32",
         "ld.relaxed.sys.global.b32",
         (FENCES,),
@@ -330,7 +333,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "Hopper kernels have no fence between proxies",
-        f"{KERNELS}/hopper.py",
+        f"{KERNELS}/hopper/pieces.py",
         '"fence.proxy.async; mov.u32 $0, $1;"',
         '"mov.u32 $0, $1;"',
         (FENCES,),
@@ -338,7 +341,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "Hopper kernels have no fence of the system",
-        f"{KERNELS}/hopper.py",
+        f"{KERNELS}/hopper/pieces.py",
         '"fence.acq_rel.sys; mov.u32 $0, $1;"',
         '"mov.u32 $0, $1;"',
         (FENCES,),
@@ -346,7 +349,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "Hopper AG+GEMM publishes without a barrier",
-        f"{KERNELS}/hopper_ag_gemm.py",
+        f"{KERNELS}/hopper/ag_gemm.py",
         "                barrier()\n                fence_system(epoch)",
         "                fence_system(epoch)",
         (FENCES,),
@@ -354,7 +357,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "Hopper GEMM+RS publishes before its stores have arrived",
-        f"{KERNELS}/hopper_gemm_rs.py",
+        f"{KERNELS}/hopper/gemm_rs.py",
         "        stores_done(epoch)\n",
         "",
         (FENCES,),

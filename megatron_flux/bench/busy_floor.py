@@ -22,7 +22,7 @@ from megatron_flux.comm import slab
 
 
 class BusyFloorBackend(FloorBackend):
-    """See the module; the interface is :class:`megatron_flux.ops.backend.Backend`."""
+    """See the module; the interface is :class:`megatron_flux.ops.backends.base.Backend`."""
 
     name = "busy-floor"
 

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from megatron_flux.bench.terminal import milliseconds, print_table
 from megatron_flux.errors import UserError
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 
 Answers = Mapping[str, Mapping[str, Any]]
 
 _CALL = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setting>.+)")
-"""The part of a key before the first bar; see :func:`megatron_flux.ops.tuning_cache.describe`."""
+"""The part of a key before the first bar; see :func:`megatron_flux.ops.backends.tuning_cache.describe`."""
 
 _TIMES = ("reference", "pipelined", "best fused", "choice")
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import backend_names, register_backend
-from megatron_flux.ops.reference import gemm
+from megatron_flux.ops.backends.reference import gemm
 
 NAME = "floor"
 
 
 class FloorBackend:
-    """See the module; the interface is :class:`megatron_flux.ops.backend.Backend`."""
+    """See the module; the interface is :class:`megatron_flux.ops.backends.base.Backend`."""
 
     name = NAME
     automatic = False

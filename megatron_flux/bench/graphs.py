@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron_flux.bench.layer_arms import Step
-from megatron_flux.ops.capture import captured_calls
+from megatron_flux.ops.cuda_graphs import captured_calls
 
 WARMUP_STEPS = 3
 

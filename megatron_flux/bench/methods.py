@@ -12,7 +12,7 @@ from megatron_flux import ops
 from megatron_flux.bench import stand_in_fused
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.stand_in import StandInGroup
-from megatron_flux.ops.tuning_cache import describe
+from megatron_flux.ops.backends.tuning_cache import describe
 
 BACKENDS = {"pipelined": "pipelined", "fused": "fused", "tuned": "tuned"}
 STAND_IN_BACKENDS = {"fused": stand_in_fused.FUSED, "tuned": stand_in_fused.TUNED}

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import environment
 from megatron_flux.bench import choices, plot, stand_in, world
 from megatron_flux.bench.methods import backends, methods, operands, tuning_key
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing, interleaved
 from megatron_flux.comm import slab
-from megatron_flux.ops.registry import get_backend
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import folder
+from megatron_flux.telemetry import environment
 
 
 def run(

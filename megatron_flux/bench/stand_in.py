@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench.stand_in_options import SIZES
-from megatron_flux.comm import topology
+from megatron_flux.comm import links as topology
 from megatron_flux.errors import UserError
 
 

@@ -20,10 +20,10 @@ from megatron_flux.bench.stand_in import StandInGroup
 from megatron_flux.comm import slab
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, register_backend
-from megatron_flux.ops.fused import FusedBackend
-from megatron_flux.ops.plan import Plan, ag_plan, cdiv
-from megatron_flux.ops.reference import ReferenceBackend
-from megatron_flux.ops.tuner import TunedBackend
+from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.kernel_config import Plan, ag_plan, cdiv
 
 FUSED, TUNED = "stand-in-fused", "stand-in"
 
@@ -81,7 +81,7 @@ class StandInFused(FusedBackend):
 
 
 def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
-    """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch` counts them."""
+    """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch.plain` counts them."""
     if not ws:
         if plan.comm or plan.pace:
             raise UserError(f"a stand-in group's plain kernels gather by copy engine, unpaced; not {plan.label()}")

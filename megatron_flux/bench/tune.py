@@ -20,8 +20,8 @@ from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.terminal import milliseconds
 from megatron_flux.comm import rank_errors
 from megatron_flux.errors import UserError
-from megatron_flux.ops import tuning_cache
-from megatron_flux.ops.registry import get_backend
+from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.registry import get_backend
 
 
 def run(

@@ -10,9 +10,9 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import topology
+from megatron_flux.comm import links as topology
 from megatron_flux.errors import UserError
-from megatron_flux.ops.registry import get_backend
+from megatron_flux.ops.backends.registry import get_backend
 
 ENVIRONMENT = MappingProxyType(
     {

@@ -22,14 +22,14 @@ CUDA graphs
     waits until all have said so. Behind that barrier nobody uses either half any more, and the capture's further calls
     alternate as above. A call in this mode that is not captured (a warm-up) knows nothing of the replays before it: it
     is entered, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
-    :func:`megatron_flux.ops.capture.captured_calls`.
+    :func:`megatron_flux.ops.cuda_graphs.captured_calls`.
 
     Two calls of which one is entered must not overlap on a rank: whoever replays puts the replay behind what used the
     slab before, and leaves no gather open around it.
 
 Exceptions
     A turn is taken on the host and completed by the call's kernel. An exception in between leaves the slab poisoned:
-    it refuses every further call on its rank, and peers run into their bounded waits (:mod:`megatron_flux.ops.broken`).
+    it refuses every further call on its rank, and peers run into their bounded waits (:mod:`comm.poison`).
     A larger slab, which all ranks make together, knows nothing of that.
 
 Hazards
@@ -52,7 +52,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import watch
+from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError, UserError
 
 FLAG_WORDS = 1 << 17
@@ -231,7 +231,7 @@ class SlabPool:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
-                "the operator once with this shape inside megatron_flux.ops.capture.captured_calls() before capturing"
+                "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
             )
         made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
         if slab is not None:
@@ -250,7 +250,7 @@ class SlabPool:
         """Have the next calls of ``group`` make new slabs: the way on after an exception broke calls off.
 
         Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
-        (:mod:`megatron_flux.ops.broken`). Waits for the device. What is still to be waited for, a gather that is open,
+        (:mod:`megatron_flux.comm.poison`). Waits for the device. What is still to be waited for, a gather that is open,
         keeps its slab until then; so do graphs.
         """
         found = [key for key in self._slabs if key[0] == group.group_name]
@@ -305,7 +305,7 @@ def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple
     """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective."""
     if device.type == "cuda":
         return _symmetric(group, nbytes, device)
-    from megatron_flux.comm import twin
+    from megatron_flux.comm import cpu_memory as twin
 
     return twin.shared(group, nbytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_flux.kernels.device import OP_GATHER, leave, wait_flags
+from megatron_flux.kernels.plain.device import OP_GATHER, leave, wait_flags
 
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])

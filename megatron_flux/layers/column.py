@@ -5,7 +5,7 @@ backward (pipeline warm-up, activation recompute): nothing but the saved tensors
 
 Backward enqueues three things in this order, so that each transfer has a GEMM to hide behind:
 gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
-The first has been enqueued before where a row-parallel layer came behind this one (:mod:`megatron_flux.layers.ahead`).
+The first has been enqueued before where a row-parallel layer came behind this one (:mod:`layers.prefetch`).
 
 Hazard: under saved-tensor hooks (activation offloading) a saved weight comes back without the attributes that Megatron
 set on the parameter, so the parameter itself is kept beside it.
@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers.ahead import ColumnWeight, Gathered, offer
 from megatron_flux.layers.derivative import autocast_of, first_only
+from megatron_flux.layers.prefetch import ColumnWeight, Gathered, offer
 from megatron_flux.layers.wgrad import main_grad_of, rows, weight_gradient
 
 

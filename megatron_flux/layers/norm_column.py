@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers.ahead import ColumnWeight, offer
 from megatron_flux.layers.column import column_backward
 from megatron_flux.layers.derivative import autocast_of, first_only
+from megatron_flux.layers.prefetch import ColumnWeight, offer
 from megatron_flux.layers.wgrad import main_grad_of
 
 

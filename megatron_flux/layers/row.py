@@ -2,7 +2,7 @@
 
 Contract: as in :mod:`megatron_flux.layers.column`. Backward gathers ``dy`` once, inside the dgrad operator, and reuses
 the gathered ``dy`` for wgrad. Behind dgrad it starts the gather that the column-parallel layer before it will need
-(:mod:`megatron_flux.layers.ahead`).
+(:mod:`megatron_flux.layers.prefetch`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers.ahead import accepted
 from megatron_flux.layers.derivative import autocast_of, first_only
+from megatron_flux.layers.prefetch import accepted
 from megatron_flux.layers.wgrad import main_grad_of, weight_gradient
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_flux import nvml
-from megatron_flux.comm import watch
-from megatron_flux.ops.sampling import Sampler
+from megatron_flux.comm import timeouts as watch
+from megatron_flux.telemetry.call_sampler import Sampler
 
 _SUMS = ("flux/operator_time_ms", "flux/exposed_communication_ms", "flux/e_overlap")
 

@@ -25,9 +25,9 @@ auto           ``reference``, until the others have been proven inside training
 =============  =====================================================================================================
 """
 
+from megatron_flux.ops.backends.registry import backend_names, register_backend
+from megatron_flux.ops.counters import OpStats, stats
 from megatron_flux.ops.operators import all_gather, all_gather_gemm, all_gathers_begun, gemm_reduce_scatter
-from megatron_flux.ops.registry import backend_names, register_backend
-from megatron_flux.ops.stats import OpStats, stats
 
 __all__ = [
     "OpStats",

@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.ops import again, observe
+from megatron_flux.ops import call_events as observe
 from megatron_flux.ops.alignment import aligned
-from megatron_flux.ops.reference import gemm
-from megatron_flux.ops.registry import select
-from megatron_flux.ops.stats import stats
+from megatron_flux.ops.backends.reference import gemm
+from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.counters import stats
+from megatron_flux.ops.fast_path import call_cache as again
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@ Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``e
 Whatever is not recognised runs the stock method and is counted (:mod:`megatron_flux.patch.fallbacks`).
 
 Where a layer's configuration asks for Megatron's CUDA graphs, its first call switches the operators of this process to
-the mode of captured calls (:mod:`megatron_flux.ops.capture`): Megatron captures when it likes, and warms up by itself.
+the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from megatron_flux.config import STOCK, FluxConfig
-from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear
-from megatron_flux.ops import capture
+from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+from megatron_flux.layers import prefetch as ahead
+from megatron_flux.ops import cuda_graphs as capture
 from megatron_flux.ops.operators import DTYPES
 from megatron_flux.patch.choices import backends_of
 from megatron_flux.patch.fallbacks import Fallbacks

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import STOCK
-from megatron_flux.ops.capture import captured_calls
-from megatron_flux.ops.registry import select
-from megatron_flux.ops.tuner import TunedBackend
+from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.choices import backends_of
 from megatron_flux.patch.linears import LinearPatch, asks_for_graphs

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_flux
-from megatron_flux import environment
 from megatron_flux.metrics import SCHEMA_VERSION, JsonlRecorder, WandbMirror, strict_json
-from megatron_flux.ops import observe
-from megatron_flux.trace.profiler import StepProfiler
+from megatron_flux.ops import call_events as observe
+from megatron_flux.telemetry import environment
+from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.flops import device_peak, step_flops
@@ -254,7 +254,7 @@ class Arm:
 
     def _note_failure(self, error: Exception) -> None:
         """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
-        from megatron_flux.comm import watch
+        from megatron_flux.comm import timeouts as watch
 
         rank = dist.get_rank()
         note = {

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.ops.fused import sm_margin
-from megatron_flux.ops.registry import get_backend
+from megatron_flux.ops.backends.fused import sm_margin
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.registry import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
@@ -248,7 +248,7 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
 
 
 def _check_beside_graphs(options: TrainOptions, pp: int, dp: int) -> None:
-    """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.fused`."""
+    """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.backends.fused`."""
     whole = options.backend
     directions = [given or whole for given in (options.forward_backend, options.dgrad_backend, options.wgrad_backend)]
     chosen = (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend))

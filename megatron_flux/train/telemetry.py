@@ -6,7 +6,7 @@
     record |= telemetry.fields(result)
 
 A step that is not sampled costs a comparison or two. In a sampled one every operator call is timed on the device
-(:mod:`megatron_flux.ops.sampling`), and each rank looks at its GPU once, in the middle of the step. Names, units and
+(:mod:`telemetry.call_sampler`), and each rank looks at its GPU once, in the middle of the step. Names, units and
 meanings are those of :mod:`megatron_flux.metrics.schema`.
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from megatron_flux import nvml
-from megatron_flux.comm import watch
-from megatron_flux.ops import sampling
+from megatron_flux.comm import timeouts as watch
+from megatron_flux.telemetry import call_sampler as sampling
 from megatron_flux.train.gather import StepResult, known
 from megatron_flux.train.trainer import LocalStep
 

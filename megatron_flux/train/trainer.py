@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megatron_flux.errors import FluxError
-from megatron_flux.ops import observe
-from megatron_flux.trace.parts import OPTIMIZER
+from megatron_flux.ops import call_events as observe
+from megatron_flux.telemetry.trace_parts import OPTIMIZER
 from megatron_flux.train import graphs
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches

@@ -14,7 +14,7 @@ pytest.importorskip("selenium", reason="selenium is not installed")
 
 from megatron_flux.metrics.report import write_reports
 from tests.browser.page import DESKTOP, PHONE, capture, look, print_to_pdf
-from tests.unit.report_runs import RESULTS, full_arms, full_run
+from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
 
 LOOKS = {"phone": (PHONE, False), "desktop": (DESKTOP, False), "dark": (DESKTOP, True)}
 

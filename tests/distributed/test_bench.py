@@ -20,10 +20,11 @@ from megatron_flux.bench import async_tp, choices, ops, stand_in, table, tune, w
 from megatron_flux.bench.methods import BACKENDS, call, methods, operands
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing
-from megatron_flux.comm.topology import Link
-from megatron_flux.ops import registry, tuner
-from megatron_flux.ops.reference import ReferenceBackend
-from megatron_flux.ops.tuner import TunedBackend
+from megatron_flux.comm.links import Link
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.tuned import TunedBackend
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed

@@ -37,7 +37,7 @@ def config(tp: int, **changes: Any) -> LayerConfig:
 
 def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dict[str, Any]:
     from megatron_flux.bench import layer
-    from megatron_flux.ops.reference import ReferenceBackend
+    from megatron_flux.ops.backends.reference import ReferenceBackend
 
     layer_config.LAYER_MODELS.update(SMALL)
     stock = ReferenceBackend.gemm_reduce_scatter

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
 
@@ -221,8 +221,9 @@ def larger_calls_come_next() -> None:
 
 def in_a_capture() -> None:
     """Nothing of a capture has run: when it has failed, the next one and eager calls begin as if it had not been."""
-    from megatron_flux.ops import launch_copies, launch_enter
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.comm import copy_engine as launch_copies
+    from megatron_flux.ops.cuda_graphs import captured_calls
+    from megatron_flux.ops.launch import barrier as launch_enter
 
     with fresh(COPIES, 20) as backend:
         for operator in OPERATORS:
@@ -232,7 +233,7 @@ def in_a_capture() -> None:
             with ExitStack() as nothing_runs:
                 nothing_runs.enter_context(one_capture(1))
                 nothing_runs.enter_context(mock.patch.object(launch_enter, "_enter"))
-                for module in (importlib.import_module("megatron_flux.ops.launch"), launch_copies):
+                for module in (importlib.import_module("megatron_flux.ops.launch.plain"), launch_copies):
                     nothing_runs.enter_context(mock.patch.object(module, "copy_engine_push", return_value=lambda: None))
                 nothing_runs.enter_context(no_compiler())
                 with pytest.raises(RuntimeError, match=MESSAGE):
@@ -262,8 +263,8 @@ def patched_again() -> None:
 
 def a_candidate_cannot_be_compiled() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
-    from megatron_flux.ops import tuner
-    from megatron_flux.ops.reference import ReferenceBackend
+    from megatron_flux.ops.backends import tuned as tuner
+    from megatron_flux.ops.backends.reference import ReferenceBackend
 
     with fresh(COPIES, 20) as backend:
         tuned = tuner.TunedBackend(ReferenceBackend(), None, backend)
@@ -282,7 +283,7 @@ def a_candidate_cannot_be_compiled() -> None:
 
 def limits() -> list[float]:
     """Seconds that waits of two groups may last, and of one that is told by the variable."""
-    from megatron_flux.comm import watch
+    from megatron_flux.comm import timeouts as watch
 
     short = dist.new_group([0, 1], timeout=timedelta(seconds=33))
     cpu = torch.device("cpu")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 from tests.distributed.pool import WorkerPool
 
 pytestmark = [
@@ -41,7 +41,7 @@ PLANS = {
 
 def twin() -> Any:
     """The backend on CPU tensors; the pool has switched Triton's interpreter on."""
-    from megatron_flux.ops.fused import FusedBackend
+    from megatron_flux.ops.backends.fused import FusedBackend
 
     return FusedBackend("twin", twin=True)
 
@@ -51,7 +51,7 @@ def integers(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transposed: bool) -> None:
-    from megatron_flux.ops.reference import ReferenceBackend
+    from megatron_flux.ops.backends.reference import ReferenceBackend
 
     group, stock = dist.group.WORLD, ReferenceBackend()
     w = integers(k, n, dtype) if transposed else integers(n, k, dtype)
@@ -71,7 +71,7 @@ def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transpose
 def all_shapes(plan: Plan, tma: bool) -> None:
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     backend = twin()
-    from megatron_flux.ops import launch
+    from megatron_flux.ops.launch import plain as launch
 
     launch._hopper.cache_clear()
     backend.plan = plan
@@ -89,7 +89,7 @@ def all_shapes(plan: Plan, tma: bool) -> None:
 
 def bias_before_rounding() -> None:
     """257 is no number of bf16 and becomes 256, to which 1 cannot be added; 258 is one."""
-    from megatron_flux.ops.reference import ReferenceBackend
+    from megatron_flux.ops.backends.reference import ReferenceBackend
 
     for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
         backend = twin()
@@ -107,7 +107,7 @@ def bias_before_rounding() -> None:
 def bias_that_is_a_column() -> None:
     """Kernels read a bias one element behind the other: the operator has to give them one that lies so."""
     from megatron_flux import ops
-    from megatron_flux.ops import registry
+    from megatron_flux.ops.backends import registry
 
     backend = twin()
     backend.plan = PLANS["copy engine"]
@@ -132,8 +132,8 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 def operands_of_one_rank_lie_elsewhere() -> None:
     """Ranks agree on shapes, not on addresses: all must run the same kernel, for these two send other things."""
-    from megatron_flux.ops import launch
-    from megatron_flux.ops.reference import ReferenceBackend
+    from megatron_flux.ops.backends.reference import ReferenceBackend
+    from megatron_flux.ops.launch import plain as launch
 
     group, stock = dist.group.WORLD, ReferenceBackend()
     backend = twin()
@@ -160,7 +160,7 @@ def operands_of_one_rank_lie_elsewhere() -> None:
 
 def captured_between_eager() -> None:
     from megatron_flux.comm import slab
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend = twin()
     for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
@@ -179,7 +179,7 @@ def captured_between_eager() -> None:
 def outgrown() -> None:
     """A slab that graphs hold stays when a larger one is made, any other goes."""
     from megatron_flux.comm import slab
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
 
     slab.pool.clear()
     backend = twin()
@@ -199,8 +199,8 @@ def outgrown() -> None:
 @contextlib.contextmanager
 def one_capture(number: int | None) -> Iterator[None]:
     """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
-    from megatron_flux.ops import launch_enter
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
+    from megatron_flux.ops.launch import barrier as launch_enter
 
     with captured_calls(), mock.patch.object(launch_enter, "capture_id", return_value=number):
         yield
@@ -209,8 +209,8 @@ def one_capture(number: int | None) -> Iterator[None]:
 def replays_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
     from megatron_flux.comm import slab
-    from megatron_flux.ops import launch_enter
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
+    from megatron_flux.ops.launch import barrier as launch_enter
 
     backend, group = twin(), dist.group.WORLD
     rng = random.Random(dist.get_rank())
@@ -259,8 +259,8 @@ def replays_in_any_order() -> None:
 
 def failed_capture() -> None:
     """A gather that a failed capture left open has never run: nobody may wait for it."""
+    from megatron_flux.comm import copy_engine as launch_copies
     from megatron_flux.comm import slab
-    from megatron_flux.ops import launch_copies
 
     slab.pool.clear()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
@@ -282,7 +282,7 @@ def captured_gather_stays_open() -> None:
     """As a captured backward has it: x gathered for wgrad while fused calls, captured too, run on the other slab; and a
     rank that is late to read the result, which peers must not overwrite before it begins the next.
     """
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend, group = twin(), dist.group.WORLD
     backend.plan = Plan(**TINY)
@@ -310,7 +310,7 @@ def gather_across_captures() -> None:
     """What is begun in a capture cannot be waited for outside of it, nor the other way round."""
     from megatron_flux.comm import slab
     from megatron_flux.errors import UserError
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
 
     slab.pool.clear()
     backend, group = twin(), dist.group.WORLD
@@ -346,7 +346,7 @@ def gather_across_captures() -> None:
 
 
 def with_tma(function: Any, tma: bool) -> None:
-    from megatron_flux.ops import launch
+    from megatron_flux.ops.launch import plain as launch
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     launch._hopper.cache_clear()
@@ -364,7 +364,7 @@ def one_rank_late() -> None:
 
 def epochs_wrap() -> None:
     from megatron_flux.comm import slab
-    from megatron_flux.ops.capture import captured_calls
+    from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend = twin()
     backend.plan = Plan(**TINY)
@@ -405,7 +405,8 @@ def two_gathers_open() -> None:
 
 
 def peer_never_comes() -> str | None:
-    from megatron_flux.comm import slab, watch
+    from megatron_flux.comm import slab
+    from megatron_flux.comm import timeouts as watch
 
     before = watch.timeouts()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"

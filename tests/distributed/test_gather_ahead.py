@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
-from megatron_flux.layers import ahead, column_parallel_linear, row_parallel_linear, wgrad
-from megatron_flux.ops import registry
-from megatron_flux.ops.capture import captured_calls
-from megatron_flux.ops.fused import FusedBackend
-from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.layers import column_parallel_linear, row_parallel_linear, wgrad
+from megatron_flux.layers import prefetch as ahead
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
 from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron

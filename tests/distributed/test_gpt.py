@@ -16,8 +16,9 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from megatron_flux import FallbackError, FluxConfig, report, set_backend
-from megatron_flux.ops import capture, registry
-from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool

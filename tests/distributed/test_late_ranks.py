@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, integers, twin
 

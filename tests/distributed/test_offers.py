@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import set_backend
-from megatron_flux.layers import ahead
+from megatron_flux.layers import prefetch as ahead
 from tests.distributed.data import integers
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool

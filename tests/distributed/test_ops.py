@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops import registry
-from megatron_flux.ops.reference import ReferenceBackend
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
 from tests.distributed.pool import WorkerPool
 

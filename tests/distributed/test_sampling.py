@@ -14,9 +14,9 @@ from megatron_flux import ops
 from megatron_flux.comm.pending import Pending
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.metrics import schema
-from megatron_flux.ops import observe
-from megatron_flux.ops.reference import ReferenceBackend
-from megatron_flux.ops.sampling import Sampler
+from megatron_flux.ops import call_events as observe
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.telemetry.call_sampler import Sampler
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -100,7 +100,7 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
 def rank_rounds(at_once: int | None) -> list[int]:
     register()
     sampler, counts = Sampler(1), []
-    from megatron_flux.ops import alone
+    from megatron_flux.telemetry import baseline_times as alone
 
     measured = alone.measure
     calls: list[Any] = []
@@ -124,7 +124,7 @@ def test_every_shape_is_measured_in_rounds_and_no_more(world2: WorkerPool) -> No
 
 def rank_without_memory() -> dict[str, Any]:
     register()
-    from megatron_flux.ops import alone
+    from megatron_flux.telemetry import baseline_times as alone
 
     sampler = Sampler(1)
     with pytest.MonkeyPatch.context() as patch:

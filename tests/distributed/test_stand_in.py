@@ -16,7 +16,7 @@ from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, Workload, resolve
 from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
@@ -85,7 +85,7 @@ def operators(size: int) -> None:
     from tests.distributed.test_fused_twin import integers
 
     group, twin = opened(size), StandInFused("stand-in twin", twin=True)
-    from megatron_flux.ops.reference import ReferenceBackend
+    from megatron_flux.ops.backends.reference import ReferenceBackend
 
     stock = ReferenceBackend()
     torch.manual_seed(dist.get_rank())

@@ -2,7 +2,7 @@
 
 Covered: expert layers, sequence parallelism off at construction and toggled on a built layer, tp = 1, deferred
 embedding weight gradient, a trainable bias on a frozen weight, autocast, a subclass with its own ``_forward_impl``, an
-unknown keyword. What needs hardware or packages that are absent here is decided in tests/unit/test_reasons.py.
+unknown keyword. What needs hardware or packages that are absent here is decided in tests/unit/layers/test_reasons.py.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 import megatron_flux
 from megatron_flux import FluxConfig, UserError, set_backend
-from megatron_flux.comm.topology import Link
-from megatron_flux.ops import capture, registry, tuner
-from megatron_flux.ops.reference import ReferenceBackend
-from megatron_flux.ops.tuner import TunedBackend
+from megatron_flux.comm.links import Link
+from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.tuned import TunedBackend
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool

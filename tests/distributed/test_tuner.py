@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.links import Link
 from megatron_flux.comm.pending import Pending
-from megatron_flux.comm.topology import Link
-from megatron_flux.ops import timing, tuner, tuning_cache
-from megatron_flux.ops.plan import Plan
-from megatron_flux.ops.reference import ReferenceBackend
-from megatron_flux.ops.tuner import TunedBackend
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.kernel_config import Plan
 from tests.distributed.pool import RankError, WorkerPool
 
 pytestmark = pytest.mark.distributed

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 from tests.distributed.pool import WorkerPool
 
 pytestmark = [
@@ -35,7 +35,7 @@ class Recorder:
 
 def rank_answers(folder: Path) -> list[Any]:
     """What runs: the first rank's file says ``pipelined`` and a plan, the second's ``reference``, or there is none."""
-    from megatron_flux.ops import tuner
+    from megatron_flux.ops.backends import tuned as tuner
 
     log: list[Any] = []
     rank, group = dist.get_rank(), dist.group.WORLD

@@ -28,12 +28,14 @@ import torch.distributed as dist
 
 from megatron_flux import ops, settings
 from megatron_flux.bench import stand_in, stand_in_fused
-from megatron_flux.comm import slab, watch
+from megatron_flux.comm import cuda_driver as driver
+from megatron_flux.comm import slab
+from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops import driver, fused
-from megatron_flux.ops.capture import captured_calls
-from megatron_flux.ops.plan import Plan, candidates
-from megatron_flux.ops.registry import _backends
+from megatron_flux.ops.backends import fused
+from megatron_flux.ops.backends.registry import _backends
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.kernel_config import Plan, candidates
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # for tests.ptx
 
@@ -819,7 +821,8 @@ def slowest_rank(group):
 
 def fences(group):
     """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
-    from megatron_flux.ops import launch, relaunch
+    from megatron_flux.ops.fast_path import kernel_launch as relaunch
+    from megatron_flux.ops.launch import plain as launch
     from tests.ptx import missing_fences, missing_in_plain
 
     by_triton, seen = relaunch.by_triton, {}

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_flux.ops.plan import Plan
+from megatron_flux.ops.kernel_config import Plan
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.slow]
 

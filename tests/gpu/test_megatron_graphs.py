@@ -92,7 +92,7 @@ class Captured:
     """Counts the operators' calls that become part of a graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_flux.ops.fused import FusedBackend
+        from megatron_flux.ops.backends.fused import FusedBackend
 
         self.calls: Counter[str] = Counter()
         for operator in IN_GRAPHS:
@@ -116,7 +116,7 @@ def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) 
     from contextlib import nullcontext
 
     from megatron_flux import ops
-    from megatron_flux.ops import capture
+    from megatron_flux.ops import cuda_graphs as capture
     from megatron_flux.train.trainer import Trainer
     from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
 

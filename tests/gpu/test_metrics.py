@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpus(2)
 
 NO_CONTEXT = """
 import ctypes, json
-from megatron_flux import environment
+from megatron_flux.telemetry import environment
 named = [environment.device_name(), environment.link(), environment.versions()]
 cuda = ctypes.CDLL("libcuda.so.1")
 assert cuda.cuInit(0) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux import cli
+from megatron_flux.cli import main as cli
 from tests.slurm import cluster as daemons
 
 ROOT = Path(__file__).parents[2]

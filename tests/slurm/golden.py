@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_flux.cli_slurm import _scripts
-from megatron_flux.launch.job import MODES
+from megatron_flux.cli.slurm import _scripts
+from megatron_flux.slurm.job import MODES
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 LINKS = {"nvlink": "nvlink-h100", "pcie": "pcie-a100"}

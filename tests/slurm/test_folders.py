@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux import cli
+from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.launch import runs
-from megatron_flux.launch.collect import collect
 from megatron_flux.run import folder
-from tests.unit.metrics_records import interleaved, write_run
+from megatron_flux.slurm import runs
+from megatron_flux.slurm.collect import collect
+from tests.unit.metrics.metrics_records import interleaved, write_run
 
 INFO = {"config": {"steps": 12}, "link": "nvlink", "versions": {}, "device": {}, "layout": {}, "command": "x"}
 

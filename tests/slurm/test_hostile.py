@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.launch import job, profile, render
-from megatron_flux.launch.profile import Profile, validated
+from megatron_flux.slurm import job, profile, render
+from megatron_flux.slurm.profile import Profile, validated
 
 HOSTILE = (
     "$(touch CANARY)",

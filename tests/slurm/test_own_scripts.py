@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.launch import queue
+from megatron_flux.slurm import queue
 from tests.megatron_lm.stand_in import write_tree
 from tests.slurm.cluster import Cluster
 from tests.slurm.golden import FOLDER

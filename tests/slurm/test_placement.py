@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.launch import queue
+from megatron_flux.slurm import queue
 from tests.slurm.cluster import GPUS, NODES, Cluster
 from tests.slurm.conftest import Slurm
 from tests.slurm.golden import FOLDER, JOBS

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_flux import cli
+from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.launch import job, profile, render, values
+from megatron_flux.slurm import job, profile, render, values
 from megatron_flux.train.presets import PRESETS
 from tests.slurm import golden
 

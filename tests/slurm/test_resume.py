@@ -49,7 +49,7 @@ KILLED = "was killed by SIGKILL (exit code -9)"
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_cluster: Cluster) -> None:
     """The stand-in in place of Python, without pre-flight; nothing fails yet."""
-    from tests.unit.metrics_records import record
+    from tests.unit.metrics.metrics_records import record
 
     file = tmp_path / "python-stand-in"
     file.write_text(STAND_IN)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.launch import queue, render
-from megatron_flux.launch.profile import Profile, validated
+from megatron_flux.slurm import queue, render
+from megatron_flux.slurm.profile import Profile, validated
 from tests.slurm.test_hostile import CLUSTER, WORK, script, stubs
 
 __all__ = ["stubs"]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.errors import FluxError
-from megatron_flux.launch import queue, runs, status
 from megatron_flux.metrics import JsonlRecorder
+from megatron_flux.slurm import queue, runs, status
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
-from tests.unit.metrics_records import record
+from tests.unit.metrics.metrics_records import record
 
 LAST = "slurmstepd: error: *** JOB 7 ON n00 CANCELLED AT 2026-11-22T14:20:05 DUE TO TIME LIMIT ***"
 

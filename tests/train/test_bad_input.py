@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_flux import cli
+from megatron_flux.cli import main as cli
 from megatron_flux.patch import registry
 from megatron_flux.run import launcher
 from megatron_flux.train import corpus as corpus_module

@@ -1,0 +1,160 @@
+"""Forward and backward of one transformer layer over one micro-batch on one rank, milliseconds.
+
+Stock Megatron with sequence parallelism (arXiv 2205.05198, section 4.2.2; megatron-core's
+``linear_with_grad_accumulation_and_async_allreduce``):
+
+* forward: all-gather, QKV; attention; proj, reduce-scatter; all-gather, FC1; activation; FC2, reduce-scatter, each in
+  turn (``serial``);
+* backward of proj and FC2: all-gather of dy, dgrad in turn; wgrad;
+* backward of QKV and FC1: dgrad beside the all-gather of x; wgrad beside the reduce-scatter of dx (``overlapped``).
+
+Flux: every pair of collective and GEMM is one ``fused`` call. x for the wgrad of QKV and FC1 is gathered ahead
+(:mod:`megatron_flux.layers.prefetch`), by copy engine beside what runs before their backward and leaves the link alone:
+proj's wgrad and attention's backward, FC2's wgrad. What of the gather is left then shares the link with dgrad's own
+reduce-scatter. The output layer, behind which no row-parallel layer comes, gathers all of its x so.
+
+Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
+(FlashAttention recomputes the scores, arXiv 2307.08691), at ``attention`` x peak. Norms, residuals, activation, bias
+gradients and the copies around attention are small kernels. Flux pays the disturbance of what it receives while it
+computes, which can make it slower than stock. Full recomputation runs the forward once more, selective
+the attention (arXiv 2205.05198, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_flux.bench.shapes import Model, layer_cases
+from megatron_flux.estimate.rates import Pair, Rates
+
+ARMS = ("baseline", "flux")
+FLOOR = "floor"
+"""No communication at all: what bench layer calls floor. Not a training run."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One direction. ``exposed`` is what it takes beyond the same work without communication."""
+
+    compute: float
+    exposed: float
+    collectives: float
+    """What the collectives take by themselves."""
+
+    @property
+    def total(self) -> float:
+        """Milliseconds from start to end."""
+        return self.compute + self.exposed
+
+    def __add__(self, other: Phase) -> Phase:
+        """One after the other."""
+        return Phase(self.compute + other.compute, self.exposed + other.exposed, self.collectives + other.collectives)
+
+    def times(self, factor: float) -> Phase:
+        """So many of them in turn."""
+        return Phase(factor * self.compute, factor * self.exposed, factor * self.collectives)
+
+
+NOTHING = Phase(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's two directions; ``host`` is host time beyond the GPU's."""
+
+    forward: Phase
+    backward: Phase
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of both."""
+        return self.forward.total + self.backward.total
+
+
+def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgrad: Pair, before: float = 0.0) -> Phase:
+    """Backward of a column-parallel linear with ``n`` outputs and ``k`` inputs a rank over ``m`` tokens.
+
+    ``dgrad`` is the :class:`~megatron_flux.estimate.rates.Pair` of its dgrad and reduce-scatter; ``before``, the
+    milliseconds just before it in which flux gathers x and nothing else uses the link.
+    """
+    wgrad = rates.gemm(n, k, m)
+    compute = dgrad.gemm + wgrad
+    if arm == FLOOR:
+        return Phase(compute, 0.0, 0.0)
+    nbytes = 2 * (tp - 1) * (m // tp) * k
+    gather = rates.collective(nbytes, tp)
+    total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
+    if arm == "flux":
+        hidden = max(dgrad.fused, max(0.0, gather - before) + dgrad.collective)
+        total = hidden + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
+    return Phase(compute, total - compute, gather + dgrad.collective)
+
+
+def predict_layer(
+    rates: Rates, arm: str, model: Model, seq: int, micro_batch: int, tp: int, recompute: str = "none"
+) -> Layer:
+    """Predict one layer.
+
+    Args:
+        rates: times of its parts.
+        arm: ``baseline``, ``flux`` or ``floor``.
+        model: sizes of the layer, before tensor parallelism.
+        seq: tokens per sequence.
+        micro_batch: sequences.
+        tp: tensor-parallel size.
+        recompute: ``none``, ``selective`` or ``full``.
+    """
+    m = seq * micro_batch
+    forward = {case.layer: rates.pair(case, tp) for case in layer_cases("", model, m, "forward", tp)}
+    dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", model, m, "dgrad", tp)}
+    attention = _attention(rates, model, seq, micro_batch, tp)
+    stream_forward, stream_backward = map(rates.streamed, streamed_bytes(model, m, tp))
+
+    ahead = NOTHING
+    for pair in forward.values():
+        ahead += pair_phase(rates, pair, arm)
+    gap = rates.calibration.gap_ms / 3  # a third of the kernels are forward's
+    ahead += Phase(attention + stream_forward + gap, 0.0, 0.0)
+
+    back = Phase(2.5 * attention + stream_backward + 2 * gap, 0.0, 0.0)
+    wgrad = {name: rates.gemm(case.k, case.n, m) for name, (case, _) in dgrad.items()}
+    before = {"qkv": wgrad["proj"] + 2.5 * attention, "fc1": wgrad["fc2"]}
+    for name, (case, pair) in dgrad.items():
+        if name in before:  # dgrad [m, k] has the linear's outputs as its k and its inputs as its n
+            back += column_backward(rates, arm, m, case.k, case.n, tp, pair, before[name])
+        else:  # dy is gathered once, for dgrad and wgrad
+            back += pair_phase(rates, pair, arm) + Phase(wgrad[name], 0.0, 0.0)
+    if recompute == "full":
+        back += ahead
+    elif recompute == "selective":
+        back += Phase(attention, 0.0, 0.0)
+    return Layer(ahead, back)
+
+
+def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
+    """A collective and its GEMM, of which the second waits for the first."""
+    if arm == FLOOR:
+        return Phase(pair.gemm, 0.0, 0.0)
+    total = pair.serial
+    if arm == "flux":
+        # Where the tuner keeps stock's call, there is nothing to disturb.
+        total = pair.fused + (rates.disturbance(pair.nbytes) if pair.fused < pair.serial else 0.0)
+    return Phase(pair.gemm, total - pair.gemm, pair.collective)
+
+
+def _attention(rates: Rates, model: Model, seq: int, micro_batch: int, tp: int) -> float:
+    flops = 2 * seq * seq * model.heads * model.head_dim * micro_batch / tp
+    return 1e3 * flops / (rates.device.attention * rates.device.peak_flops)
+
+
+def streamed_bytes(model: Model, m: int, tp: int) -> tuple[float, float]:
+    """Bytes that a rank's norms, residuals, activation and copies read and write, forward and backward."""
+    h, rows = model.hidden, m / tp
+    mlp, wide = m * model.ffn / tp, m * (model.heads + 2 * model.groups) * model.head_dim / tp
+    norms, residuals = 2 * rows * h, 2 * rows * h
+    gate = 3 if model.gated else 2
+    forward = 2 * norms + 3 * residuals + gate * mlp
+    backward = 3 * norms + 3 * residuals + (5 if model.gated else 3) * mlp + 2 * wide
+    if not model.gated:  # the gated models have no biases
+        backward += wide + mlp
+    return 2 * forward, 2 * backward

@@ -1,0 +1,195 @@
+"""A prediction for people: tables for the terminal, and a page with two charts. ``Prediction`` is in each title."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_flux.estimate.devices import LOW_OVERLAP
+from megatron_flux.estimate.validate import Check, MemoryCheck, summary
+
+STEP_ROWS = (
+    ("step time, ms", lambda arm: f"{arm['step']['total']:,.0f}"),
+    ("model FLOP/s utilization", lambda arm: f"{arm['step']['mfu']:.1%}"),
+    ("model TFLOP/s per GPU", lambda arm: f"{arm['step']['tflops_per_gpu']:.0f}"),
+    ("exposed TP communication, ms", lambda arm: _share(arm, "tp_exposed")),
+    ("  its collectives alone, ms", lambda arm: f"{arm['step']['tp_collectives']:,.0f}"),
+    ("pipeline bubble, ms", lambda arm: _share(arm, "bubble")),
+    ("sends between stages, ms", lambda arm: _share(arm, "point_to_point")),
+    ("vocabulary layers, ms", lambda arm: _share(arm, "vocabulary")),
+    ("host too slow, ms", lambda arm: _share(arm, "host")),
+    ("exposed DP communication, ms", lambda arm: _share(arm, "data")),
+    ("optimizer, ms", lambda arm: _share(arm, "optimizer")),
+)
+MEMORY_ROWS = ("parameters", "gradients", "optimizer", "activations", "working", "flux_workspace", "total")
+
+
+def _share(arm: dict[str, Any], name: str) -> str:
+    return f"{arm['step'][name]:,.0f} ({arm['step'][name] / arm['step']['total']:.1%})"
+
+
+def title(plan: dict[str, Any]) -> str:
+    """What is predicted, in one line."""
+    job = plan["job"]
+    return (
+        f"{plan['kind']}: {job['preset']} on {job['gpus']} x {job['device']}, tp {job['tp']} x pp {job['pp']} x dp "
+        f"{job['dp']}, micro-batch {job['micro_batch_size']} x {job['micro_batches']}, sequence "
+        f"{job['shape']['seq_length']}"
+    )
+
+
+def show(plan: dict[str, Any], console: Console) -> None:
+    """Print the tables of :func:`~megatron_flux.estimate.prediction.predict`."""
+    console.print(title(plan))
+    arms = plan["arms"]
+    console.print(table(("", "baseline", "flux"), [(n, *(cell(arms[a]) for a in arms)) for n, cell in STEP_ROWS]))
+    console.print(
+        f"{plan['kind']}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden "
+        "communication did not slow the rest down)"
+    )
+    rows = [(name.replace("_", " "), *(f"{arms[arm]['memory'][name]:.1f}" for arm in arms)) for name in MEMORY_ROWS]
+    console.print(table((f"{plan['kind']}: memory per GPU, GB", "baseline", "flux"), rows))
+    if plan["sensitivity"]:
+        header = (
+            "NCCL reaches, GB/s",
+            "baseline, ms",
+            "flux, ms",
+            "speed-up",
+            f"speed-up, E {LOW_OVERLAP:.2f}",
+            "exposed TP",
+        )
+        body = [
+            (
+                f"{row['reached_gb_per_s']:.0f}",
+                f"{row['baseline_ms']:,.0f}",
+                f"{row['flux_ms']:,.0f}",
+                f"{row['speedup']:.2f}",
+                f"{row['speedup_low']:.2f}",
+                f"{row['tp_exposed_share']:.0%}",
+            )
+            for row in plan["sensitivity"]
+        ]
+        console.print(f"{plan['kind']}: the same job on slower links within a node")
+        console.print(table(header, body))
+    used = plan["inputs"]
+    console.print(f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else ""))
+    for note in plan["notes"]:
+        console.print(f"note: {note}")
+
+
+def show_checks(checks: list[Check], memory: Sequence[MemoryCheck], console: Console) -> None:
+    """Print predicted beside measured layers."""
+    told = summary(checks)
+    console.print(
+        f"{told['kind']} beside the layer benchmark, ms per layer; each workload with constants of the others"
+    )
+    body = [
+        (
+            c.model,
+            f"{c.seq} x {c.micro_batch}",
+            c.arm,
+            f"{c.measured_ms:.2f}",
+            f"{c.predicted_ms:.2f}",
+            f"{c.error:+.1%}",
+        )
+        for c in checks
+    ]
+    console.print(table(("model", "sequence x micro-batch", "arm", "measured", "predicted", "error"), body))
+    for row in told["speedups"]:
+        console.print(
+            f"speed-up of flux, {row['workload']}: measured {row['measured']:.3f}, predicted {row['predicted']:.3f}"
+        )
+    for kind, found in told["errors"].items():
+        console.print(f"error, {kind}: mean {found['mean']:.1%}, largest {found['largest']:.1%}")
+    mean, largest = told["mean_absolute_error"], told["largest_absolute_error"]
+    console.print(f"error, all: mean {mean:.1%}, largest {largest:.1%}")
+    if gains := told["speedup_errors"]:
+        console.print(f"error, speed-up of flux: mean {gains['mean']:.3f}, largest {gains['largest']:.3f}")
+    sizes = [(c.workload, c.arm, f"{c.measured_gb:.2f}", f"{c.predicted_gb:.2f}", f"{c.error:+.1%}") for c in memory]
+    console.print(f"{told['kind']} beside its peak memory, GB")
+    console.print(table(("workload", "arm", "measured", "predicted", "error"), sizes))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A borderless table: the first column to the left, the others to the right."""
+    made = Table(box=None, pad_edge=False)
+    for i, name in enumerate(header):
+        made.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+PARTS: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = (
+    ("computation", lambda s: s["pipeline"] - s["bubble"] - s["point_to_point"] - s["tp_exposed"] - s["host"]),
+    ("exposed TP communication", lambda s: s["tp_exposed"]),
+    ("host", lambda s: s["host"]),
+    ("sends between stages", lambda s: s["point_to_point"]),
+    ("pipeline bubble", lambda s: s["bubble"]),
+    ("exposed DP communication", lambda s: s["data"]),
+    ("optimizer", lambda s: s["optimizer"]),
+)
+"""Parts of a step that add up to it."""
+
+
+def figures(plan: dict[str, Any]) -> list[Any]:
+    """The charts as plotly figures: what a step is made of, and step time over the link."""
+    import plotly.graph_objects as go
+
+    arms = plan["arms"]
+    bars = [
+        go.Bar(name=name, y=list(arms), x=[part(arm["step"]) for arm in arms.values()], orientation="h")
+        for name, part in PARTS
+    ]
+    made = go.Figure(bars)
+    heading = {"text": title(plan), "font": {"size": 13}}
+    made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
+    if not plan["sensitivity"]:
+        return [made]
+    return [made, _link_figure(plan)]
+
+
+def _link_figure(plan: dict[str, Any]) -> Any:
+    """Step time and speed-up over the link."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    rows = plan["sensitivity"]
+    low = f"flux, overlap efficiency {LOW_OVERLAP:.2f}"
+    made = make_subplots(rows=1, cols=2)
+    for column, name, key, colour, dash in (
+        (1, "baseline", "baseline_ms", "#9aa0a6", "solid"),
+        (1, "flux", "flux_ms", "#188038", "solid"),
+        (1, low, "flux_low_ms", "#188038", "dot"),
+        (2, "flux", "speedup", "#188038", "solid"),
+        (2, low, "speedup_low", "#188038", "dot"),
+    ):
+        x, y = [row["reached_gb_per_s"] for row in rows], [row[key] for row in rows]
+        line, legend = {"color": colour, "dash": dash}, column == 1
+        trace = go.Scatter(name=name, x=x, y=y, mode="lines+markers", line=line, showlegend=legend)
+        made.add_trace(trace, row=1, col=column)
+    heading = {"text": f"{plan['kind']}: the same job on other links within a node", "font": {"size": 13}}
+    made.update_layout(title=heading, height=420)
+    ticks = [round(row["reached_gb_per_s"]) for row in rows]
+    made.update_xaxes(title="GB/s that NCCL reaches per GPU", type="log", autorange="reversed", tickvals=ticks)
+    made.update_yaxes(title="ms per step", type="log", row=1, col=1)
+    made.update_yaxes(title="speed-up of flux", row=1, col=2)
+    return made
+
+
+def write_page(plan: dict[str, Any], path: Path) -> None:
+    """Write the charts as one page that opens without a network."""
+    parts = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures(plan))]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in plan["notes"])
+    heading = escape(title(plan))
+    path.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>'
+        f'<body style="font-family: sans-serif"><h1 style="font-size: 1.2rem">{heading}</h1>{"".join(parts)}'
+        f"<ul>{notes}</ul></body></html>\n",
+        encoding="utf-8",
+    )

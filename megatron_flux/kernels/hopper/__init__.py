@@ -1,0 +1,1 @@
+"""The fused kernels for Hopper in Gluon: warp-specialised, TMA and wgmma."""

@@ -1,0 +1,258 @@
+"""All-gather + GEMM, warp-specialised for Hopper: ``c = all_gather(x) @ w``. Shapes and guarantees are those of
+:mod:`megatron_flux.kernels.plain.ag_gemm`; this module says what differs.
+
+* Own tiles read ``x`` itself, so nothing is copied before the kernel. *aux* puts the own shard into the gather buffer
+  when the caller wants the gathered input.
+* Who moves the shards: the copy engine (PUSH off; enqueued before the kernel; flags ``[tp]``, or ``[tp, 2]`` where
+  shards at the edges come in two pieces of columns, the first two with EARLY, the last with LATE), or *aux* of every
+  SM (PUSH on), row by row through registers, to all peers in turn: no SM is lost to communication. Blocks of BM rows
+  travel in KCH chunks of columns. Flags: ``[tp, blocks, KCH, BM]``, one per row, set by rank ``r`` in ``[r]``.
+* *load* waits for a chunk when it comes to it; the product goes on with what has arrived.
+* A CTA sends its share of a chunk to all peers and waits until it has arrived: that bounds what is under way, so that
+  loads of the product are not stuck behind stores that the link cannot take.
+
+Schedule: own shard first. By copy engine then the first to come, then SPAN shards at a time, as they arrive: their row
+blocks are done side by side, which reads the weight less often. With PUSH block ``j`` of all peers before block ``j+1``
+of any.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from megatron_flux.kernels.hopper.pieces import (
+    PIECE,
+    barrier,
+    copy_out,
+    fence_proxy,
+    fence_system,
+    hand_over_tile,
+    leave,
+    load_block,
+    multiply_tile,
+    publish,
+    wait_flags,
+)
+
+OP_AG = gl.constexpr(1)
+
+
+@gluon.jit
+def _raster(u, rows, cols, GROUP: gl.constexpr):
+    width = GROUP * cols
+    first = (u // width) * GROUP
+    height = gl.minimum(rows - first, GROUP)
+    return first + (u % width) % height, (u % width) // height
+
+
+@gluon.jit
+def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr):
+    """Tile number to (source rank, row block within the shard, column block); ``own`` row blocks in a shard."""
+    src = rank
+    if t < own * npn:
+        rb, pn = _raster(t, own, npn, GROUP)
+    elif PUSH:
+        u = t - own * npn
+        per = (TP - 1) * npn
+        r, pn = _raster(u % per, TP - 1, npn, GROUP)
+        src = (rank + 1 + r) % TP
+        rb = u // per
+    else:
+        u = t - own * npn
+        src = (rank + 1 + u // (own * npn)) % TP
+        rb, pn = _raster(u % (own * npn), own, npn, GROUP)
+        if SPAN > 1:
+            if u >= own * npn:
+                u -= own * npn
+                first = u // (SPAN * own * npn) * SPAN
+                shards = gl.minimum(TP - 2 - first, SPAN)
+                r, pn = _raster(u - first * own * npn, shards * own, npn, GROUP)
+                src = (rank + 2 + first + r // own) % TP
+                rb = r % own
+    return src, rb, pn
+
+
+@gluon.jit
+def _piece(
+    src, kc, rank, KCH: gl.constexpr, TP: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr
+):  # fmt: skip
+    """The piece of a copied shard that chunk ``kc`` of its columns is in; :func:`megatron_flux.comm.copies.order`."""
+    step = (src + TP - rank) % TP
+    piece = kc * 0
+    if EARLY:
+        if step <= 2:
+            piece = gl.minimum(kc, 1)
+    if LATE:
+        if (step == TP - 1) & ((step > 2) | (not EARLY)):
+            piece = kc // (KCH - 1)
+    return piece
+
+
+@gluon.jit
+def _load(
+    a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr,
+    PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    per_source: gl.constexpr = 2 if EARLY or LATE else 1
+    slot = 0
+    phase = 1
+    arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
+    for t in range(gl.program_id(0), own * npn * TP, CTAS):
+        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+        if src == rank:
+            for ki in range(kt):
+                mbarrier.wait(empty.index(slot), phase)
+                load_block(
+                    xd, b, rb * BM, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot), BM, BN, BK,
+                    TRANSPOSED,
+                )  # fmt: skip
+                slot += 1
+                if slot == STAGES:
+                    slot = 0
+                    phase ^= 1
+        else:
+            for kc in range(KCH):
+                if PUSH:
+                    unit = (src * own + rb) * KCH + kc
+                    wait_flags(flags + flag_off + unit * BM, BM, epoch, err, limit, OP_AG, src, rb * KCH + kc, 50)
+                    fence_proxy(epoch)
+                else:
+                    unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
+                    if unit != arrived:
+                        wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
+                        fence_proxy(epoch)
+                        arrived = unit
+                for ki in range(kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt)):
+                    mbarrier.wait(empty.index(slot), phase)
+                    load_block(
+                        a, b, src * mp + rb * BM, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot),
+                        BM, BN, BK, TRANSPOSED,
+                    )  # fmt: skip
+                    slot += 1
+                    if slot == STAGES:
+                        slot = 0
+                        phase ^= 1
+
+
+@gluon.jit
+def _store(
+    c, pieces, ready, free, own, npn, mp, rank,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
+    SPAN: gl.constexpr, CTAS: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    slot = 0
+    phase = 0
+    for t in range(gl.program_id(0), own * npn * TP, CTAS):
+        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+        for piece in gl.static_range(BN // PIECE):
+            mbarrier.wait(ready.index(slot), phase)
+            copy_out(c, [src * mp + rb * BM, pn * BN + piece * PIECE], pieces.index(slot))
+            tma.store_wait(0)
+            mbarrier.arrive(free.index(slot), count=1)
+            slot += 1
+            if slot == RING:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _push(
+    x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank,
+    BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
+    KEEP: gl.constexpr, CTAS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, WIDTH, layout=layout)
+    mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(DTYPE)) + buf_off, 16)
+    if PUSH or KEEP:
+        for unit in range(gl.program_id(0), own * KCH * BM, CTAS):
+            row = (unit // (KCH * BM)) * BM + unit % BM
+            col = ((unit // BM) % KCH) * chunk_k
+            end = gl.minimum(col + chunk_k, k)
+            from_row = x + row.to(gl.int64) * k
+            to_row = (rank * mp + row).to(gl.int64) * k
+            for at in range(col, end, WIDTH):
+                value = gl.load(from_row + at + lane, mask=at + lane < end)
+                if PUSH:
+                    for step in gl.static_range(1, TP):
+                        theirs = gl.load(data_table + (rank + TP - step) % TP).to(gl.pointer_type(DTYPE)) + buf_off
+                        theirs = gl.multiple_of(theirs, 16)
+                        gl.store(theirs + to_row + at + lane, value, mask=at + lane < end)
+                if KEEP:
+                    gl.store(mine + to_row + at + lane, value, mask=at + lane < end)
+            if PUSH:
+                barrier()
+                fence_system(epoch)
+                for step in gl.static_range(1, TP):
+                    to = gl.load(flag_table + (rank + TP - step) % TP)
+                    publish(to, flag_off + rank * own * KCH * BM + unit, epoch)
+
+
+@gluon.jit
+def _multiply(
+    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
+    SPAN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    slot = 0
+    phase = 0
+    slot_d = 0
+    phase_d = 0
+    for t in range(gl.program_id(0), own * npn * TP, CTAS):
+        col = 0
+        if BIAS:
+            _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+            col = pn * BN
+        acc, slot, phase = multiply_tile(
+            sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS
+        )
+        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
+
+
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
+def hopper_ag_gemm_kernel(
+    a, xd, b, c, x, bias, data_table, flag_table, flags, ctrl, epochs, err, limit, slot, next_slot,
+    flag_off, buf_off, n, k, mp, chunk_k, rank,
+    TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
+    WIDTH: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read."""
+    epoch = gl.load(epochs + slot)
+    own = mp // BM
+    npn = gl.cdiv(n, BN)
+    kt = gl.cdiv(k, BK)
+    sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
+    sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
+    pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], c.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(RING):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank, BM, BN, GROUP, TP,
+                         PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE)),
+            (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
+                     mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES,
+                     TRANSPOSED)),
+            (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
+            (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
+                     TP, PUSH, KEEP, CTAS, DTYPE)),
+        ],
+        [1, 1, 2],
+        [80, 80, 80],
+    )  # fmt: skip
+    leave(ctrl, epochs, epoch, next_slot, CTAS)

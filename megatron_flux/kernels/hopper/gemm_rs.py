@@ -1,0 +1,236 @@
+"""GEMM + reduce-scatter, warp-specialised for Hopper. Shapes, schedule, flags and guarantees are those of
+:mod:`megatron_flux.kernels.plain.gemm_rs`; this module says what differs.
+
+* *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. Loads of operands
+  wait behind a piece that the link does not take yet, and CTAs that finish together fill the link: the tile after
+  that took 48 us instead of 32 (m=1024, n=12288, k=3072, tp=4). So the pieces of a tile are sent over ``spread``
+  nanoseconds, at another moment in every CTA: 31 us. The last tile of a CTA leaves at once.
+* *aux* adds partials on every SM while tensor cores multiply; *multiply* joins when it has run out of tiles. All SMs
+  compute.
+* A flag follows its tile as soon as the tile has arrived.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from megatron_flux.kernels.hopper.pieces import (
+    PIECE,
+    barrier,
+    copy_out,
+    fence_system,
+    hand_over_tile,
+    leave,
+    load_block,
+    multiply_tile,
+    now,
+    publish,
+    sleep,
+    stores_done,
+    wait_flags,
+)
+
+OP_RS = gl.constexpr(2)
+
+
+@gluon.jit
+def _place(t, nrb, npn, BAND: gl.constexpr, TP: gl.constexpr):
+    """Tile number to (step, row block, column block), as in :mod:`megatron_flux.kernels.plain.gemm_rs`."""
+    first = nrb - ((nrb - 1) // BAND) * BAND
+    u = t
+    base = nrb * 0
+    height = first
+    if t >= first * TP * npn:
+        u = t - first * TP * npn
+        base = first + (u // (BAND * TP * npn)) * BAND
+        height = nrb * 0 + BAND
+        u = u % (BAND * TP * npn)
+    width = height * TP
+    step = (u % width) % TP
+    rb = (u % width) // TP
+    pn = u // width
+    if base + height >= nrb:
+        remote = height * (TP - 1)
+        if u < remote * npn:
+            step = (u % remote) % (TP - 1)
+            rb = (u % remote) // (TP - 1)
+            pn = u // remote
+        else:
+            v = u - remote * npn
+            step = v * 0 + TP - 1
+            rb = v % height
+            pn = v // height
+    return step, base + rb, pn
+
+
+@gluon.jit
+def _load(
+    a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr,
+    CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    slot = 0
+    phase = 1
+    for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
+        step, rb, pn = _place(t, nrb, npn, BAND, TP)
+        row = ((rank + 1 + step) % TP) * mp + rb * BM
+        for ki in range(kt):
+            mbarrier.wait(empty.index(slot), phase)
+            load_block(
+                a, b, row, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot), BM, BN, BK, TRANSPOSED
+            )
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _store(
+    d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    slot = 0
+    phase = 0
+    tiles = nrb * npn
+    step_ns = spread // (BN // PIECE)
+    offset = step_ns * (gl.program_id(0) % 32) // 32
+    for t in range(gl.program_id(0), tiles * TP, CTAS):
+        step, rb, pn = _place(t, nrb, npn, BAND, TP)
+        tile = rb * npn + pn
+        row = row_off + (rank * tiles + tile) * BM
+        owner = gl.load(flag_table + (rank + 1 + step) % TP)
+        start = now()
+        for piece in gl.static_range(BN // PIECE):
+            mbarrier.wait(ready.index(slot), phase)
+            if step_ns > 0:
+                if piece == 0:
+                    start = now() + offset
+                if (step != TP - 1) & (t + CTAS < tiles * TP):
+                    while now() - start < piece * step_ns:
+                        sleep(200)
+            source = pieces.index(slot)
+            if step == 0:
+                copy_out(d0, [row, piece * PIECE], source)
+            if step == 1:
+                copy_out(d1, [row, piece * PIECE], source)
+            if TP > 2:
+                if step == 2:
+                    copy_out(d2, [row, piece * PIECE], source)
+                if step == 3:
+                    copy_out(d3, [row, piece * PIECE], source)
+            if TP > 4:
+                if step == 4:
+                    copy_out(d4, [row, piece * PIECE], source)
+                if step == 5:
+                    copy_out(d5, [row, piece * PIECE], source)
+                if step == 6:
+                    copy_out(d6, [row, piece * PIECE], source)
+                if step == 7:
+                    copy_out(d7, [row, piece * PIECE], source)
+            tma.store_wait(0)
+            mbarrier.arrive(free.index(slot), count=1)
+            slot += 1
+            if slot == RING:
+                slot = 0
+                phase ^= 1
+        stores_done(epoch)
+        barrier()
+        fence_system(epoch)
+        publish(owner, flag_off + tile * TP + rank, epoch)
+
+
+@gluon.jit
+def _reduce(
+    flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
+    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, PIECES: gl.constexpr, CHUNK: gl.constexpr,
+    PAUSE: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [warps], [0])
+    tiles = nrb * npn
+    ticket = gl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
+    while ticket < tiles * PIECES:
+        tile = ticket // PIECES
+        piece = ticket % PIECES
+        wait_flags(flags + flag_off + tile * TP, TP, epoch, err, limit, OP_RS, -1, tile, PAUSE)
+        following = gl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
+        row0 = (tile // npn) * BM
+        col0 = (tile % npn) * BN
+        for part in range(BM * BN // (CHUNK * PIECES)):
+            e = (piece * (BM * BN // (CHUNK * PIECES)) + part) * CHUNK + gl.arange(0, CHUNK, layout=layout)
+            total = gl.zeros((CHUNK,), gl.float32, layout=layout)
+            for src in gl.static_range(TP):
+                from_src = recv + (row_off + (src * tiles + tile) * BM).to(gl.int64) * BN
+                total += gl.load(from_src + e, cache_modifier=".cg").to(gl.float32)
+            r = row0 + e // BN
+            c = col0 + e % BN
+            gl.store(out + r.to(gl.int64) * n + c, total.to(DTYPE), mask=(r < mp) & (c < n))
+        ticket = following
+
+
+@gluon.jit
+def _multiply(
+    sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
+    nrb, npn, kt, mp, n,
+    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr,
+    RING: gl.constexpr, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    slot = 0
+    phase = 0
+    slot_d = 0
+    phase_d = 0
+    for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
+        acc, slot, phase = multiply_tile(
+            sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, TRANSPOSED, False
+        )
+        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
+    _reduce(
+        flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 4096, 50,
+        DTYPE,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
+def hopper_gemm_rs_kernel(
+    a, b, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flags, recv, out, ctrl, epochs, err, limit,
+    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
+    TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP)."""
+    epoch = gl.load(epochs + slot)
+    nrb = gl.cdiv(mp, BM)
+    npn = gl.cdiv(n, BN)
+    sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
+    sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
+    pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(RING):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
+                         limit, row_off, nrb, npn, kt, mp, n, BM, BN, TP, CTAS, STAGES, RING, TRANSPOSED, PIECES,
+                         DTYPE)),
+            (_load, (a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
+                     TRANSPOSED)),
+            (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
+                      rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
+            (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
+                       PIECES, 1024, 500, DTYPE)),
+        ],
+        [1, 1, 2],
+        [80, 80, 80],
+    )  # fmt: skip
+    leave(ctrl, epochs, epoch, next_slot, CTAS)

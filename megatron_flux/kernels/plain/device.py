@@ -1,0 +1,226 @@
+"""Device-side pieces that both operators share: bounded waits, publication of flags, tile order, main loop, epilogue.
+
+Flags
+    A flag is an int32 that only grows. Whoever moves data into a peer's memory then writes the *epoch* of the call into
+    the peer's flag; the reader waits until ``flag - epoch >= 0`` (two's complement, so the epoch may wrap). Nothing is
+    ever reset, and what an older call left behind is always smaller.
+
+Hazards
+    * A bulk (TMA) store is ordered before a flag only after ``cp.async.bulk.wait_group 0``; the ``.read`` form that
+      Triton emits on its own says only that shared memory may be reused.
+    * A value read through a TMA descriptor after a generic-proxy acquire needs ``fence.proxy.async`` in between.
+    * Triton never moves a load above a volatile one; the waits are volatile loads followed by a fence.
+
+A wait that exceeds its limit writes ``[code, op, peer, unit, epoch, seen]`` to host-visible memory and traps: the
+process ends non-zero and :mod:`megatron_flux.comm.timeouts` prints what it waited for. Under Triton's interpreter
+(``CPU``), limits count polls instead of nanoseconds and the kernel returns instead of trapping.
+
+Source: PTX ISA, "Memory consistency model" and "cp.async.bulk".
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+OP_AG = tl.constexpr(1)
+OP_RS = tl.constexpr(2)
+OP_GATHER = tl.constexpr(4)
+
+
+@triton.jit
+def _now():
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _every_thread(THREADS: tl.constexpr):
+    return tl.arange(0, THREADS)
+
+
+@triton.jit
+def acquire_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
+    """Order what was polled before everything after it, for both proxies: GPUs before Hopper have one."""
+    if not CPU:
+        ORDER: tl.constexpr = "fence.acq_rel.sys;" + (" fence.proxy.async;" if cuda_capability_geq(9, 0) else "")
+        tl.inline_asm_elementwise(
+            ORDER + " mov.u32 $0, $1;",
+            "=r,r",
+            [_every_thread(THREADS)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def release_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
+    """Order what this thread knows to be written before its relaxed writes that follow."""
+    if not CPU:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, $1;",
+            "=r,r",
+            [_every_thread(THREADS)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def bulk_stores_done(CPU: tl.constexpr, THREADS: tl.constexpr):
+    """Wait until this CTA's TMA stores have reached memory, wherever it is; GPUs before Hopper have none."""
+    if not CPU and cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, $1;",
+            "=r,r",
+            [_every_thread(THREADS)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _trap(code):
+    return tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [code], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _report(err, op: tl.constexpr, peer, unit, epoch, seen, CPU: tl.constexpr):
+    tl.store(err + 1, op)
+    tl.store(err + 2, peer)
+    tl.store(err + 3, unit)
+    tl.store(err + 4, epoch)
+    tl.store(err + 5, seen)
+    tl.debug_barrier()
+    tl.atomic_xchg(err, 1, sem="release", scope="sys")
+    if not CPU:
+        tl.debug_barrier()
+        _trap(epoch)
+
+
+@triton.jit
+def wait_flags(
+    flags,
+    COUNT: tl.constexpr,
+    count,
+    epoch,
+    err,
+    limit,
+    op: tl.constexpr,
+    peer,
+    unit,
+    CPU: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Spin until the first ``count`` (at most ``COUNT``) of ``flags`` have reached ``epoch``.
+
+    ``peer`` names who is waited for; if it is negative, the index of the first flag that is behind does.
+    """
+    lane = tl.arange(0, COUNT)
+    ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch
+    behind = tl.min(tl.where(lane < count, ahead, 0))
+    if behind < 0:
+        start = _now() if not CPU else 0
+        polls = 0
+        while behind < 0:
+            seen = tl.load(flags + lane, mask=lane < count, other=0, volatile=True)
+            ahead = tl.where(lane < count, seen - epoch, 0)
+            behind = tl.min(ahead)
+            polls += 1
+            if behind < 0:
+                waited = polls if CPU else _now() - start
+                if waited > limit:
+                    first = tl.min(tl.where(ahead < 0, lane, COUNT))
+                    who = tl.where(peer >= 0, peer, first)
+                    _report(err, op, who, unit, epoch, behind + epoch, CPU)
+                    behind = tl.zeros_like(behind)
+    acquire_fence(CPU, THREADS)
+
+
+@triton.jit
+def publish(address, offset, epoch, sem: tl.constexpr):
+    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64), after all this CTA wrote before a
+    barrier.
+    """
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem=sem, scope="sys")
+
+
+@triton.jit
+def leave(ctrl, epochs, epoch, next_slot, CTAS: tl.constexpr):
+    """The last CTA to arrive resets the call's counters and leaves the next call its epoch."""
+    tl.debug_barrier()
+    if tl.atomic_add(ctrl + 1, 1, sem="acq_rel", scope="gpu") == CTAS - 1:
+        tl.store(ctrl, 0)
+        tl.store(ctrl + 1, 0)
+        tl.store(epochs + next_slot, epoch + 1)
+
+
+@triton.jit
+def raster(u, rows, cols, GROUP: tl.constexpr):
+    """Tile ``u`` of ``rows`` x ``cols`` tiles, ``GROUP`` rows at a time so that both operands stay in L2."""
+    width = GROUP * cols
+    first = (u // width) * GROUP
+    height = min(rows - first, GROUP)
+    return first + (u % width) % height, (u % width) // height
+
+
+@triton.jit
+def multiply(
+    acc,
+    a,
+    b,
+    row,
+    col,
+    k_from,
+    k_to,
+    row_end,
+    n,
+    k,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr,
+    CPU: tl.constexpr,
+):
+    """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over the k blocks ``k_from`` to ``k_to``.
+
+    With ``TMA`` a and b are descriptors, else pointers to contiguous ``[row_end, k]`` and ``[n, k]`` (``[k, n]`` if
+    ``TRANSPOSED``); what lies outside reads as zero.
+    """
+    for ki in range(k_from, k_to):
+        if TMA:
+            x = a.load([row, ki * BK])
+            if TRANSPOSED:
+                y = b.load([ki * BK, col])
+            else:
+                y = b.load([col, ki * BK]).T
+        else:
+            rows = row + tl.arange(0, BM)
+            cols = col + tl.arange(0, BN)
+            ks = ki * BK + tl.arange(0, BK)
+            x = tl.load(
+                a + rows.to(tl.int64)[:, None] * k + ks[None, :],
+                mask=(rows < row_end)[:, None] & (ks < k)[None, :],
+                other=0.0,
+            )
+            if TRANSPOSED:
+                y = tl.load(
+                    b + ks.to(tl.int64)[:, None] * n + cols[None, :],
+                    mask=(ks < k)[:, None] & (cols < n)[None, :],
+                    other=0.0,
+                )
+            else:
+                y = tl.load(
+                    b + cols.to(tl.int64)[None, :] * k + ks[:, None],
+                    mask=(ks < k)[:, None] & (cols < n)[None, :],
+                    other=0.0,
+                )
+        if CPU:  # the interpreter multiplies bf16 by its bits
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc)
+    return acc

@@ -1,0 +1,363 @@
+"""The ``tuned`` backend: measures once per call shape which backend and plan is fastest, and keeps the answer.
+
+Contract
+    * Candidates are ``reference``, ``pipelined`` and a short list of fused plans. ``pipelined`` rounds before it adds a
+      bias: where the GEMM adds one it is not measured, and takes nothing. Bursts in turns leave those that are about as
+      fast as the fastest; of these the one is kept that is fastest when it runs by itself until the GPU has settled at
+      its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
+      unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
+    * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
+      the group's first rank and broadcast. A few collectives per new shape, none afterwards.
+    * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
+      in the cache folder (:mod:`megatron_flux.cache`). Only the first rank of a group writes, atomically. The file is
+      optional: what is wrong with it is logged and never stops a training (:mod:`ops.backends.tuning_cache`).
+    * A candidate that fails on all ranks is dropped with a log line; one that fails on some only is an error on all,
+      with rank and plan: what the others have enqueued waits for those ranks.
+    * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
+      compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
+      0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
+      either: a call that is new then takes ``reference`` and is logged.
+    * Calls that will be captured (:mod:`megatron_flux.ops.cuda_graphs`) take the answer for eager ones, unless it is
+      ``pipelined``, which cannot be captured. Where there is none they are measured in their own mode, eagerly and so
+      with a handshake for each, and the answer is kept for such calls alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import links as topology
+from megatron_flux.comm import rank_errors
+from megatron_flux.comm.pending import Pending
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends.pipelined import PipelinedBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.tuning_cache import describe
+from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.fast_path.replay import ReadyCall
+from megatron_flux.ops.kernel_config import Plan, candidates
+from megatron_flux.telemetry.baseline_times import GemmAlone
+
+logger = logging.getLogger("megatron_flux")
+
+MARGIN = 0.99
+
+CLOSE, FINALISTS = 1.08, 6
+"""How much slower in bursts, and how many, the candidates are that are measured once more by themselves."""
+
+
+def _kind(
+    op: str, x: torch.Tensor, m: int, n: int, k: int, group: dist.ProcessGroup, transposed: bool
+) -> tuple[Any, ...]:
+    """What calls with one choice have in common."""
+    return (group.group_name, op, m, n, k, x.dtype, x.device, transposed, capturing(x))
+
+
+def ranked(ms: dict[str, float]) -> list[str]:
+    """The candidates by what speaks for them, best first, from milliseconds by candidate."""
+    return sorted(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
+
+
+def finalists(ms: dict[str, float]) -> list[str]:
+    """The candidates to measure by themselves, best first, from milliseconds by candidate in bursts."""
+    best, *others = ranked(ms)
+    return [best, *(name for name in others if ms[name] <= CLOSE * ms[best])][:FINALISTS]
+
+
+def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str, Any] | None:
+    """The first answer that there is and that such a call can run."""
+    return next((a for a in answers if a is not None and not (captured and a["backend"] == "pipelined")), None)
+
+
+def _seconds() -> float:
+    """How long one shape may be measured."""
+    given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    try:
+        return float(given)
+    except ValueError:
+        raise UserError(f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, not {given!r}; 0 is never") from None
+
+
+class _Call(NamedTuple):
+    """An operator call that is to be run, or measured first."""
+
+    op: str
+    run: Callable[[Any], Any]
+    """Makes the call on a backend."""
+    x: torch.Tensor
+    m: int
+    n: int
+    k: int
+    group: dist.ProcessGroup
+    transposed: bool
+    pipelines: bool
+    """Whether ``pipelined`` may run it."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """See :func:`_kind`."""
+        return _kind(self.op, self.x, self.m, self.n, self.k, self.group, self.transposed)
+
+
+class TunedBackend:
+    """See the module."""
+
+    name = "tuned"
+    needs_cuda = True
+    automatic = True
+
+    def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend | None, fused: FusedBackend) -> None:
+        """``fused`` also answers what this backend can run; None for ``pipelined`` leaves it out."""
+        self.reference = reference
+        self.pipelined = pipelined
+        self.fused = fused
+        self.answers: dict[tuple[str, str], dict[str, Any]] = {}
+        """By group and key; filled as shapes come."""
+        self._quick: dict[tuple[Any, ...], tuple[str, Plan | None]] = {}
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """Whatever keeps ``fused`` from running."""
+        return self.fused.why_not(x, weight, group)
+
+    def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+        """As of ``fused``."""
+        return self.fused.untested(x, group)
+
+    def all_gather_gemm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        return self._run(self._gather_call(x, weight, group, transposed, bias))
+
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        return self._run(self._scatter_call(x, weight, group, transposed, async_op))
+
+    def decide(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Do for such a call of ``operator`` what its first one would do before it runs. A collective call."""
+        if operator == "all_gather_gemm":
+            self._choice(self._gather_call(x, weight, group, transposed, bias))
+        else:
+            self._choice(self._scatter_call(x, weight, group, transposed, async_op=False))
+
+    def _gather_call(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        bias: torch.Tensor | None,
+    ) -> _Call:
+        def run(backend: Any) -> Any:
+            return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
+
+        m = x.shape[0] * group.size()
+        n = weight.shape[1] if transposed else weight.shape[0]
+        pipelines = self.pipelined is not None and bias is None
+        return _Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines)
+
+    def _scatter_call(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, transposed: bool, async_op: bool
+    ) -> _Call:
+        def run(backend: Any) -> Any:
+            return backend.gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
+
+        n = weight.shape[1] if transposed else weight.shape[0]
+        pipelines = self.pipelined is not None
+        return _Call("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed, pipelines)
+
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
+        return self.fused.all_gather(x, group, async_op=async_op)
+
+    def ready(
+        self,
+        operator: str,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        transposed: bool,
+        shape: tuple[int, ...],
+        bias: bool = False,
+    ) -> ReadyCall | None:
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        if weight is None:
+            return self.fused.ready(operator, x, weight, group, transposed, shape)
+        k = x.shape[-1]
+        m = x.numel() // k * (group.size() if operator == "all_gather_gemm" else 1)
+        n = weight.shape[1] if transposed else weight.shape[0]
+        choice = self._quick.get(_kind(operator, x, m, n, k, group, transposed))
+        if choice is None or choice[1] is None or capturing(x):
+            return None
+        return self._with_plan(
+            lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape, bias), choice[1]
+        )
+
+    def _run(self, call: _Call) -> Any:
+        name, plan = self._choice(call)
+        if plan is not None:
+            return self._with_plan(call.run, plan)
+        if name == "pipelined" and call.pipelines:  # no answer for calls that will be captured
+            return call.run(self.pipelined)
+        return call.run(self.reference)
+
+    def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
+        before, self.fused.plan = self.fused.plan, plan
+        try:
+            return run(self.fused)
+        finally:
+            self.fused.plan = before
+
+    def _choice(self, call: _Call) -> tuple[str, Plan | None]:
+        """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
+        choice = self._quick.get(call.kind)
+        if choice is None:
+            found = self._find(call)
+            choice = found["backend"], Plan(**found["plan"]) if found["plan"] is not None else None
+            if not torch.cuda.is_current_stream_capturing():
+                self._quick[call.kind] = choice
+        return choice
+
+    def _find(self, call: _Call) -> dict[str, Any]:
+        """``{"backend", "plan", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in bursts,
+        ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
+        ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
+        """
+        op, x, m, n, k, group = call.op, call.x, call.m, call.n, call.k, call.group
+        link, captured = topology.probe(group, x.device).kind, capturing(x)
+        shape = (op, m, n, k, x, call.transposed, group.size(), link)
+        keys = [describe(*shape, captured=True), describe(*shape)] if captured else [describe(*shape)]
+        found = _first([self.answers.get((group.group_name, key)) for key in keys], captured)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                if group.rank() == 0:
+                    logger.warning(
+                        "megatron_flux: %s m=%d n=%d k=%d was never run before this CUDA graph's capture, so stock's "
+                        "GEMM and collective become part of it; run it once inside "
+                        "megatron_flux.ops.cuda_graphs.captured_calls() before",
+                        op, m, n, k,
+                    )  # fmt: skip
+                return {"backend": "reference", "plan": None, "ms": {}}
+            found = rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
+        if found is None:
+            found = self._measure(call)
+            if found["ms"]:
+                rank_errors.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
+            if call.pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
+                self.pipelined.release(group)
+        self.answers[group.group_name, keys[0]] = found
+        return found
+
+    def answer(
+        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup
+    ) -> dict[str, Any] | None:
+        """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
+        link = topology.probe(group, x.device).kind
+        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
+        return self.answers.get((group.group_name, key))
+
+    def _pipelines(self, group: dist.ProcessGroup) -> bool:
+        """Whether any call of ``group`` so far runs on ``pipelined``."""
+        return any(
+            name == group.group_name and answer["backend"] == "pipelined" for (name, _), answer in self.answers.items()
+        )
+
+    def _tried(self, call: _Call, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
+        """``way`` itself after a first call; None if that failed on all ranks. Collective.
+
+        Raises:
+            OperatorError: it failed on some ranks only.
+        """
+        error = None
+        try:
+            way()
+        except Exception as raised:
+            error = raised
+        failed = rank_errors.failures(call.group, None if error is None else f"{type(error).__name__}: {error}")
+        if not failed:
+            return way
+        words = f"{call.op} m={call.m} n={call.n} k={call.k} with {name}"
+        told = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+        if len(failed) < min(call.group.size(), dist.get_world_size()):  # the smaller one: ranks that are made up
+            raise OperatorError(
+                f"{words} failed on some ranks ({told}) and not on the others, whose kernels wait for them; set "
+                "MEGATRON_FLUX_TUNE_SECONDS=0 to train without measuring"
+            ) from error
+        if call.group.rank() == 0:
+            logger.warning("megatron_flux: %s cannot run and is not considered (%s)", words, told)
+        self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
+        return None
+
+    def _measure(self, call: _Call) -> dict[str, Any]:
+        limit = _seconds()
+        if limit <= 0:
+            return {"backend": "reference", "plan": None, "ms": {}}
+        began = time.monotonic()
+        from megatron_flux.ops.launch.plain import hopper_kernels, sm_count
+
+        op, run, x, m, n, k, group = call.op, call.run, call.x, call.m, call.n, call.k, call.group
+        device, mp, tp = x.device, m // group.size(), group.size()
+        ws = hopper_kernels(x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
+        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
+        if call.pipelines and not capturing(x):
+            way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
+            if way is not None:
+                ways["pipelined"] = (None, way)
+        for plan in candidates(op, mp, n, k, tp, sm_count(device), ws):
+            if not timing.all_agree(time.monotonic() - began <= limit, group, device):
+                break
+            name = f"fused {plan.label()}"
+            way = self._tried(call, name, functools.partial(self._with_plan, run, plan))  # compiles
+            if way is not None:
+                ways[name] = (plan, way)
+        timed = {name: way for name, (_, way) in ways.items()}
+        alone = GemmAlone()
+        if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):
+            timed["gemm"] = lambda: run(alone)
+        ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
+        gemm_ms = ms.pop("gemm", None)
+        close = finalists(ms)
+        lasting: dict[str, float] = {}
+        if len(close) > 1 and timing.all_agree(time.monotonic() - began <= 2 * limit, group, device):
+            lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)
+        elif len(close) > 1 and group.rank() == 0:
+            logger.warning("megatron_flux: %s m=%d n=%d k=%d is tuned by bursts only, time was up", op, m, n, k)
+        best = ranked(lasting or ms)[0]
+        chosen = ways[best][0]
+        return {
+            "backend": best if chosen is None else "fused",
+            "plan": None if chosen is None else asdict(chosen),
+            "ms": {name: round(value, 4) for name, value in ms.items()},
+            "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
+            **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),
+        }

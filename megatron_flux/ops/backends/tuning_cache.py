@@ -1,0 +1,204 @@
+"""The file of the tuner's answers: its keys, and reading and writing it so that it can never stop a training.
+
+The file is optional. A folder that cannot be written, a damaged file, an answer that this version cannot use: each is
+said once, with the path and what to do, and tuning goes on in memory. ``megatron-flux tune``, which exists to fill the
+file, uses :func:`load` and :func:`store`, which raise.
+
+A key names everything that an answer depends on, so that what was kept under other circumstances is not found::
+
+    operator, sizes, dtype, weight form, group size, link | GPU | versions and the plan's fields | settings
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flux.cache import cache_folder
+from megatron_flux.errors import UserError
+from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.settings import sm_margin
+from megatron_flux.version import __version__
+
+logger = logging.getLogger("megatron_flux")
+
+BACKENDS = ("reference", "pipelined", "fused")
+"""What an answer may choose."""
+
+_said: set[str] = set()
+
+
+def cache_path() -> Path:
+    """Where answers are kept."""
+    given = os.environ.get("MEGATRON_FLUX_TUNE_CACHE")
+    return Path(given) if given else cache_folder() / "tuned.json"
+
+
+def describe(
+    op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str, *, captured: bool = False
+) -> str:
+    """The key of an answer: everything it depends on. ``captured``: the calls run as inside a CUDA graph."""
+    form = "[k,n]" if transposed else "[n,k]"
+    mode = " in graphs" if captured else ""
+    call = f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link}{mode}"
+    return f"{call} | {_device_name(x.device)} | {_versions(x.device)} | {_settings()}"
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache
+def _versions(device: torch.device) -> str:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "none"
+    return f"flux {__version__} plan {plan_schema()} torch {torch.__version__} triton {_triton_version()} nccl {nccl}"
+
+
+def _triton_version() -> str:
+    for name in ("triton", "pytorch-triton"):  # the latter beside torch's nightly builds
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "none"
+
+
+def _settings() -> str:
+    """What of the environment changes who is the fastest: stock's multicast, SMs left to others, hardware queues."""
+    nvls, queues = (os.environ.get(name, "-") for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"))
+    return f"nvls={nvls} margin={sm_margin()} connections={queues}"
+
+
+@functools.cache
+def plan_schema() -> str:
+    """Changes with the fields of :class:`~ops.kernel_config.Plan`, so that plans of other fields are not found."""
+    return f"{zlib.crc32(repr([(field.name, field.type) for field in fields(Plan)]).encode()):08x}"
+
+
+def usable(answer: Any) -> dict[str, Any]:
+    """``answer`` itself.
+
+    Raises:
+        ValueError: it is not one that the tuner could have written; says what is wrong.
+    """
+    if not isinstance(answer, dict):
+        raise ValueError(f"it must be an object, not {type(answer).__name__}")
+    backend, plan = answer.get("backend"), answer.get("plan")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    if (plan is None) == (backend == "fused") or not isinstance(plan, dict | None):
+        raise ValueError(f"plan must be an object with backend fused and null otherwise, not {plan!r}")
+    for name in ("ms", "sustained_ms"):
+        times = answer.get(name, {} if name != "ms" else None)
+        if not isinstance(times, dict) or any(not _number(value) for value in times.values()):
+            raise ValueError(f"{name} must be an object of milliseconds, not {times!r}")
+    if "gemm_ms" in answer and not _number(answer["gemm_ms"]):
+        raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
+    known = {field.name: type(field.default) for field in fields(Plan)}
+    for name, value in (plan or {}).items():
+        if name not in known:
+            raise ValueError(f"the plan has an unknown field {name!r}")
+        if type(value) is not known[name]:
+            raise ValueError(f"the plan's {name} must be of type {known[name].__name__}, not {value!r}")
+    return answer
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
+    """The kept answers under ``keys``, None where there is none to be used; what is wrong with the file is logged."""
+    path = cache_path()
+    try:
+        kept = load(path)
+    except UserError as error:
+        _say_once(f"{error}. Until then choices are measured anew and kept in memory alone")
+        return [None for _ in keys]
+    found: list[dict[str, Any] | None] = []
+    for key in keys:
+        answer = kept.get(key)
+        try:
+            found.append(None if answer is None else usable(answer))
+        except ValueError as error:
+            _say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
+            found.append(None)
+    return found
+
+
+def keep(key: str, answer: dict[str, Any]) -> None:
+    """:func:`store` in the file that :func:`find` reads; that it cannot be written is logged."""
+    path = cache_path()
+    try:
+        store(path, key, answer)
+    except UserError:
+        pass  # damaged, and find() has said so
+    except OSError as error:
+        _say_once(
+            f"the tuner's choices cannot be kept in {path}: {error}. They hold for this process alone: set "
+            "MEGATRON_FLUX_TUNE_CACHE to a file that can be written"
+        )
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning("megatron_flux: %s", message)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """All kept answers; none if the file does not exist.
+
+    Raises:
+        UserError: the file is not what this module writes.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"tuning cache {path} cannot be read: {error}; delete it to tune again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"tuning cache {path} must hold one JSON object; delete it to tune again")
+    return found
+
+
+def store(path: Path, key: str, answer: dict[str, Any]) -> None:
+    """Add one answer; a reader sees the old file or the new one, and writers take turns (several groups, several jobs).
+
+    On a file system without locks a writer may undo what another one added meanwhile: that call is tuned once more.
+
+    Raises:
+        OSError: it cannot be written.
+        UserError: the file is damaged; it stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    name = None
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        merged = {**load(path), key: answer}
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as out:
+            json.dump(merged, out, indent=1, sort_keys=True)
+            out.write("\n")
+        os.replace(name, path)
+        name = None
+    finally:
+        if name is not None:  # a full disk must not fill up further
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        os.close(folder)  # and with it the lock

@@ -1,0 +1,65 @@
+"""Whether operators run as inside a CUDA graph: they are being captured, or warmed up for it, or this job uses graphs.
+
+In this mode a fused call runs on a workspace of its own, so that it can be replayed any number of times, in any order
+(:mod:`megatron_flux.comm.slab`). During capture the mode is on by itself, but its workspace cannot be made then: every
+call must have run in this mode before. Whoever captures by hand warms up inside :func:`captured_calls`. Where Megatron
+captures, at a time and with a warm-up of its own, :func:`always` is switched on by the first layer whose configuration
+asks for graphs, and what runs outside them pays a handshake per call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from megatron_flux.errors import UserError
+
+_within = 0
+"""How many :func:`captured_calls` are open."""
+_always = False
+
+
+@contextlib.contextmanager
+def captured_calls() -> Iterator[None]:
+    """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one."""
+    global _within
+    _within += 1
+    try:
+        yield
+    finally:
+        _within -= 1
+
+
+def always(on: bool) -> None:
+    """Whether from here on every fused call of this process runs as inside a CUDA graph."""
+    global _always
+    _always = on
+
+
+def capturing(x: torch.Tensor) -> bool:
+    """Whether a call on ``x`` runs in this mode."""
+    return _always or _within > 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def capturing_on_gpu() -> bool:
+    """As :func:`capturing`, where the call is known to be one on a GPU."""
+    return _always or _within > 0 or torch.cuda.is_current_stream_capturing()
+
+
+def capture_id(tensor: torch.Tensor) -> int | None:
+    """What tells the capture apart that a call on the device of ``tensor`` would be part of, None if it runs now."""
+    if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    from megatron_flux.comm import cuda_driver as driver
+
+    return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
+
+
+def waited_elsewhere(begun: int | None) -> UserError:
+    """The error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
+    return UserError(
+        f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
+        "be waited for there: finish it before capture begins or ends"
+    )

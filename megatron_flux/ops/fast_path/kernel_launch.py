@@ -1,0 +1,233 @@
+"""Launching a kernel that has been launched before on other operands, by one call of CUDA's driver.
+
+Triton's own launch of these kernels costs about 50 us of host time: it finds out which compiled variant fits, encodes
+up to ten TMA descriptors and unpacks some eighty parameters. Of all that only the operands' addresses change from call
+to call. The first call goes through Triton. From it, :class:`Relaunch` lays all parameters out as the kernel wants
+them; later calls put the addresses of the operands in and launch.
+
+Contract: who keeps a ``Relaunch`` calls it only where everything but the named operands' addresses is the same: shapes,
+strides, dtypes, integers, constants, device. Addresses must be multiples of 16, as the first were.
+
+Layout (Triton 3.6 to 3.9): parameters in the order of the signature without constants; a TMA descriptor is 128 bytes,
+then its shape (int32) and strides (int64); two pointers to scratch memory end the list. It is compared with the
+compiled kernel's own list; a kernel that is laid out in another way is launched by Triton every time, and that is
+logged.
+
+Profilers that hook into Triton's launches do not see these; CUDA's own (torch.profiler, nsys) do. Where a hook is
+installed, callers take Triton's way (:func:`hooked`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from triton import knobs
+
+from megatron_flux.comm import cuda_driver as driver
+from megatron_flux.ops.launch import signals
+
+logger = logging.getLogger("megatron_flux")
+
+_INTEGERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
+_PTX_BYTES = {"b8": 1, "u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8}
+_MOST_MAPS = 1024
+"""Addresses remembered per operand; the caching allocator gives the same few again."""
+
+Launch = tuple[Any, Sequence[Any]]
+"""A compiled kernel, and the arguments it has been launched with."""
+
+_lock = threading.Lock()
+
+
+class UnknownLayoutError(Exception):
+    """A compiled kernel takes other parameters than this module knows to give."""
+
+
+class _Map:
+    """An operand that the kernel reaches by TMA: a tensor map for each address it has had."""
+
+    def __init__(self, descriptor: Any, about: Mapping[str, Any]) -> None:
+        self._dtype, self._shape = descriptor.base.dtype, [int(n) for n in descriptor.shape]
+        self._strides = [int(n) for n in descriptor.strides]
+        self._box, self._swizzle = list(about["block_size"]), about["swizzle"]
+        self._made: dict[int, tuple[int, Any]] = {}
+
+    def at(self, address: int) -> int:
+        """Where the host keeps the map for ``address``."""
+        found = self._made.get(address)
+        if found is None:
+            if len(self._made) >= _MOST_MAPS:
+                self._made.clear()
+            made = driver.tensor_map(address, self._dtype, self._shape, self._strides, self._box, self._swizzle)
+            found = self._made[address] = (ctypes.addressof(made), made)
+        return found[0]
+
+
+class Relaunch:
+    """One compiled kernel with its parameters; see the module."""
+
+    def __init__(self, compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> None:
+        """Lay out the parameters of a kernel that has just been launched.
+
+        Args:
+            compiled: what Triton's launch returned.
+            grid: CTAs.
+            arguments: the launch's arguments in the order of the signature; constants may be left out at the end.
+            operands: names of the arguments whose addresses are given anew to every call: tensors or descriptors.
+
+        Raises:
+            UnknownLayoutError: the compiled kernel is not laid out as expected.
+        """
+        metadata = compiled.metadata
+        if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+            raise UnknownLayoutError("clusters, cooperative or dependent launches")
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise UnknownLayoutError("scratch memory")
+        warps, _, self._shared = compiled.packed_metadata
+        self._threads, self._function, self._grid = 32 * warps, compiled.function, grid
+        self._values: list[Any] = []
+        """ctypes objects of all parameters, in order."""
+        self._maps: list[_Map] = []
+        places = self._lay_out(compiled, arguments)
+        if missing := [name for name in operands if name not in places]:
+            raise UnknownLayoutError(f"no operand {', '.join(missing)}")
+        self._operands = [places[name] for name in operands]
+        """Of every operand: the parameter's index, and its maps (None for a pointer)."""
+        sizes = [ctypes.sizeof(value) for value in self._values]
+        if sizes != (wanted := parameter_sizes(compiled.asm["ptx"], metadata.name)):
+            raise UnknownLayoutError(f"parameters of {wanted} bytes, expected {sizes}")
+        self._parameters = (ctypes.c_void_p * len(sizes))(*[ctypes.addressof(value) for value in self._values])
+
+    def _lay_out(self, compiled: Any, arguments: Sequence[Any]) -> dict[str, tuple[int, _Map | None]]:
+        """Fill the values; returns where tensors and descriptors are, by name."""
+        signature = compiled.src.signature
+        abouts = iter(compiled.metadata.tensordesc_meta or ())
+        places: dict[str, tuple[int, _Map | None]] = {}
+        for (name, kind), argument in zip(signature.items(), arguments, strict=False):
+            at = len(self._values)
+            if not isinstance(kind, str):
+                raise UnknownLayoutError("a tuple of arguments")
+            if kind == "constexpr":
+                continue
+            if kind.startswith("tensordesc"):
+                about = next(abouts, None)
+                if about is None or about["fp4_padded"] or about.get("is_im2col"):
+                    raise UnknownLayoutError("descriptors that are not tiled TMA's")
+                maps = _Map(argument, about)
+                held = (ctypes.c_char * driver.MAP_BYTES).from_address(maps.at(argument.base.data_ptr()))
+                self._maps.append(maps)  # keeps what ``held`` looks at
+                self._values += [held, *map(ctypes.c_int32, argument.shape), *map(ctypes.c_int64, argument.strides)]
+                places[name] = (at, maps)
+            elif kind.startswith("*"):
+                self._values.append(ctypes.c_uint64(argument.data_ptr()))
+                places[name] = (at, None)
+            elif kind in _INTEGERS:
+                self._values.append(_INTEGERS[kind](argument))
+            else:
+                raise UnknownLayoutError(f"a parameter of type {kind}")
+        if any(kind != "constexpr" for kind in list(signature.values())[len(arguments) :]):
+            raise UnknownLayoutError("arguments are missing")
+        self._values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
+        return places
+
+    def __call__(self, stream: int, *operands: torch.Tensor) -> None:
+        """Launch on ``stream`` (a handle) with these operands, in the order they were named in.
+
+        Raises:
+            OperatorError: CUDA refused it.
+        """
+        parameters, values = self._parameters, self._values
+        with _lock:  # another thread must not change the parameters before they are copied
+            for (at, maps), tensor in zip(self._operands, operands, strict=True):
+                if maps is None:
+                    values[at].value = tensor.data_ptr()
+                else:
+                    parameters[at] = maps.at(tensor.data_ptr())
+            driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
+
+
+def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
+    """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel.
+
+    The program's signal handlers stay (:mod:`ops.launch.signals`): no kernel is launched by Triton otherwise.
+    """
+    with signals.kept:
+        return kernel[(grid,)](*arguments, **constants)
+
+
+def first_or_again(
+    known: dict[Any, Any],
+    key: Hashable,
+    grid: int,
+    first: Callable[[], Launch],
+    device: int,
+    **operands: torch.Tensor,
+) -> None:
+    """Launch a kernel on the current stream: by Triton the first time, by its :class:`Relaunch` afterwards.
+
+    Args:
+        known: where relaunches are kept; it should live no longer than the tensors among the fixed arguments.
+        key: of the relaunch in ``known``; determines all but the operands' addresses.
+        grid: CTAs.
+        first: launches by Triton and returns the compiled kernel and the arguments without constants.
+        device: index of the CUDA device.
+        operands: tensors that differ from call to call, by the names of the kernel's arguments.
+    """
+    again = known.get(key)
+    if again and not hooked():
+        again(torch._C._cuda_getCurrentRawStream(device), *operands.values())
+        return
+    compiled, arguments = first()
+    if again is None:
+        known[key] = _prepare(compiled, grid, arguments, list(operands))
+
+
+def _prepare(compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> Relaunch | Literal[False]:
+    """False where Triton has to launch this kernel every time: that is logged once a kernel."""
+    try:
+        if not driver.available():
+            raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
+        return Relaunch(compiled, grid, arguments, operands)
+    except UnknownLayoutError as reason:
+        name = compiled.metadata.name
+        if name not in _told:
+            _told.add(name)
+            logger.warning("megatron_flux: %s is launched by Triton, which costs host time: %s", name, reason)
+        return False
+
+
+_told: set[str] = set()
+
+
+def parameter_sizes(ptx: str, name: str) -> list[int]:
+    """Bytes of every parameter of the kernel ``name`` in ``ptx``.
+
+    Raises:
+        UnknownLayoutError: it is not there, or of a type that is not known.
+    """
+    entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
+    if entry is None:
+        raise UnknownLayoutError(f"no entry {name}")
+    sizes = []
+    for line in entry[1].split(","):
+        kind = re.search(r"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+)", line)
+        if kind is None or kind[1] not in _PTX_BYTES:
+            raise UnknownLayoutError(f"a parameter {line.strip()!r}")
+        count = re.search(r"\[(\d+)\]\s*$", line)
+        sizes.append(_PTX_BYTES[kind[1]] * (int(count[1]) if count else 1))
+    return sizes
+
+
+def hooked() -> bool:
+    """Whether a launch hook would be called by Triton; an empty chain of hooks is none."""
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Launching the fused kernels: plain.py for all GPUs, hopper.py for the warp-specialised ones."""

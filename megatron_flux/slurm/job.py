@@ -1,0 +1,223 @@
+"""Jobs: a model, its layout on nodes and its training options; combined with a profile and checked as a run is checked.
+
+What a job asks of ``megatron-flux train`` or ``compare`` goes through the commands' own checks here, for the world
+size that the job will have: what they would refuse on 128 GPUs is refused on the login node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_flux.errors import UserError
+from megatron_flux.slurm.profile import Profile, read_yaml, validated
+from megatron_flux.slurm.values import Name, Text, seconds
+from megatron_flux.train import config
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.presets import parameters
+
+PACKAGED = resources.files("megatron_flux.slurm") / "jobs"
+Mode = Literal["baseline", "flux", "compare"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+OWN = (
+    "preset",
+    "tp",
+    "pp",
+    "nproc",
+    "out",
+    "overwrite",
+    "flux",
+    "save",
+    "load",
+    "ckpt_step",
+    "other_data",
+    "exit_signal",
+)
+"""Options that the job or its script decides."""
+
+Value = bool | int | float | Text | list[Text]
+
+
+class Job(BaseModel):
+    """A model on a number of nodes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Name
+    description: Text
+    preset: Name
+    nodes: Annotated[int, Field(ge=1, le=4096)]
+    tp: Annotated[int, Field(ge=1)]
+    pp: Annotated[int, Field(ge=1)]
+    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Of a comparison: array tasks, one after the other."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 1
+    """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
+    training: dict[Name, Value] = {}
+    """Options of ``megatron-flux train``, by their names with underscores."""
+    compare: dict[Name, Value] = {}
+    """What is different in a comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A job on a cluster in a mode: all that a script needs."""
+
+    job: Job
+    profile: Profile
+    mode: Mode
+    run: config.RunConfig
+    """As a rank of the job will see it; folders and repetition apart."""
+    arguments: tuple[str, ...]
+    """Words for ``megatron-flux``, without what the script adds."""
+
+    @property
+    def name(self) -> str:
+        """The job's name in the queue and in file names."""
+        return f"{self.job.name}-{self.mode}"
+
+
+def packaged_jobs() -> list[str]:
+    """Names of the jobs that come with this package."""
+    return sorted(file.name.removesuffix(".yaml") for file in PACKAGED.iterdir() if file.name.endswith(".yaml"))
+
+
+def load_job(given: str, overrides: dict[str, Any] | None = None) -> Job:
+    """The job of this name, or in the file of this path, with ``overrides`` in place of what it says.
+
+    Raises:
+        UserError: there is none, or it does not say what a job may say.
+    """
+    return read_yaml(Job, "job", given, packaged_jobs(), PACKAGED, overrides or {})
+
+
+def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
+    """Combine and check. ``settings`` win over the job's options, and those over the profile's.
+
+    Raises:
+        UserError: an option that there is not or that does not fit, or a model that cannot fit into the GPUs.
+    """
+    special = CompareOptions if mode == "compare" else CheckpointOptions
+    given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
+    known = {**TrainOptions.model_fields, **special.model_fields}
+    for name in given:
+        if name in OWN:
+            raise UserError(f"{name} of job {job.name} is set by the job itself; leave it out of the training options")
+        if name not in known:
+            allowed = ", ".join(sorted(set(known) - set(OWN)))
+            raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
+    layout = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
+    options = validated(TrainOptions, "training", {**layout, **_of(TrainOptions, given)})
+    more: dict[str, Any] = _of(special, given)
+    if mode != "compare":
+        more["flux"] = mode == "flux"
+    specials = validated(special, "training", more)
+    world_size = job.nodes * profile.processes_per_node
+    run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
+    check_memory(run, profile)
+    check_time(profile.time, profile.signal_seconds)
+    words = ["compare" if mode == "compare" else "train"]
+    words += [word for name, value in layout.items() for word in _words(name, value)]
+    if mode != "compare":
+        words += _words("flux", mode == "flux")
+    chosen = {**options.model_dump(), **specials.model_dump()}
+    words += [word for name in given if name != "seed" for word in _words(name, chosen[name])]
+    return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` words as options; a name whose option is a list may come again.
+
+    Raises:
+        UserError: a word without a ``=``, or a name twice.
+    """
+    fields = {**TrainOptions.model_fields, **CheckpointOptions.model_fields, **CompareOptions.model_fields}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        if not pair.isprintable():
+            raise UserError(f"--set {pair!r}: line breaks and other control characters are not allowed")
+        name, separator, value = pair.partition("=")
+        name = name.replace("-", "_")
+        if not separator or not name:
+            raise UserError(f"--set {pair!r}: give NAME=VALUE, such as steps=200")
+        if name in fields and get_origin(fields[name].annotation) is list:
+            found.setdefault(name, []).append(value)
+        elif name in found:
+            raise UserError(f"--set {name} is given twice; give it once")
+        else:
+            found[name] = value
+    return found
+
+
+def least_memory(run: config.RunConfig) -> float:
+    """GiB that weights, gradients and optimizer state take on a GPU, all arms together; activations come on top.
+
+    bf16 weights (2 bytes a parameter), fp32 gradients (4) and, shared by the data-parallel ranks where the optimizer
+    is distributed, fp32 weights and two moments (12). Source: Megatron-LM's documentation of its distributed optimizer.
+    """
+    optimizer = 12 / run.dp if run.distributed_optimizer else 12
+    arms = 2 if run.command == "compare" else 1
+    share = parameters(run.shape, run.padded_vocab_size) / (run.tp * run.pp)
+    return arms * share * (2 + 4 + optimizer) / 2**30
+
+
+def check_memory(run: config.RunConfig, profile: Profile) -> None:
+    """Refuse what cannot fit, whatever the activations take.
+
+    Raises:
+        UserError: weights, gradients and optimizer state alone need more than a GPU has.
+    """
+    if profile.gpu is None:
+        return
+    needed = least_memory(run)
+    if needed >= profile.gpu.memory_gib:
+        both = "both arms of a comparison" if run.command == "compare" else "this run"
+        raise UserError(
+            f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
+            f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
+            "(--set num_layers=...), or run baseline and flux as two jobs"
+        )
+
+
+def check_time(time: str, lead: int) -> None:
+    """Refuse a job that would be asked to save and stop as soon as it has begun.
+
+    Args:
+        time: the time limit, a ``Duration``. Slurm rounds it up to whole minutes.
+        lead: seconds ahead of it that the signal comes.
+
+    Raises:
+        UserError: ``time`` is not above ``lead``.
+    """
+    given = seconds(time)
+    if given is None:
+        return
+    limit = -(-given // 60) * 60
+    if limit <= lead:
+        raise UserError(
+            f"time {time} is {limit} s, and the job is asked to save and stop {lead} s ahead of its end (the profile's "
+            f"signal_seconds): it would stop at once; give --time {lead // 60 + 1} or more, or a profile with less lead"
+        )
+
+
+def _of(model: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``given`` that is ``model``'s; one value of a list option is a list of one."""
+    return {
+        name: [value] if get_origin(field.annotation) is list and not isinstance(value, list) else value
+        for name, field in model.model_fields.items()
+        if name in given and (value := given[name]) is not None
+    }
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """An option as words of a command line; its value stays one word whatever it begins with."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    if isinstance(value, list | tuple):
+        return [f"--{option}={item}" for item in value]
+    return [f"--{option}={value}"]

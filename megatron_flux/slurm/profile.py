@@ -1,0 +1,201 @@
+"""Profiles: what a job has to know of a cluster. YAML, packaged ones by name and a user's own by path.
+
+Nothing of a site is assumed: partition, account, modules, container and virtual environment are asked for only where
+a profile names them.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from megatron_flux.errors import UserError
+from megatron_flux.slurm.preflight_floors import DEFAULTS, Floors
+from megatron_flux.slurm.values import (
+    Constraint,
+    Duration,
+    Memory,
+    Module,
+    Name,
+    NodeList,
+    Place,
+    SbatchOption,
+    SetupLine,
+    SlurmWord,
+    SrunOption,
+    Text,
+    Variable,
+    secrets_set_in,
+)
+
+PACKAGED = resources.files("megatron_flux.slurm") / "profiles"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Container(_Part):
+    """Where the job's processes run, if not on the node itself."""
+
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """Pyxis is Slurm's plugin for enroot; apptainer is called by its command."""
+    image: Place
+    """Pyxis unpacks it once on each node, for all steps of a job."""
+    mounts: tuple[Place, ...] = ()
+    """``HOST:CONTAINER`` or a path for both. The folder of submission is always mounted."""
+
+
+class Gpu(_Part):
+    """The GPUs of a node, as far as the pre-flight and the reader need them."""
+
+    name: Text
+    """Part of the name that the driver gives, such as ``H100``."""
+    memory_gib: PositiveInt
+
+
+class Preflight(_Part):
+    """What every node must pass before a job begins."""
+
+    enabled: bool = True
+    slow_fraction: float = Field(0.8, gt=0, lt=1)
+    """A GPU or a node that reaches less than this part of the median stops the job."""
+    timeout: PositiveInt = 600
+    """Seconds for the test that runs on all nodes together."""
+    floors: Floors = Floors()
+    """The least that links and hardware must reach, and rules that are waived, with the reason."""
+
+
+class Profile(_Part):
+    """A cluster."""
+
+    name: Name
+    description: Text
+    device: Literal["cuda", "cpu"] = "cuda"
+    link: Literal["nvlink", "pcie", "none"]
+    """What connects the GPUs of a node."""
+    gpu: Gpu | None = None
+    processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8
+    """One per GPU."""
+
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """The option of sbatch that asks for GPUs."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of the one task on each node. Default: not asked for; ``exclusive`` gives all of them."""
+    exclusive: bool = True
+    memory: Memory | None = "0"
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    reservation: SlurmWord | None = None
+    constraint: Constraint | None = None
+    nodelist: NodeList | None = None
+    exclude: NodeList | None = None
+    time: Duration
+    signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
+    """So long before the time limit a job is asked to save and stop."""
+    max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
+
+    sbatch_options: tuple[SbatchOption, ...] = ()
+    """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it, which ``SBATCH_*``
+    variables reach too.
+    """
+    srun_options: tuple[SrunOption, ...] = ()
+    """More options of every step, such as ``--mpi=pmix``."""
+
+    modules: tuple[Module, ...] = ()
+    setup: tuple[SetupLine, ...] = ()
+    """Commands that the script runs, after the modules, on the first node: what they export is exported to all. Each
+    stands alone and must succeed.
+    """
+    venv: Place | None = None
+    """A virtual environment to activate; relative to the folder of submission."""
+    container: Container | None = None
+    environment: dict[Variable, Text] = {}
+    numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
+    """torch.distributed.run's binding of ranks to the CPUs beside their GPUs; needs numactl on the nodes."""
+    tune: bool = True
+    """Fill the tuner's cache on the first node before flux trains."""
+    preflight: Preflight = Preflight()
+    training: dict[Name, bool | int | float | Text | list[Text]] = {}
+    """Options of ``megatron-flux train`` for all jobs on this cluster, by their names with underscores."""
+
+    @property
+    def floors(self) -> Floors:
+        """The profile's floors, with its link's defaults for what it does not name."""
+        return DEFAULTS[self.link].model_copy(update=self.preflight.floors.model_dump(exclude_unset=True))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        if (self.device == "cuda") != (self.gpu is not None):
+            raise ValueError("device cuda needs a gpu, device cpu must not have one")
+        if self.device == "cpu" and self.gpu_request != "none":
+            raise ValueError("device cpu needs gpu_request: none")
+        for number, line in enumerate(self.setup, 1):
+            if found := secrets_set_in(line):  # the line itself is not shown
+                raise ValueError(
+                    f"set-up line {number} sets {found[0]}, which looks like a secret's name: set it where you call "
+                    "sbatch, which hands it to the job"
+                )
+        if self.container is not None and self.venv is not None:
+            raise ValueError("container and venv exclude each other; the container's own Python is used")
+        return self
+
+
+def packaged_profiles() -> list[str]:
+    """Names of the profiles that come with this package."""
+    return sorted(file.name.removesuffix(".yaml") for file in PACKAGED.iterdir() if file.name.endswith(".yaml"))
+
+
+def load_profile(given: str, overrides: dict[str, Any] | None = None) -> Profile:
+    """The profile of this name, or in the file of this path, with ``overrides`` in place of what it says.
+
+    Raises:
+        UserError: there is none, or it does not say what a profile may say.
+    """
+    return read_yaml(Profile, "profile", given, packaged_profiles(), PACKAGED, overrides or {})
+
+
+def read_yaml(model: type[Any], kind: str, given: str, names: list[str], folder: Any, overrides: dict[str, Any]) -> Any:
+    """``model`` from a packaged file by name, or from a user's by path.
+
+    Raises:
+        UserError: no such file, not YAML, or not what ``model`` allows: the first problem, with file and field.
+    """
+    path = Path(given)
+    if given in names:
+        text = (folder / f"{given}.yaml").read_text(encoding="utf-8")
+    elif path.suffix in (".yaml", ".yml"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{kind} {given} cannot be read: {error}") from None
+    else:
+        raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(names)}, or the path of a .yaml file")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{kind} {given} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{kind} {given} must hold fields and values, it holds a {type(values).__name__}")
+    return validated(model, f"{kind} {given}", {**values, **overrides})
+
+
+def validated(model: type[Any], what: str, values: dict[str, Any]) -> Any:
+    """``model(**values)``.
+
+    Raises:
+        UserError: the first thing wrong with it, in one line.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
+        message = first["msg"].removeprefix("Value error, ")
+        shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
+        raise UserError(f"{what}: {field}{shown}: {message[0].lower()}{message[1:]}") from None

@@ -1,0 +1,153 @@
+"""Talking to Slurm: submitting scripts, asking for a start time, and the state of jobs. By its own commands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.slurm.values import Dependency
+
+OVER = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "RECONFIG_FAIL", "TIMEOUT"),
+)
+"""States that a job does not leave by itself. In any other it may still run, or run again."""
+
+
+class ForgottenJobError(FluxError):
+    """The controller does not know the job: it ended some time ago (``MinJobAge``), or never was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What Slurm knows of a job."""
+
+    states: dict[str, str]
+    """By a task's index, an ordinary job's under ``""``; with the reason of waiting, or the nodes. Empty: nothing."""
+    source: str
+    """Who said so, ``scontrol`` or ``sacct``; or in words why nothing is known."""
+
+    @property
+    def active(self) -> dict[str, str]:
+        """The tasks that run, wait or are just ending; the accounting's word does not count for that."""
+        if self.source != "scontrol":
+            return {}
+        return {index: state for index, state in self.states.items() if state.split()[0] not in OVER}
+
+
+def slurm(*words: str, cwd: Path | None = None) -> str:
+    """Run one of Slurm's commands, in the folder ``cwd``, and return what it printed.
+
+    Raises:
+        UserError: there is no such command here.
+        FluxError: it refused; with its own words.
+    """
+    if shutil.which(words[0]) is None:
+        raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)  # noqa: S603 - no shell
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())
+        kind = ForgottenJobError if "Invalid job id" in said else FluxError
+        raise kind(f"{words[0]}: {said} (exit code {done.returncode})")
+    # `sbatch --test-only` answers on standard error.
+    return done.stdout.strip() or done.stderr.strip()
+
+
+def submit(script: Path, *, options: list[str], arguments: list[str] | None = None, cwd: Path | None = None) -> str:
+    """Submit ``script`` from the folder ``cwd`` and return the job's id.
+
+    Raises:
+        UserError, FluxError: as :func:`slurm`.
+    """
+    said = slurm("sbatch", "--parsable", *options, "--", str(script), *(arguments or []), cwd=cwd)
+    found = re.search(r"^(\d+)(;\S+)?$", said, re.MULTILINE)  # id, and the cluster's name where there are several
+    if found is None:
+        raise FluxError(f"sbatch answered {said!r} instead of a job's id")
+    return found[1]
+
+
+def after(dependency: str) -> list[str]:
+    """Sbatch's options for a job that waits for others, and goes when what it waits for can no longer come.
+
+    Raises:
+        UserError: that is no dependency.
+    """
+    try:
+        checked = TypeAdapter(Dependency).validate_python(dependency)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--dependency {dependency!r}: {message}") from None
+    return [f"--dependency={checked}", "--kill-on-invalid-dep=yes"]
+
+
+def when(script: Path, *, options: list[str]) -> str:
+    """Where and when ``script`` would start, in Slurm's words; nothing is submitted.
+
+    Raises:
+        UserError, FluxError: as :func:`slurm`.
+    """
+    return slurm("sbatch", "--test-only", *options, "--", str(script))
+
+
+def known(job: str) -> Known:
+    """What the controller knows of a job, and where it has forgotten it, the accounting.
+
+    Raises:
+        UserError: Slurm's commands are not here.
+        FluxError: the controller does not answer, which says nothing of the job.
+    """
+    try:
+        shown = slurm("scontrol", "show", "job", job, "--oneliner")
+    except ForgottenJobError:
+        return _accounted(job)
+    found = {}
+    for line in shown.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        state = fields.get("JobState", "UNKNOWN")
+        if state == "PENDING" and fields.get("Reason", "None") != "None":
+            state += f" ({fields['Reason']})"
+        elif state == "RUNNING":
+            state += f" on {fields.get('NodeList', '?')}"
+        found[fields.get("ArrayTaskId", "")] = state
+    return Known(states=found, source="scontrol")
+
+
+def _accounted(job: str) -> Known:
+    """By ``sacct``: from the accounting's database, or where there is none, from what is noted of jobs as they end."""
+    why = []
+    for kind in ([], ["--completion"]):
+        words = ["sacct", *kind, "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
+        try:
+            said = slurm(*words, "--format=JobID,State,ExitCode")
+        except FluxError as error:
+            why.append(str(error))
+            continue
+        found = accounted_states(said)
+        if found:
+            return Known(states=found, source="sacct")
+        why.append("sacct has no record of it")
+    return Known(states={}, source=f"no longer known to Slurm ({why[0]})")
+
+
+def accounted_states(said: str) -> dict[str, str]:
+    """The states in what ``sacct --parsable2 --allocations --format=JobID,State,ExitCode`` has said.
+
+    A job that was requeued has a line for each start where only completions are noted; the last one counts.
+    """
+    found = {}
+    for line in said.splitlines():
+        fields = line.split("|")
+        number, separator, index = fields[0].partition("_")
+        if len(fields) != 3 or not number.isdigit():
+            continue
+        state = fields[1].split(" by ")[0]
+        status, _, killer = fields[2].partition(":")
+        code = f" (signal {killer})" if killer not in ("", "0") else f" (exit code {status})" if status != "0" else ""
+        found[index if separator else ""] = state + code
+    return found

@@ -1,0 +1,234 @@
+"""What a call's GEMM takes alone, and what collective and GEMM take in turn: the two ends of overlap efficiency.
+
+FLUX (arXiv 2406.06858, section 5.1) defines the effective communication time of a way to run a call as its time minus
+that of the GEMM alone, unsplit, and overlap efficiency as
+
+    E_overlap = 1 - ECT(overlapped) / ECT(not overlapped) = (serial - overlapped) / (serial - GEMM)
+
+with ``serial`` the collective and the GEMM one after the other: here the ``reference`` backend.
+
+Both times are this rank's, measured here, between steps: right behind a sampled step, while the GPU is as warm and its
+clock as low as training has made them, a short burst of each at every one of the first :data:`ROUNDS` samples that
+have the call. (The tuner's times would not do: its bursts of one GEMM run at the power limit, while a step with other
+work in between clocks higher, so that calls would seem to beat the GEMM alone.) The clock is read meanwhile, since even
+so it is not the step's: a GEMM takes longer by as much as the clock is lower, and where that could be much of what the
+collective takes, no efficiency is given (:mod:`megatron_flux.telemetry.call_sampler`).
+
+Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
+training's random numbers stay what they were. ``all_gather`` has no GEMM: its time alone is 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import nvml
+from megatron_flux.comm.pending import Pending
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
+from megatron_flux.ops.call_events import Call
+
+ROUNDS = 5
+"""Of every call; on GPUs one at each sample."""
+BURST_MS, MOST_CALLS = 2.0, 20
+"""Of one burst: about how long, and how many calls at most."""
+
+
+class GemmAlone:
+    """A stand-in for a backend that leaves communication out: its results are wrong, its time is the GEMM's."""
+
+    def __init__(self) -> None:
+        """The gathered operand is made once and kept."""
+        self._gathered: torch.Tensor | None = None
+
+    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
+        try:
+            self._gathered = x.repeat(group.size(), 1)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def all_gather_gemm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The GEMM over this rank's rows, repeated to the gathered size."""
+        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
+        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
+
+    def gemm_reduce_scatter(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        async_op: bool = False,
+    ) -> Pending:
+        """The GEMM, nothing summed."""
+        return Pending(gemm(x, weight, transposed=transposed))
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Of one call, medians over the rounds; None where they are not known."""
+
+    gemm_ms: float | None
+    serial_ms: float | None
+    source: str
+    """``measured``, or why there is none."""
+    sm_clock_mhz: float | None = None
+    """Of this rank's GPU while the GEMM ran; None where nobody tells."""
+
+
+NO_MEMORY = "not measured: no memory for the operands on some rank"
+
+
+@dataclass
+class _Rounds:
+    """What has been measured of one call, a number per round."""
+
+    gemm_ms: list[float] = field(default_factory=list)
+    serial_ms: list[float] = field(default_factory=list)
+    clocks: list[float] = field(default_factory=list)
+    failed: bool = False
+
+    def wanted(self) -> bool:
+        return not self.failed and len(self.serial_ms) < ROUNDS
+
+    def alone(self) -> Alone:
+        if self.failed:
+            return Alone(None, None, NO_MEMORY)
+        clock = statistics.median(self.clocks) if self.clocks else None
+        return Alone(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
+
+
+def rounds_at_once(device: torch.device) -> int:
+    """Rounds at one sample. A GPU would be in another state after many; a processor has none that lasts."""
+    return 1 if device.type == "cuda" else ROUNDS
+
+
+class AloneTimes:
+    """The times of the calls seen so far; each gets its rounds at the first samples that have it."""
+
+    def __init__(self) -> None:
+        """Nothing is measured yet."""
+        self._known: dict[Call, _Rounds] = {}
+        self._gpus: dict[torch.device, nvml.Gpu | None] = {}
+
+    def of(self, calls: Iterable[Call]) -> dict[Call, Alone]:
+        """The times of ``calls``. Collective over the calls' groups while one of them lacks rounds on their ranks."""
+        calls = list(calls)
+        # One order for all ranks: two that are in two groups together must not measure them crosswise.
+        for call in sorted(calls, key=lambda call: (_shape_of(call), call.group_name)):
+            rounds = self._known.setdefault(call, _Rounds())
+            for _ in range(rounds_at_once(call.device)):
+                if rounds.wanted():
+                    measure(call, rounds, self._gpu(call.device))
+        return {call: self._known[call].alone() for call in calls}
+
+    def _gpu(self, device: torch.device) -> nvml.Gpu | None:
+        if device not in self._gpus:
+            try:
+                self._gpus[device] = nvml.of_device(device)
+            except LookupError:
+                self._gpus[device] = None
+        return self._gpus[device]
+
+
+def _shape_of(call: Call) -> tuple[Any, ...]:
+    """What is the same on all ranks of the call's group."""
+    return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend
+
+
+def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
+    """Add a round of ``call`` on random operands of its shape. Collective over its group."""
+    group, reference = call.group, ReferenceBackend()
+    operands = _operands(call)
+    if not timing.all_agree(operands is not None, group, call.device) or operands is None:
+        rounds.failed = True
+        return
+    x, weight, alone = operands
+
+    def run(backend: Any) -> Any:
+        if call.operator == "all_gather_gemm":
+            return backend.all_gather_gemm(x, weight, group, transposed=call.transposed)
+        if call.operator == "all_gather":
+            return backend.all_gather(x, group, async_op=True)
+        return backend.gemm_reduce_scatter(x, weight, group, transposed=call.transposed, async_op=False)
+
+    # The slowest rank's, so that all ranks make as many calls.
+    once = timing.burst(lambda: run(reference), 1, group, call.device)
+    count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
+    ways = ["serial"] if call.operator == "all_gather" else ["serial", "gemm"]
+    for way in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
+        backend = reference if way == "serial" else alone
+        taken, clock = _burst(partial(run, backend), count, group, call.device, gpu)
+        (rounds.serial_ms if way == "serial" else rounds.gemm_ms).append(taken)
+        if clock is not None and way == ways[-1]:
+            rounds.clocks.append(clock)
+    if call.operator == "all_gather":
+        rounds.gemm_ms.append(0.0)
+
+
+def _burst(
+    call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device, gpu: nvml.Gpu | None
+) -> tuple[float, float | None]:
+    """Milliseconds on this rank of one of ``count`` calls behind another one, and the GPU's clock while they run."""
+    if device.type != "cuda":
+        dist.barrier(group=group)
+        timing.finish(call())
+        began = time.perf_counter()
+        for _ in range(count):
+            timing.finish(call())
+        return (time.perf_counter() - began) * 1e3 / count, None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier(group=group)
+    timing.finish(call())
+    start.record()
+    for _ in range(count):
+        timing.finish(call())
+    end.record()
+    reading = gpu.read() if gpu is not None else None
+    end.synchronize()
+    return start.elapsed_time(end) / count, None if reading is None else reading.sm_clock_mhz
+
+
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None:
+    """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
+
+    Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
+    """
+    tp = call.group.size()
+    rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // tp
+    generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=call.device, dtype=call.dtype)
+
+    alone = GemmAlone()
+    try:
+        x = random(rows, call.k)
+        weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
+        if call.operator == "all_gather_gemm" and not alone.prepare(x, call.group):
+            return None
+        # The reference backend's gathered operand, its result and the one before, which is dropped later.
+        scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
+        del scratch
+    except torch.OutOfMemoryError:
+        return None
+    return x, weight, alone

@@ -1,0 +1,128 @@
+"""What this machine and this Python have: versions, devices and the links between them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from megatron_flux import nvml
+from megatron_flux.comm import links as topology
+
+_PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
+
+_SWITCHES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "MEGATRON_FLUX_SM_MARGIN",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "UB_SKIPMC",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides results and speed; None where it is not installed. Imports none of them.
+
+    ``apex`` is judged by its kernel module: the distribution of that name on PyPI is another project.
+    """
+    from megatron_flux.version import __version__
+
+    found: dict[str, str | None] = {"megatron-flux": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        found[package] = _installed(package)
+    found["triton"] = found["triton"] or _installed("pytorch-triton")  # its name beside torch's nightly builds
+    found["apex wgrad kernel"] = "present" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else None
+    found["cuda"] = torch.version.cuda if torch.cuda.is_available() else None
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_kind() -> str:
+    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    """The first GPU's name, or the processor's. Makes no CUDA context where NVML can be asked."""
+    if torch.cuda.is_available():
+        return (nvml.names() or [torch.cuda.get_device_name()])[0]
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def link() -> dict[str, Any]:
+    """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
+
+    Returns:
+        ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or
+        ``p2p`` as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and
+        ``peer_access``: ordered pairs of GPUs, and those with peer access.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
+    seen = nvml.pairs()
+    if seen is None or len(seen) != count * (count - 1):
+        return _link_by_cuda(count)
+    peers = sum(peer for peer, _ in seen)
+    without = sum(not linked for _, linked in seen)
+    if peers < len(seen):
+        kind, reason = "host", "not every pair of GPUs has peer access"
+    elif without:
+        kind, reason = "p2p", f"{without} of {len(seen)} pairs of GPUs without NVLink"
+    else:
+        kind, reason = "nvlink", ""
+    return {"kind": kind, "reason": reason, "pairs": len(seen), "peer_access": peers}
+
+
+def _link_by_cuda(count: int) -> dict[str, Any]:
+    """:func:`link` without NVML."""
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    if peers < len(pairs):
+        kind, reason = "host", "not every pair of GPUs has peer access"
+    else:
+        found = topology.between(list(range(count)))
+        kind, reason = found.kind, found.reason
+    return {"kind": kind, "reason": reason, "pairs": len(pairs), "peer_access": peers}
+
+
+_JOB = {
+    "id": "SLURM_JOB_ID",
+    "name": "SLURM_JOB_NAME",
+    "cluster": "SLURM_CLUSTER_NAME",
+    "partition": "SLURM_JOB_PARTITION",
+    "array": "SLURM_ARRAY_JOB_ID",
+    "array_task": "SLURM_ARRAY_TASK_ID",
+    "restart": "SLURM_RESTART_COUNT",
+}
+
+
+def job() -> dict[str, str] | None:
+    """The scheduler's job that this process is part of; None outside of one."""
+    found = {name: os.environ[variable] for name, variable in _JOB.items() if variable in os.environ}
+    return found if "id" in found else None
+
+
+def switches() -> dict[str, str | None]:
+    """The environment variables that decide how communication and kernels run; None where one is not set."""
+    return {name: os.environ.get(name) for name in _SWITCHES}

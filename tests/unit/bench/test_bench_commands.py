@@ -1,0 +1,351 @@
+"""``bench ops`` and ``tune`` on a machine without GPUs: refusals, dry runs and kept choices."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.bench import async_tp, worker, world
+from megatron_flux.bench.stand_in_options import checked_stand_in
+from megatron_flux.cli import main as cli
+from megatron_flux.run import launcher
+
+STORED = Path(__file__).parents[3] / "results" / "ops-h200x4-nvlink-triton" / "tuned.json"
+FEW = ["--models", "llama-70b", "--tokens", "1024", "--directions", "forward"]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command in this process, in an empty folder: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "MEGATRON_FLUX_TUNE_CACHE", *world.ENVIRONMENT):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megatron-flux", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
+    """Pretend to have GPUs, and collect what would be started."""
+
+    def have(count: int) -> list[Any]:
+        started: list[Any] = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(launcher, "launch", lambda *words, **more: started.append((words, more)))
+        return started
+
+    return have
+
+
+def refused(run: Run, *words: str | Path) -> str:
+    code, out, err = run(*words)
+    assert (code, out) == (2, ""), (code, out, err)
+    assert err.startswith("megatron-flux: error: ")
+    assert err.count("\n") == 1
+    assert not Path("runs").exists()
+    return err
+
+
+@pytest.mark.parametrize(
+    ("command", "works"), [(["bench", "ops"], ["--dry-run"]), (["tune"], ["--dry-run", "--show"])], ids=["ops", "tune"]
+)
+def test_without_gpus(run: Run, command: list[str], works: list[str]) -> None:
+    line = refused(run, *command)
+    for words in ("needs at least two GPUs", "torch sees no GPU", *works):
+        assert words in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", "gpt5"], ["'gpt5'", "gpt3-175b, llama-70b, llama-405b"]),
+        (["--models", ","], ["--models", "names nothing"]),
+        (["--tokens", "1k"], ["--tokens 1k", "whole numbers"]),
+        (["--tokens", "1024,0"], ["--tokens 1024,0", "greater than 0"]),
+        (["--tokens", "1025"], ["1025 tokens", "group size 8"]),
+        (["--layers", "qkv,mlp"], ["'mlp'", "qkv, proj, fc1, fc2"]),
+        (["--directions", "back"], ["'back'", "forward or dgrad"]),
+        (["--nproc", "1"], ["--nproc 1", "greater than or equal to 2"]),
+        (["--nproc", "16"], ["llama-70b has 8 key/value heads", "group size 16"]),
+    ],
+)
+@pytest.mark.parametrize("command", [["bench", "ops"], ["tune"]], ids=["ops", "tune"])
+def test_calls_that_do_not_exist(run: Run, command: list[str], arguments: list[str], said: list[str]) -> None:
+    line = refused(run, *command, "--dry-run", *arguments)
+    for words in said:
+        assert words in line
+
+
+def test_options_out_of_range(run: Run) -> None:
+    assert "--rounds 0" in refused(run, "bench", "ops", "--dry-run", "--rounds", "0")
+    assert "--seconds-per-shape 0.0" in refused(run, "tune", "--dry-run", "--seconds-per-shape", "0")
+
+
+def test_dry_run_of_the_benchmark(run: Run) -> None:
+    code, out, _ = run("bench", "ops", "--dry-run", *FEW, "--nproc", "4", "--layers", "qkv,fc2", "--out", "somewhere")
+    assert code == 0
+    found = json.loads(out)
+    assert found["config"]["tp"] == 4
+    calls = [[c["op"], c["layer"], c["m"], c["n"], c["k"]] for c in found["calls"]]
+    assert calls == [
+        ["all_gather_gemm", "qkv", 1024, 2560, 8192],
+        ["gemm_reduce_scatter", "fc2", 1024, 8192, 7168],
+    ]
+    assert not Path("somewhere").exists()
+
+
+@pytest.mark.parametrize(("nproc", "started"), [(None, None), (2, None), (None, 2), (2, 2)])
+def test_two_processes_can_stand_in(nproc: int | None, started: int | None) -> None:
+    assert checked_stand_in(4, nproc, started) == 4
+    assert checked_stand_in(8, nproc, started) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stand-in-for", "2"], "--stand-in-for 2: two GPUs can stand in for 4 or 8"),
+        (["--stand-in-for", "16"], "--stand-in-for 16: two GPUs can stand in for 4 or 8"),
+        (["--stand-in-for", "8", "--nproc", "8"], "--stand-in-for 8 takes two GPUs, not --nproc 8; leave --nproc out"),
+        (["--stand-in-for", "8", "--tokens", "1028"], "1028 tokens are not divisible by the group size 8"),
+    ],
+)
+def test_what_two_cannot_stand_in_for(run: Run, arguments: list[str], said: str) -> None:
+    assert said in refused(run, "bench", "ops", "--dry-run", *arguments)
+
+
+def test_other_launchers_than_of_two_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    said = refused(run, "bench", "ops", "--dry-run", "--stand-in-for", "8")
+    assert "--stand-in-for 8 takes two processes, the launcher has started 8" in said
+
+
+def test_dry_run_of_standing_in(run: Run) -> None:
+    code, out, _ = run("bench", "ops", "--dry-run", *FEW, "--layers", "qkv,fc2", "--stand-in-for", "8")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["config"]["tp"], found["config"]["stand_in_for"]) == (8, 8)
+    assert [(c["m"], c["n"], c["k"]) for c in found["calls"]] == [(1024, 1280, 8192), (1024, 8192, 3584)]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_two_are_started_however_many_there_are(run: Run, gpus: Callable[[int], list[Any]], count: int) -> None:
+    started = gpus(count)
+    code, _, err = run("bench", "ops", *FEW, "--stand-in-for", "8", "--out", "run")
+    assert code == 0
+    assert "4 calls on 2 GPUs" in err
+    ((_, (text,), ranks), _) = started[0]
+    assert (ranks, worker.read(text).tp, worker.read(text).stand_in_for) == (2, 8, 8)
+
+
+def test_tuning_has_no_stand_in(run: Run) -> None:
+    code, _, err = run("tune", "--dry-run", "--stand-in-for", "8")
+    assert code == 2
+    assert "No such option: --stand-in-for" in err
+
+
+def test_dry_run_of_tuning(run: Run) -> None:
+    code, out, _ = run("tune", "--dry-run", "--seconds-per-shape", "5", "--cache", "mine.json")
+    assert code == 0
+    found = json.loads(out)
+    # Eight GPUs unless said otherwise; three models, five sizes, two directions, four layers.
+    assert found["config"]["tp"] == 8
+    assert len(found["calls"]) == 3 * 5 * 2 * 4
+    assert found["config"]["cache"] == str(Path.cwd() / "mine.json")
+    assert not Path("mine.json").exists()
+
+
+def test_show_prints_kept_choices(run: Run) -> None:
+    code, out, _ = run("tune", "--show", "--cache", STORED)
+    assert code == 0
+    assert "fused bn=128 comm=24 skip=-1 block=128" in out
+    assert out.splitlines()[-1] == f"choices: {STORED}"
+
+
+def test_show_reads_where_training_reads(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tuned.json").write_text(STORED.read_text())
+    assert "44 call(s)" in run("tune", "--show")[1]
+
+
+def test_show_with_nothing_to_show(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("tune", "--show")
+    assert code == 0
+    assert out == f"nothing has been tuned yet: no choices in {tmp_path / 'cache' / 'tuned.json'}\n"
+    assert "absent.json does not exist" in refused(run, "tune", "--show", "--cache", "absent.json")
+
+
+def test_show_does_nothing_else(run: Run) -> None:
+    for option in ("--force", "--dry-run"):
+        assert "--show only prints" in refused(run, "tune", "--show", option)
+
+
+@pytest.mark.parametrize("how", ["--show", "--dry-run"])
+def test_a_damaged_cache(run: Run, how: str) -> None:
+    Path("broken.json").write_text("{")
+    assert "broken.json cannot be read" in refused(run, "tune", how, "--cache", "broken.json")
+
+
+def test_one_gpu_is_not_enough(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    assert gpus(1) == []
+    assert "1 process(es) with 1 GPU(s)" in refused(run, "bench", "ops", "--nproc", "2")
+
+
+def test_no_more_ranks_than_gpus(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    gpus(4)
+    assert "--nproc 8 on a machine with 4 GPU(s)" in refused(run, "tune", "--nproc", "8")
+
+
+def test_a_folder_that_holds_other_files(run: Run, gpus: Callable[[int], list[Any]], tmp_path: Path) -> None:
+    gpus(2)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    for more in ([], ["--overwrite"], ["--dry-run"]):
+        assert "not a run folder" in refused(run, "bench", "ops", "--out", "thesis", *more)
+
+
+def test_a_cache_that_could_not_be_kept(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    gpus(2)
+    Path("file").write_text("")
+    assert "cannot be made" in refused(run, "tune", "--cache", Path("file", "below", "tuned.json"))
+
+
+def test_the_benchmark_starts_with_multicast_off(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # what the user has set stays
+    started = gpus(4)
+    monkeypatch.setattr(sys, "argv", ["megatron-flux", "bench", "ops", *FEW, "--out", "run"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    ((module, (text,), ranks), more) = started[0]
+    assert (module, ranks) == (worker.__name__, 4)
+    assert more["left"] == "what was recorded is in run"
+    assert worker.read(text).cases()[0].n == 2560
+    assert worker.read(text).out == Path("run")
+    assert json.loads(Path("run", "config.json").read_text())["config"]["tp"] == 4
+    assert {name: os.environ[name] for name in world.ENVIRONMENT} == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+
+
+def test_async_tp_gets_processes_with_its_own_number_of_queues(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    row = {
+        "op": "all_gather_gemm",
+        "model": "llama-70b",
+        "layer": "qkv",
+        "direction": "forward",
+        "m": 8,
+        "n": 6,
+        "k": 4,
+    }
+    main = {**row, "gemm_ms": 1.0, "serial_ms": 2.0, "async_tp_ms": 1.8}
+    queues: list[str] = []
+
+    def launch(module: str, words: list[str], *_: Any, **__: Any) -> None:
+        queues.append(f"{module} {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
+        out = worker.read(words[0]).out
+        if module == worker.__name__:
+            (out / "summary.json").write_text(json.dumps({"environment": world.environment(), "rows": [main]}))
+        else:
+            found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "rows": [{**main, "gemm_ms": 1.1, "async_tp_ms": 1.4}]}
+            (out / "async-tp.json").write_text(json.dumps(found))
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    code, said, _ = run("bench", "ops", *FEW, "--out", "run")
+    assert code == 0
+    assert queues == [f"{worker.__name__} 1", f"{async_tp.__name__} 8"]
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    summary = json.loads(Path("run", "summary.json").read_text())
+    assert summary["async_tp_connections"] == "8"
+    assert summary["rows"] == [{**main, "async_tp_own": {"gemm_ms": 1.1, "serial_ms": 2.0, "async_tp_ms": 1.4}}]
+    assert "20%" in said  # of its own pass
+    assert "67%" in said
+    assert run("bench", "ops", *FEW, "--out", "other", "--async-tp-connections", "0")[0] == 0
+    assert run("bench", "ops", *FEW, "--out", "third", "--async-tp-connections", "1")[0] == 0
+    assert queues[2:] == [f"{worker.__name__} 1"] * 2
+
+
+def test_under_a_launcher_async_tp_keeps_the_launchers_queues(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = gpus(2)
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker, "run", lambda _: None)
+    code, _, err = run("bench", "ops", *FEW, "--out", "run")
+    assert (code, started) == (0, [])
+    assert "async-TP was not measured with CUDA_DEVICE_MAX_CONNECTIONS=8: a launcher has started these processes" in err
+
+
+def test_tuning_starts_with_the_chosen_file(run: Run, gpus: Callable[[int], list[Any]], tmp_path: Path) -> None:
+    started = gpus(2)
+    code, _, err = run("tune", *FEW, "--force", "--cache", "deep/tuned.json")
+    assert code == 0
+    assert "4 calls on 2 GPUs" in err
+    ((_, (text,), ranks), _) = started[0]
+    wanted = worker.read(text)
+    assert (wanted.command, wanted.force, wanted.cache, ranks) == ("tune", True, tmp_path / "deep" / "tuned.json", 2)
+
+
+def test_a_launchers_rank_starts_nothing(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = gpus(1)  # as with one GPU bound to each task
+    ran: list[Any] = []
+    monkeypatch.setattr(worker, "run", ran.append)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert run("bench", "ops", *FEW, "--out", "run")[0] == 0
+    assert started == []
+    assert ran[0].tp == 4
+    assert Path("run", "config.json").exists()
+    assert "--nproc 2 under a launcher that started 4" in refused(run, "tune", "--nproc", "2")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "1 process(es) with 1 GPU(s)" in refused(run, "tune")
+
+
+def test_the_log_says_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    def work() -> None:
+        with worker.logged_to(tmp_path / "log.txt"):
+            worker.logger.warning("a line")
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        work()
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines[0].endswith(" a line")
+    assert lines[1] == "ended by ValueError: boom"
+    assert not any("log.txt" in str(handler) for handler in worker.logger.handlers)

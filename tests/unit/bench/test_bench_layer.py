@@ -1,0 +1,275 @@
+"""``bench layer`` without processes: what is asked for, rows, tables, the picture, the command."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_flux.bench import layer_arms, layer_report, layer_worker
+from megatron_flux.bench.layer_blocks import prepare_gradients, share, shared_name
+from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
+from megatron_flux.bench.layer_rows import complete, row
+from megatron_flux.bench.rounds import Samples, quartiles
+from megatron_flux.cli.main import app
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.metrics.schema import FUSED_WAITS
+
+STAND_IN = Path(__file__).parents[3] / "results" / "stand-in-8-h200x2"
+GPT = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
+
+
+def test_defaults_are_the_documented_workloads() -> None:
+    config = resolve(LayerOptions(), 8)
+    assert [(w.label, w.layers) for w in config.workloads] == [
+        ("gpt3-175b-2048x4", 4), ("gpt3-175b-2048x1", 4), ("llama-70b-4096x2", 4), ("llama-405b-8192x1", 2),
+    ]  # fmt: skip
+    assert config.arms == ARMS
+    assert (config.tp, config.device) == (8, "cuda")
+    assert (config.layout().tp, config.layout().pp) == (8, 1)
+
+
+def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
+    found = json.loads((STAND_IN.parent / "layer-h200x4-ahead" / "bursts" / "gpt3" / "summary.json").read_text())
+    text = io.StringIO()
+    layer_report.print_summary(found, text)
+    said = "NVLink multicast off (NCCL_NVLS_ENABLE 0), TE's userbuffers without it too (UB_SKIPMC 1)"
+    assert said in text.getvalue()
+    assert FUSED_WAITS in " ".join(text.getvalue().split())
+    assert said.replace("'", "&#x27;") in layer_report.svg(found)
+    assert "without the waiting inside fused kernels" in layer_report.svg(found)
+    found["environment"]["NCCL_NVLS_ENABLE"] = None
+    assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in layer_report.svg(found)
+
+
+def test_the_users_switches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in layer_worker.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    layer_worker.set_switches()
+    found = {name: os.environ[name] for name in layer_worker.SWITCHES}
+    assert found == {**layer_worker.SWITCHES, "NCCL_NVLS_ENABLE": "1"}
+    assert found["UB_SKIPMC"] == found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
+def test_overrides_and_order() -> None:
+    config = resolve(LayerOptions(models="tiny, gpt3-175b", micro_batch=2, layers=3, arms="floor,te,floor"), 4)
+    assert [(w.label, w.layers) for w in config.workloads] == [("tiny-256x2", 3), ("gpt3-175b-2048x2", 3)]
+    assert config.arms == ("floor", "te")
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "said"),
+    [
+        ({"models": "gpt4"}, 8, "unknown model 'gpt4'; use one or more of: gpt3-175b, llama-70b, llama-405b, tiny"),
+        ({"models": " ,"}, 8, "no model given"),
+        ({"arms": "te,flux"}, 8, "unknown arm 'flux'; use one or more of: te, local, te_ub"),
+        ({"backend": "floor7"}, 8, "unknown backend 'floor7'"),
+        ({"models": "llama-70b"}, 16, "llama-70b-4096x2: key/value groups 8 is not divisible by 16"),
+        ({"models": "gpt3-175b", "seq": 100}, 8, "gpt3-175b-100x4: seq 100 is not divisible by 8"),
+        ({}, 1, "needs tensor parallelism"),
+        ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], tp: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve(LayerOptions(**options), tp)
+
+
+def test_memory_is_that_of_one_set_of_weights() -> None:
+    # 12 h^2 weights per GPT layer.
+    assert GPT.parameters_per_rank(8) == 4 * 12 * 12288**2 // 8
+    one, two, three = (GPT.memory_gb(8, blocks) for blocks in (1, 2, 3))
+    weights = GPT.parameters_per_rank(8) / 1e9
+    assert two == three == pytest.approx(one + 2 * weights)
+    assert 6 * weights < one < 9 * weights
+
+
+def test_te_names_of_norms_are_mapped() -> None:
+    assert shared_name("layers.0.self_attention.linear_qkv.layer_norm_weight") == "layers.0.input_layernorm.weight"
+    assert shared_name("layers.1.mlp.linear_fc1.layer_norm_bias") == "layers.1.pre_mlp_layernorm.bias"
+    assert shared_name("layers.1.mlp.linear_fc1.weight") == "layers.1.mlp.linear_fc1.weight"
+
+
+def test_quartiles() -> None:
+    assert quartiles([4.0]) == (4.0, 4.0, 4.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
+    made = layer_arms.Arm(arm, "local", step=lambda: None, active=lambda: None, facts={"peak_memory_gb": 7.0})
+    samples = Samples(
+        step_ms=[ms * 4 * f for f in (0.9, 1.0, 1.1)],
+        host_ms=[8.0, 9.0, 10.0],
+        sm_clock_mhz=[None, 1500.0, 1400.0],
+        throttle_reasons=[[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
+    )
+    agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
+    return row(GPT, made, samples, agreement, **more)
+
+
+@pytest.fixture
+def summary() -> dict[str, Any]:
+    exposed = {"communication_exposed_ms": 5.0, "idle_ms": 0.25}
+    rows = [
+        a_row("te", 20.0, breakdown=exposed, trace="trace-te.json.gz"),
+        a_row("flux_local", 17.0, ok=False),
+        a_row("floor", 15.0),
+    ]
+    complete(rows)
+    skipped = [{**GPT.model_dump(), "arm": "te_ub", "reason": "<it> [did] not start"}]
+    return {"device": "A & B", "tp": 8, "link": "nvlink", "versions": {}, "rows": rows, "skipped": skipped}
+
+
+def test_rows_have_what_others_rely_on(summary: dict[str, Any]) -> None:
+    te, flux, floor = summary["rows"]
+    for found in summary["rows"]:
+        for name in ("model", "seq", "micro_batch", "arm", "ms_per_layer", "speedup_vs_te", "peak_memory_gb"):
+            assert found[name] is not None
+        assert isinstance(found["breakdown"], dict)
+    assert (te["speedup_vs_te"], te["hidden_share"]) == (1.0, 0.0)
+    assert (flux["speedup_vs_te"], flux["hidden_share"]) == (pytest.approx(20 / 17, abs=1e-4), 0.6)
+    assert (floor["hidden_share"], floor["training"], floor["agreement"]) == (1.0, False, None)
+    assert (te["ms_per_layer"], te["ms_per_layer_low"], te["ms_per_layer_high"]) == (20.0, 19.0, 21.0)
+    assert te["host_ms_per_step"] == 9.0
+    assert te["sm_clock_mhz"] == 1450.0
+    assert te["throttle_reasons"] == ["hw_slowdown", "sw_power_cap"]
+    json.dumps(summary, allow_nan=False)
+
+
+def test_without_te_or_a_faster_floor_nothing_is_made_up() -> None:
+    rows = [a_row("local", 20.0), a_row("floor", 15.0)]
+    complete(rows)
+    assert all(r["speedup_vs_te"] is None and r["hidden_share"] is None for r in rows)
+    rows = [a_row("te", 20.0), a_row("floor", 20.0)]
+    complete(rows)
+    assert [r["hidden_share"] for r in rows] == [None, None]
+
+
+def test_table_and_picture(summary: dict[str, Any], tmp_path: Path) -> None:
+    summary["rows"][1]["flux_fallbacks"] = {"row: [fp8]": 4}
+    text = io.StringIO()
+    layer_report.print_summary(summary, text)
+    said = text.getvalue()
+    for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x", "60%", "NO", "floor, no training",
+                 "te_ub skipped: <it> [did] not start", "5.000", "1450", "4 calls ran stock: row: [fp8]"):  # fmt: skip
+        assert part in said
+    layer_report.write_plot(summary, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    ElementTree.fromstring(drawn)
+    assert "17.00 ms  1.18x" in drawn
+    assert "floor, no training" in drawn
+    ElementTree.fromstring(layer_report.svg({**summary, "rows": []}))
+
+
+def test_arms_without_their_packages() -> None:
+    cpu = torch.device("cpu")
+    assert layer_arms.why_not("floor", cpu) is None
+    assert layer_arms.why_not("te_ub", cpu) == "TransformerEngine needs a GPU"
+
+
+def test_command_refuses_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = CliRunner().invoke(app, ["bench", "layer", "--out", str(tmp_path / "run")])
+    assert isinstance(done.exception, UserError)
+    assert "no CUDA device is visible here" in str(done.exception)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_works_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = [
+        "bench",
+        "layer",
+        "--dry-run",
+        "--no-trace",
+        "--nproc",
+        "4",
+        "--models",
+        "gpt3-175b",
+        "--arms",
+        "te,local",
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert said["config"]["tp"] == 4
+    assert said["config"]["trace"] is False
+    assert list(said["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "gpt3-175b-2048x1"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    base = ["bench", "layer", "--dry-run", "--models", "gpt3-175b", "--arms", "te,flux_te", "--stand-in-for"]
+    done = CliRunner().invoke(app, [*base, "8", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert (said["config"]["tp"], said["config"]["stand_in_for"]) == (8, 8)
+    whole = resolve(LayerOptions(models="gpt3-175b", arms="te,flux_te"), 8)
+    assert (whole.processes, resolve(LayerOptions(stand_in_for=8, arms="te"), 8).processes) == (8, 2)
+    assert said["memory_gb_per_gpu"] == {w.label: round(w.memory_gb(8, 1), 1) for w in whole.workloads}
+    for words, refusal in (
+        (["6"], "--stand-in-for 6: two GPUs can stand in for 4 or 8"),
+        (["8", "--nproc", "4"], "--stand-in-for 8 takes two GPUs, not --nproc 4"),
+        (["8", "--cuda-graphs"], "--stand-in-for captures no CUDA graphs"),
+        (["8", "--arms", "te,te_ub"], "--stand-in-for cannot run the arm te_ub"),
+    ):
+        error = CliRunner().invoke(app, [*base, *words]).exception
+        assert isinstance(error, UserError)
+        assert refusal in str(error)
+
+
+def test_one_gpu_stands_in_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    words = [
+        "bench",
+        "layer",
+        "--models",
+        "gpt3-175b",
+        "--arms",
+        "te",
+        "--stand-in-for",
+        "8",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, UserError)
+    assert "--stand-in-for 8 takes two GPUs, 1 is visible here" in str(error)
+    assert not (tmp_path / "run").exists()
+    assert CliRunner().invoke(app, [*words, "--dry-run"]).exit_code == 0
+
+
+def test_what_stood_in_is_named_in_table_and_picture() -> None:
+    found = json.loads((STAND_IN / "layer" / "summary.json").read_text())
+    text = io.StringIO()
+    layer_report.print_summary(found, text)
+    assert text.getvalue().startswith(
+        "NVIDIA H200 (2 standing in for 8), tp 8, nvlink stand-in, NVLink multicast off (NCCL_"
+    )
+    assert "NVIDIA H200 (2 standing in for 8), tp = 8" in layer_report.svg(found)
+
+
+def test_arms_share_parameters_and_their_gradients() -> None:
+    first, second = (torch.nn.Sequential(torch.nn.Linear(3, 2)) for _ in range(2))
+    weights = prepare_gradients(first)
+    share(second, weights)
+    assert all(a is b for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    first(torch.ones(4, 3)).sum().backward()
+    second(torch.ones(4, 3)).sum().backward()
+    for parameter, each in ((first[0].weight, 4.0), (first[0].bias, 4.0)):
+        assert parameter.grad is None
+        assert parameter.main_grad.eq(2 * each).all()
+    with pytest.raises(FluxError, match=r"do not have the same parameters: 0\.bias"):
+        share(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), weights)
+    with pytest.raises(FluxError, match=r"0\.weight is \(2, 4\) in one arm, \(2, 3\) in others"):
+        share(torch.nn.Sequential(torch.nn.Linear(4, 2)), weights)

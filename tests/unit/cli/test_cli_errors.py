@@ -1,0 +1,90 @@
+"""However a command ends, the last line says why: whatever the exception is, whatever typer makes of its kind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.cli import main as cli
+from megatron_flux.errors import UserError
+from megatron_flux.telemetry import doctor
+
+
+class OutOfTheOrdinary(BaseException):
+    """No ``Exception``, like torch's CheckpointException."""
+
+
+def end(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
+    """The exit code of a command that raises ``error``."""
+
+    def examine() -> None:
+        raise error
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(sys, "argv", ["megatron-flux", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (EOFError(), 1, "EOFError"),
+        (EOFError("Ran out of input"), 1, "EOFError: Ran out of input"),
+        (BrokenPipeError(32, "Broken pipe"), 1, "BrokenPipeError: [Errno 32] Broken pipe"),
+        (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left on device"),
+        (RuntimeError("two\nlines"), 1, "RuntimeError: two lines"),
+        (OutOfTheOrdinary("of the saving"), 1, "OutOfTheOrdinary: of the saving"),
+        (KeyboardInterrupt(), 128 + signal.SIGINT, "interrupted"),
+        (UserError("bad"), 2, "bad"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+@pytest.mark.parametrize("rank", [None, "3"])
+def test_the_last_line_is_the_cause(
+    error: BaseException,
+    code: int,
+    said: str,
+    rank: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    account = tmp_path / "error.json"
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(account))
+    monkeypatch.setattr("megatron_flux.run.rank.end_with_parent", lambda: None)  # pytest is no rank's process
+    assert end(monkeypatch, error) == code
+    lines = capsys.readouterr().err.strip().splitlines()
+    if rank is not None and isinstance(error, UserError):
+        assert lines == [], "rank 0 says it for all"
+    else:
+        assert lines[-1] == f"megatron-flux: error: {'' if rank is None else 'rank 3: '}{said}"
+    assert ("Traceback" in "\n".join(lines)) is not isinstance(error, KeyboardInterrupt | UserError)
+    assert "Aborted" not in "\n".join(lines)
+    if rank is not None and isinstance(error, Exception):
+        # The launcher reads it, and names the error after its own kind.
+        assert json.loads(account.read_text())["message"]["message"] == f"{type(error).__name__}: {error}"
+
+
+def test_a_reader_that_leaves_is_said_in_one_line() -> None:
+    """As in ``megatron-flux slurm list | head -n 1``, but for sure."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "megatron_flux.cli", "slurm", "list"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    said = process.stderr.read().strip().splitlines()
+    assert said == ["megatron-flux: error: whatever read standard output has gone"]
+    assert process.wait(timeout=60) == 1

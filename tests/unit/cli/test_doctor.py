@@ -1,0 +1,116 @@
+"""doctor: what it finds here, what it says of a machine it cannot run on, and of GPUs (imitated: there are none)."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from megatron_flux.cli import main as cli
+from megatron_flux.comm import links as topology
+from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.patch import registry, te_seam
+from megatron_flux.telemetry import doctor, environment
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["megatron-flux", "doctor", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0, capsys.readouterr().out
+
+
+def test_it_says_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(monkeypatch, capsys)
+    assert code == 0
+    for words in (
+        f"torch {environment.versions()['torch']}",
+        "megatron.core.tensor_parallel.layers.RowParallelLinear.forward",
+        "auto, reference",
+        "flux can run here",
+    ):
+        assert words in text
+
+
+def test_json_is_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(monkeypatch, capsys, "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert found["ok"]
+    assert found["versions"] == environment.versions()
+    assert len(found["would_patch"]) == 2 + (3 if te_seam.in_use() else 0)
+
+
+def test_an_unsupported_megatron_core_is_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "installed_megatron_core", lambda: "0.12.1")
+    code, text = run(monkeypatch, capsys)
+    assert code == 1
+    assert "megatron-core 0.12.1 is not supported; supported is >=0.15,<0.20" in text
+    assert "flux cannot run here" in text
+    assert "RowParallelLinear" not in text
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool = True, nvlink: str = "nvlink") -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peer_access)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(topology, "between", lambda devices: topology.Link(nvlink, "" if nvlink == "nvlink" else "why"))
+
+
+@pytest.mark.parametrize(
+    ("count", "peer_access", "nvlink", "kind"),
+    [(1, True, "nvlink", "none"), (4, True, "nvlink", "nvlink"), (4, True, "p2p", "p2p"), (4, False, "nvlink", "host")],
+)
+def test_links(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool, nvlink: str, kind: str) -> None:
+    gpus(monkeypatch, count, peer_access, nvlink)
+    assert environment.link()["kind"] == kind
+
+
+def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.19")
+
+    monkeypatch.setattr(te_seam, "in_use", lambda: object())
+    monkeypatch.setattr(te_seam, "load", lambda: None)
+    found = doctor.examine()
+    assert [path.rsplit(".", 2)[1] for path in found["would_patch"][2:]] == [
+        "TELayerNormColumnParallelLinear",
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+    ]
+    monkeypatch.setattr(te_seam, "load", refuse)
+    found = doctor.examine()
+    assert found["ok"]
+    assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.19" in note for note in found["notes"])
+
+
+def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2, peer_access=False)
+    found = doctor.examine()
+    assert found["devices"] == ["NVIDIA H200"] * 2
+    notes = " ".join(found["notes"])
+    for words in ("no TransformerEngine", "host memory", "no Apex kernel"):
+        assert words in notes
+
+
+@pytest.mark.parametrize(
+    ("peer_access", "nvlink", "words"),
+    [
+        (True, "nvlink", None),
+        (True, "p2p", "no NVLink between all GPUs (why): auto runs stock's collectives and GEMMs"),
+        (False, "nvlink", "host memory, and flux runs stock's collectives and GEMMs"),
+    ],
+)
+def test_where_auto_runs_stock(
+    monkeypatch: pytest.MonkeyPatch, peer_access: bool, nvlink: str, words: str | None
+) -> None:
+    gpus(monkeypatch, 4, peer_access, nvlink)
+    notes = " ".join(doctor.examine()["notes"])
+    assert ("runs stock's" in notes) is (words is not None)
+    assert words is None or words in notes

@@ -1,0 +1,132 @@
+"""What an exception in the middle of a call leaves behind: a poisoned slab, or a graph that cannot be replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_flux.comm import timeouts as watch
+from megatron_flux.comm.poison import broken_off, unbroken
+from megatron_flux.comm.slab import Slab
+from megatron_flux.errors import OperatorError
+
+
+@pytest.fixture
+def alarm(monkeypatch: pytest.MonkeyPatch) -> watch.Alarm:
+    group: Any = SimpleNamespace(rank=lambda: 1)
+    monkeypatch.setattr(watch.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: [4, 5])
+    monkeypatch.setenv("MEGATRON_FLUX_TIMEOUT_S", "3")
+    return watch.Alarm(group, torch.device("cpu"))
+
+
+def slab(alarm: watch.Alarm, *, captured: bool) -> Slab:
+    empty = torch.empty(0)
+    return Slab(None, 0, captured, [], [], empty, empty, empty, empty, alarm)  # type: ignore[arg-type]
+
+
+def test_every_further_call_is_told_which_one_was_broken_off(
+    alarm: watch.Alarm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("megatron_flux"), "handlers", [handler])
+    work, before = slab(alarm, captured=False), watch.timeouts()
+    work.begin()
+    with pytest.raises(ValueError, match="two"), unbroken(work, "all_gather_gemm"):
+        raise ValueError("one\ntwo")
+    for begin in (work.begin, lambda: work.begin_captured(None)):
+        with pytest.raises(OperatorError) as caught:
+            begin()
+        said = str(caught.value)
+        assert said.startswith(
+            "rank 5 (tp rank 1 of 2): a call of all_gather_gemm was broken off here by ValueError: one;"
+        )
+        assert "\n" not in said
+    assert logged == [said]
+    work.poison("gemm_reduce_scatter", RuntimeError())  # the first is what matters
+    assert alarm.message() == said
+    alarm.tell()
+    assert capsys.readouterr().err == ""  # it has been logged
+    assert watch.timeouts() == before
+
+
+def test_a_timeout_is_not_hidden_by_what_it_raises(alarm: watch.Alarm) -> None:
+    work = slab(alarm, captured=False)
+    alarm.words[:6] = torch.tensor([1, 2, 0, 7, 3, 2], dtype=torch.int32)
+    with pytest.raises(OperatorError, match="gemm_reduce_scatter timed out"), unbroken(work, "gemm_reduce_scatter"):
+        work.begin()
+    assert "timed out" in str(alarm.message())
+
+
+def test_a_graph_of_half_a_call_is_spoilt_and_the_slab_stays_good(
+    alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[tuple[bool, str]] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, said: replayed.append((bool(holds), said)))
+    work = slab(alarm, captured=True)
+    work.begin_captured(7)
+    broken_off(work, "all_gather", RuntimeError())
+    said = "a call of all_gather was broken off by RuntimeError while this CUDA graph was captured"
+    assert replayed == [(False, said)]
+    assert work.begin_captured(None).enter
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # before its turn
+    broken_off(work, "all_gather", RuntimeError())
+    assert len(replayed) == 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    work.begin_captured(None)
+    broken_off(work, "all_gather", RuntimeError("in a warm-up"))
+    with pytest.raises(OperatorError, match="in a warm-up"):
+        work.begin_captured(8)
+
+
+def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def synchronize() -> None:
+        ended.append("the stream was waited for")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
+    work = slab(alarm, captured=True)
+    work.begin_captured(7)
+    broken_off(work, "all_gather", torch.OutOfMemoryError())
+    assert len(ended) == 1
+    assert work.begin_captured(None).enter
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_the_branch_of_the_copies_joins_the_capture(
+    branched: bool, alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that is not captured cannot be waited for by one that is."""
+    current, joined = ["main"], []
+
+    @contextmanager
+    def stream(other: str) -> Iterator[None]:
+        before, current[0] = current[0], other
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: branched or current[0] == "main")
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda: SimpleNamespace(wait_stream=lambda other: joined.append((*current, other))),
+    )
+    monkeypatch.setattr(torch, "_assert_async", lambda *of: None)
+    work = slab(alarm, captured=True)
+    work.views["side",] = ("copies", None, None)
+    work.begin_captured(7)
+    broken_off(work, "all_gather_gemm", RuntimeError())
+    assert joined == ([("main", "copies")] if branched else [])

@@ -1,0 +1,64 @@
+"""Run folders of every kind, with everything in them that a report can show."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tests.unit.metrics.metrics_records import Record, breakdown, interleaved, record, sampled_record, write_run
+
+SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+RESULTS = Path(__file__).parents[3] / "results"
+
+
+def info(**changes: Any) -> dict[str, Any]:
+    """A ``config.json``; ``changes`` are settings."""
+    settings = {"command": "compare", "preset": "tiny", "shape": SHAPE, "padded_vocab_size": 384, "tp": 2, "seed": 1234}
+    settings |= {"precision": "bf16", "global_batch_size": 4, "lr": 1e-3, "steps": 18, "wandb_project": "project-x"}
+    return {
+        "config": settings | {"out": "runs/group-x"} | changes,
+        "device": {"name": "NVIDIA H200", "kind": "cuda", "count": 2},
+        "layout": {"tp": 2, "pp": 1, "dp": 1, "precision": "bf16"},
+        "versions": {"torch": "2.13.0"},
+        "command": "megatron-flux compare --preset tiny",
+    }
+
+
+def full_arms(pairs: int = 6) -> dict[str, list[Record]]:
+    """Every third step sampled; losses that drift apart a little; flux a tenth faster, with some noise."""
+    noise = [1 + 0.01 * math.sin(7 * n) for n in range(2 * pairs)]
+    times = {"baseline": [0.1 * n for n in noise[::2]], "flux": [0.09 * n for n in noise[1::2]]}
+    arms = interleaved(pairs, times)
+    for arm, records in arms.items():
+        flux = arm == "flux"
+        for index, item in enumerate(records):
+            n = item["iteration"]
+            loss = 3 + 2 / n + (1e-6 * n if flux else 0.0)
+            kept = {key: item[key] for key in ("block", "warmup")}
+            kept |= {"lm loss": loss, "grad-norm": 1.5 + 0.3 / n * (1 + 1e-6 * flux)}
+            kept["iteration-time"] = item["iteration-time"] * (1 + 0.004 * math.cos(11 * n))
+            make = sampled_record if n % 3 == 1 else record
+            records[index] = make(n, flux=flux, **kept)
+        records[0] |= {"warmup": True, "iteration-time": 4.0}
+    return arms
+
+
+def full_run(folder: Path, arms: dict[str, list[Record]] | None = None, **settings: Any) -> Path:
+    """A comparison with samples and breakdowns."""
+    write_run(folder, arms or full_arms(), info(**settings))
+    for arm in ("baseline", "flux"):
+        (folder / arm / "breakdown.json").write_text(json.dumps(breakdown(flux=arm == "flux")))
+    return folder
+
+
+def one_arm(folder: Path, arm: str, **settings: Any) -> Path:
+    """What ``train`` leaves: one arm, no summary, one block."""
+    records = [item | {"block": 0} for item in full_arms()[arm]]
+    write_run(folder, {"baseline": [], "flux": [], arm: records}, info(command="train", flux=arm == "flux", **settings))
+    (folder / "summary.json").unlink()
+    other = "flux" if arm == "baseline" else "baseline"
+    (folder / other / "metrics.jsonl").unlink()
+    (folder / other).rmdir()
+    return folder

@@ -1,0 +1,96 @@
+"""What runs are called in wandb: no two comparisons alike, and one that is resumed as before."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.metrics.report.run import load
+from megatron_flux.metrics.wandb_dashboards import _where
+from megatron_flux.run import folder
+from megatron_flux.train import config, run_folder
+from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from tests.unit.metrics.report_runs import full_run
+
+ALONE = r"x-\d{8}-\d{6}-[0-9a-f]{4}"
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ID", "NAME"):
+        monkeypatch.delenv(f"SLURM_JOB_{name}", raising=False)
+
+
+def names(out: Path, *, load: Path | None = None, **options: Any) -> run_folder.WandbNames:
+    """As a run in ``out`` would be called that begins now; its folder is made."""
+    special = CheckpointOptions(load=load)
+    run = config.resolve(TrainOptions(**options), special, world_size=2, device="cpu", out=out)
+    with run_folder.made(run, default=False):
+        folder.begun(out)
+    return run_folder.load_wandb_names(run)
+
+
+def test_folders_of_one_name_are_different_groups(tmp_path: Path) -> None:
+    found = [names(tmp_path / day / "x") for day in ("monday", "tuesday")]
+    assert all(re.fullmatch(ALONE, one.group) for one in found)
+    assert found[0].group != found[1].group
+    # And so is the same folder, overwritten.
+    assert names(tmp_path / "monday" / "x", overwrite=True).group != found[0].group
+
+
+def test_a_job_names_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": "4713", "JOB_NAME": "night"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert names(tmp_path / "run").group == "night-4713"
+    assert names(tmp_path / "x").group == "night-4713-x"
+    for name, value in {"ARRAY_JOB_ID": "4711", "ARRAY_TASK_ID": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert names(tmp_path / "2" / "run").run == "night-4711_2"
+
+
+def test_a_resumed_run_keeps_its_names_in_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = names(tmp_path / "x")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert names(tmp_path / "x", load=tmp_path) == first
+    assert names(tmp_path / "x", load=tmp_path) == first
+    # A checkpoint of another folder begins a run of its own.
+    assert names(tmp_path / "y", load=tmp_path).group == "job-4711-y"
+
+
+def test_a_group_that_is_asked_for_stays_as_it_is_and_its_runs_differ(tmp_path: Path) -> None:
+    first, second = (names(tmp_path / day / "x", wandb_group="sweep") for day in "ab")
+    assert first.group == second.group == "sweep"
+    assert first.run != second.run
+    assert re.fullmatch(f"sweep-{ALONE}", first.run)
+    assert names(tmp_path / "a" / "x", wandb_group="sweep", load=tmp_path) == first
+    assert names(tmp_path / "a" / "x", load=tmp_path).run == first.run
+
+
+def test_folders_of_earlier_versions_keep_the_names_that_they_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for given, expected in (("sweep", "sweep"), (None, "x")):
+        names(tmp_path / "x", overwrite=True)
+        file = tmp_path / "x" / "config.json"
+        earlier = json.loads(file.read_text())
+        del earlier["wandb"]
+        earlier["config"]["wandb_group"] = given
+        file.write_text(json.dumps(earlier))
+        assert names(tmp_path / "x", load=tmp_path) == run_folder.WandbNames(expected, expected)
+    file.write_text("[")
+    with caplog.at_level(logging.WARNING, logger="megatron_flux"):
+        assert re.fullmatch(ALONE, names(tmp_path / "x", load=tmp_path).group)
+    assert "wandb gets new names" in caplog.text
+
+
+def test_dashboards_find_the_group(tmp_path: Path) -> None:
+    folder = full_run(tmp_path / "run")
+    assert _where([load(folder)], None)[1] == ["group-x"], "of an earlier version"
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"wandb": {"group": "night-4711", "run": "x"}}))
+    assert _where([load(folder)], None)[1] == ["night-4711"]

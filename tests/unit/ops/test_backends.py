@@ -1,0 +1,151 @@
+"""The backend registry: names, order of preference, reasons; and the operators' counters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux import UserError, ops
+from megatron_flux.comm import links as topology
+from megatron_flux.ops.backends import pipelined, registry
+from megatron_flux.ops.counters import OpStats
+from tests.unit.groups import group_of
+
+
+class Named:
+    """A backend that only says whether it would run."""
+
+    automatic, needs_cuda = True, False
+
+    def __init__(self, name: str, reason: str | None = None) -> None:
+        self.name, self.reason = name, reason
+
+    def why_not(self, *operands: Any) -> str | None:
+        return self.reason
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+
+
+def selected(name: str) -> str:
+    return registry.select(name, torch.ones(2, 2), torch.ones(2, 2), group_of(2)).name
+
+
+def test_reference_is_registered() -> None:
+    assert "reference" in ops.backend_names()
+    assert ops.backend_names()[0] == "auto"
+
+
+@pytest.mark.parametrize("name", ["reference", "auto", "mine"])
+def test_a_name_can_be_taken_once(name: str) -> None:
+    if name == "mine":
+        ops.register_backend(Named(name))
+    before = ops.backend_names()
+    with pytest.raises(UserError, match=f"backend name '{name}' is taken; registered: auto, reference"):
+        ops.register_backend(Named(name))
+    assert ops.backend_names() == before
+
+
+def test_auto_takes_the_last_registered_that_can() -> None:
+    ops.register_backend(Named("first"))
+    assert selected("auto") == "first"
+    ops.register_backend(Named("second"))
+    assert selected("auto") == "second"
+    ops.register_backend(Named("unable", "not on Tuesdays"))
+    assert selected("auto") == "second"
+    assert selected("first") == "first"
+
+
+def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where they could run."""
+    for backend in registry._backends.values():
+        monkeypatch.setattr(backend, "why_not", lambda *operands: None)
+        monkeypatch.setattr(backend, "untested", lambda *operands: None, raising=False)
+    assert selected("auto") == "tuned"
+    assert selected("fused") == "fused"
+    shy = Named("shy")
+    shy.automatic = False
+    ops.register_backend(shy)
+    assert selected("auto") == "tuned"
+    assert selected("shy") == "shy"
+
+
+def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "_warned", set())
+    cautious = Named("cautious")
+    cautious.untested = lambda x, group: "no NVLink"
+    ops.register_backend(cautious)
+    assert selected("auto") == "reference"
+    assert caplog.text == ""
+    assert selected("cautious") == selected("cautious") == "cautious"
+    (line,) = caplog.messages
+    assert line == "megatron_flux: backend 'cautious' was asked for by name where it is untested: no NVLink"
+
+
+@pytest.mark.parametrize("name", ["fused", "tuned"])
+@pytest.mark.parametrize(
+    ("link", "untested"),
+    [
+        (topology.Link("nvlink", ""), False),
+        (topology.Link("nvlink stand-in", ""), False),
+        (topology.Link("p2p", "no NVLink between GPU 0 and GPU 1"), True),
+    ],
+)
+def test_fused_kernels_are_untested_without_nvlink(
+    name: str, link: topology.Link, untested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "probe", lambda group, device: link)
+    said = registry.get_backend(name).untested(torch.ones(2, 2), group_of(2))
+    assert (said is not None) is untested
+    if untested:
+        assert said.startswith("no NVLink between GPU 0 and GPU 1: fused kernels wait for atomics on peers' memory")
+
+
+def test_auto_is_reference_where_there_is_no_gpu() -> None:
+    assert selected("auto") == "reference"
+
+
+def test_a_backend_asked_for_by_name_says_why_it_cannot() -> None:
+    ops.register_backend(Named("unable", "not on Tuesdays"))
+    with pytest.raises(UserError, match="backend 'unable' cannot run this call: not on Tuesdays; use backend='auto'"):
+        selected("unable")
+
+
+def test_counters() -> None:
+    counters = OpStats()
+    counters.count("all_gather_gemm", "reference", 8)
+    counters.count("all_gather_gemm", "other", 4)
+    counters.count("all_gather", "reference", 1)
+    assert counters.total("all_gather_gemm") == 2
+    assert counters.total("gemm_reduce_scatter") == 0
+    assert counters.calls["all_gather_gemm", "other"] == 1
+    assert counters.bytes_received == 13
+    counters.reset()
+    assert counters == OpStats()
+
+
+def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a warm-up, when nobody asks for its limits any more."""
+    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(pipelined.topology, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
+    monkeypatch.setattr(pipelined.importlib, "import_module", lambda name: pytest.fail("it ran"))
+    monkeypatch.setattr(pipelined.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    group = group_of(2)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        backend = registry.select("pipelined", x, None, group)
+    for call in (
+        lambda: backend.all_gather_gemm(x, x, group, transposed=False),
+        lambda: backend.gemm_reduce_scatter(x, x, group, transposed=False, async_op=False),
+        lambda: backend.all_gather(x, group, async_op=True),
+    ):
+        with pytest.raises(UserError, match=r"'pipelined' cannot be captured in a CUDA graph.*use backend='auto'"):
+            call()

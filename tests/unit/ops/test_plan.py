@@ -1,0 +1,228 @@
+"""The choice of a plan, the shapes of the benchmark, and the tuning cache: no GPU, no triton."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_flux.bench.shapes import MODELS, cases
+from megatron_flux.errors import UserError
+from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.kernel_config import Plan, ag_plan, candidates, rs_plan
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("m", [8, 200, 1024, 2048, 8192, 16384])
+def test_blocks_divide_shards(m: int, tp: int) -> None:
+    mp = m // tp
+    for op in ("all_gather_gemm", "gemm_reduce_scatter"):
+        for plan in candidates(op, mp, 1280, 8192, tp, 132):
+            assert plan.block == 0 or mp % plan.block == 0
+            assert plan.block % plan.bm == 0
+            assert plan.comm < 132
+            assert plan.reducers < 132
+
+
+def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
+    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == ag_plan(1024, 6144, 12288, 8, 132)
+    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == rs_plan(1024, 12288, 6144, 8, 132)
+
+
+def test_label_names_what_differs() -> None:
+    assert Plan().label() == "default"
+    assert Plan(comm=4, bn=128).label() == "bn=128 comm=4"
+
+
+def test_shapes_of_gpt3() -> None:
+    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases(["gpt3-175b"], [8192], ["forward", "dgrad"], 8)}
+    assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
+    assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
+    assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
+    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases(["gpt3-175b"], [8192], ["forward"], 8))
+
+
+def test_shapes_of_llama_70b() -> None:
+    found = {c.layer: (c.n, c.k) for c in cases(["llama-70b"], [2048], ["forward"], 8)}
+    assert found == {"qkv": (1280, 8192), "proj": (8192, 1024), "fc1": (7168, 8192), "fc2": (8192, 3584)}
+
+
+@pytest.mark.parametrize(
+    ("models", "tokens", "directions", "part"),
+    [
+        (["gpt5"], [8192], ["forward"], ", ".join(MODELS)),
+        (["llama-70b"], [100], ["forward"], "divisible"),
+        (["llama-70b"], [8192], ["wgrad"], "forward or dgrad"),
+    ],
+)
+def test_bad_choices_say_what_is_allowed(
+    models: list[str], tokens: list[int], directions: list[str], part: str
+) -> None:
+    with pytest.raises(UserError, match=part):
+        cases(models, tokens, directions, 8)
+
+
+def test_cache_is_merged_and_readable(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tuned.json"
+    tuning_cache.store(path, "a", {"backend": "reference", "plan": None, "ms": {}})
+    tuning_cache.store(path, "b", {"backend": "fused", "plan": {"bm": 128}, "ms": {"reference": 2.0}})
+    assert set(tuning_cache.load(path)) == {"a", "b"}
+    assert len(path.read_text().splitlines()) > 5
+    assert [p.name for p in path.parent.iterdir()] == ["tuned.json"]
+
+
+def test_broken_cache_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text("{")
+    with pytest.raises(UserError, match="delete it"):
+        tuning_cache.load(path)
+    path.write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="delete it"):
+        tuning_cache.load(path)
+
+
+def test_key_names_everything_an_answer_depends_on() -> None:
+    x = torch.empty(1, 1, dtype=torch.bfloat16)
+    key = tuning_cache.describe("all_gather_gemm", 8192, 6144, 12288, x, True, 8, "nvlink")
+    for part in (
+        "all_gather_gemm",
+        "m=8192",
+        "n=6144",
+        "k=12288",
+        "bfloat16",
+        "[k,n]",
+        "tp=8",
+        "nvlink",
+        "torch",
+        "flux",
+        f" plan {tuning_cache.plan_schema()} ",
+        " triton ",
+        " nccl ",
+        "nvls=",
+        "margin=",
+        "connections=",
+    ):
+        assert part in key
+
+
+@pytest.mark.parametrize("name", ["NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_a_setting_that_changes_who_is_fastest_changes_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return tuning_cache.describe("all_gather_gemm", 8, 6, 4, torch.empty(0), False, 2, "nvlink")
+
+    monkeypatch.delenv(name, raising=False)
+    unset = key()
+    monkeypatch.setenv(name, "1")
+    one = key()
+    monkeypatch.setenv(name, "0")
+    assert len({unset, one, key()}) == 3
+
+
+def test_a_field_more_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tuning_cache.plan_schema.__wrapped__()
+    monkeypatch.setattr(tuning_cache, "fields", lambda plan: fields(plan)[:-1])
+    assert tuning_cache.plan_schema.__wrapped__() != before
+
+
+def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
+    monkeypatch.setattr(os, "replace", full)
+    tuning_cache.keep("a", {"backend": "reference", "plan": None, "ms": {}})
+    assert "No space left on device" in caplog.text
+    assert str(tmp_path / "tuned.json") in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_warp_specialised_plans_for_hopper() -> None:
+    # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
+    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == Plan(ws=True, group=16, bn=128, stages=6)
+    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == Plan(ws=True, group=16)
+    # Short products are bound by the link: no pacing.
+    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == Plan(ws=True, stages=3, ring=4, spread=75)
+    assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
+
+
+def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:
+    def spans(mp: int, n: int, tp: int) -> set[int]:
+        return {plan.span for plan in candidates("all_gather_gemm", mp, n, 12288, tp, 132, ws=True)}
+
+    assert spans(1024, 6144, 8) == {1, 2}
+    assert spans(2048, 6144, 4) == {1}  # 16 row blocks as they are
+    assert spans(1024, 1280, 8) == {1}  # bound by the link: who waits for two shards waits longer
+    assert spans(1024, 6144, 2) == {1}  # no second shard to come
+
+
+def test_bands_of_a_scatter() -> None:
+    # Four of four ranks are 16 row blocks; 132 SMs, 48 columns of tiles: three row blocks of own tiles fill a round.
+    found = candidates("gemm_reduce_scatter", 2048, 12288, 3072, 4, 132, ws=True)
+    assert {plan.band for plan in found} == {1, 4, 3}
+    assert {plan.band for plan in candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132, ws=True)} == {1, 2, 3}
+    assert {plan.band for plan in candidates("gemm_reduce_scatter", 100, 12288, 4096, 4, 132, ws=True)} == {1}
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(op: str) -> None:
+    default = {"all_gather_gemm": ag_plan, "gemm_reduce_scatter": rs_plan}[op](2048, 12288, 6144, 4, 132, ws=True)
+    found = candidates(op, 2048, 12288, 6144, 4, 132, ws=True)
+    assert found[0] == default
+    assert len(found) == len(set(found)) == (6 if op == "all_gather_gemm" else 7)
+    assert all(plan.ws for plan in found)
+
+
+def test_a_shard_of_one_block_of_columns_is_not_cut_and_measured_again() -> None:
+    found = candidates("all_gather_gemm", 2048, 12288, 64, 4, 132, ws=True)
+    assert len(found) == 3
+    assert not any(plan.early or plan.late for plan in found)
+
+
+# What a half's flags are enough for; ops/launch.py raises otherwise.
+
+LARGE = [(131072, 16384, 8192), (262144, 16384, 1024), (1 << 20, 256, 64), (1 << 20, 16384, 64)]
+
+
+@pytest.mark.parametrize("ws", [False, True])
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize(("m", "n", "k"), LARGE)
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_no_candidate_needs_more_flags_than_there_are(
+    op: str, m: int, n: int, k: int, tp: int, ws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the launch itself, which checks before it takes a turn of the slab."""
+    pytest.importorskip("triton")
+    from megatron_flux.ops.launch import plain as launch
+
+    work = SimpleNamespace(rank=0, group=SimpleNamespace(size=lambda: tp))
+
+    def begin(_: object) -> None:
+        raise StopIteration("the checks are behind")
+
+    monkeypatch.setattr(launch, "begin", begin)
+    monkeypatch.setattr(launch, "unbroken", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
+    monkeypatch.setattr(launch, "hopper_kernels", lambda *_: ws)
+    x = torch.empty((m // tp if op == "all_gather_gemm" else m, k), device="meta", dtype=torch.bfloat16)
+    weight = torch.empty((n, k), device="meta", dtype=torch.bfloat16)
+    found = candidates(op, m // tp, n, k, tp, 132, ws)
+    for plan in found:
+        plan = launch.within_flags(plan, m) if op == "all_gather_gemm" else plan
+        with pytest.raises(StopIteration):
+            getattr(launch, op)(x, weight, work, plan, transposed=False)
+    if (op, m, n) == ("gemm_reduce_scatter", 131072, 16384):
+        assert found, "wide tiles fit"
+        assert all(plan.bn == 256 for plan in found)
+    if (op, m, n) == ("gemm_reduce_scatter", 262144, 16384):
+        assert found == [], "stock runs it"

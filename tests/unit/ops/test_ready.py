@@ -1,0 +1,285 @@
+"""Calls made ready: which half they use, what is enqueued in which order, and when they must not be used.
+
+The driver is recorded instead of called; what a launch does with operands is in test_hopper_compile, and the whole on
+GPUs in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm import slab
+from megatron_flux.comm.copies import Copy
+from megatron_flux.comm.pending import Pending
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops import call_events as observe
+from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fast_path import call_cache as again
+from megatron_flux.ops.fast_path import replay as ready
+from megatron_flux.ops.fast_path.replay import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
+from megatron_flux.ops.kernel_config import Plan
+
+STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the driver was asked for, in order."""
+    seen: list[tuple[Any, ...]] = []
+    for name in ("record", "wait", "copy"):
+        monkeypatch.setattr(ready.driver, name, lambda *given, name=name: seen.append((name, *given)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    return seen
+
+
+class Work:
+    """A slab's turns."""
+
+    captured, capture = False, None
+
+    def __init__(self) -> None:
+        self.calls, self.views, self.rank, self.ended = 0, {}, 1, 0
+        self.group = SimpleNamespace(size=lambda: 2)
+        self.poisoned: list[tuple[str, BaseException]] = []
+
+    def step(self) -> tuple[int, int]:
+        half = self.calls & 1
+        self.calls += 1
+        return half, STREAM
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def poison(self, operator: str, error: BaseException) -> None:
+        self.poisoned.append((operator, error))
+
+
+def kernel(seen: list[tuple[Any, ...]], name: str) -> Any:
+    return lambda stream, *operands: seen.append((name, stream, *operands))
+
+
+PUSHES = [Push([Copy(1000 + half, 0, 64, 1, 64, 2000 + half)], 3000 + half) for half in (0, 1)]
+ON_THE_SIDE = Side(SIDE, BEFORE, AFTER, None)
+
+
+def test_copies_are_enqueued_before_the_kernel(done: list[tuple[Any, ...]]) -> None:
+    work = Work()
+    gathered = [torch.zeros(8, 4), torch.ones(8, 4)]
+    call = ReadyAllGatherGemm(work, [kernel(done, "k0"), kernel(done, "k1")], (8, 6), gathered, PUSHES, ON_THE_SIDE)
+    x, weight = torch.zeros(4, 4), torch.zeros(6, 4)
+    for half in (0, 1, 0):
+        assert call.usable()
+        y, whole = call(x, weight)
+        assert y.shape == (8, 6)
+        assert whole is gathered[half]
+        address = x.data_ptr()
+        assert done == [
+            ("record", BEFORE, STREAM),
+            ("wait", SIDE, BEFORE),
+            ("copy", 1000 + half, address, 64, SIDE),
+            ("copy", 2000 + half, 3000 + half, 4, SIDE),
+            ("record", AFTER, SIDE),
+            (f"k{half}", STREAM, x, weight, y, x),
+            ("wait", STREAM, AFTER),
+        ]
+        done.clear()
+
+
+def test_a_half_that_has_no_kernel_yet_is_not_usable(done: list[tuple[Any, ...]]) -> None:
+    work = Work()
+    call = ReadyGemmReduceScatter(work, [kernel(done, "k0"), None], (4, 6))
+    assert not call.complete
+    assert call.usable()
+    assert call(torch.zeros(8, 4), torch.zeros(6, 4)).shape == (4, 6)
+    assert not call.usable()  # the other half's turn
+    work.calls += 1  # made in another way
+    assert call.usable()
+    no_copies = ReadyAllGatherGemm(Work(), [kernel(done, "k")] * 2, (8, 6), [], [PUSHES[0], None], ON_THE_SIDE)
+    assert not no_copies.complete
+
+
+def test_a_plan_set_later_is_not_passed_by(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FusedBackend()
+    made = ReadyGemmReduceScatter(Work(), [kernel(done, "k")] * 2, (4, 6))
+    monkeypatch.setattr(backend, "ready_with_plan", lambda *given: made)
+    call = backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6))
+    assert call is made
+    assert call.usable()
+    backend.plan = Plan()
+    assert not call.usable()
+    assert backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6)) is None
+    backend.plan = None
+    assert call.usable()
+
+
+def test_slabs_that_changed_and_capture_end_it(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ReadyGemmReduceScatter(Work(), [kernel(done, "k")] * 2, (4, 6))
+    assert call.usable()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not call.usable()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with captured_calls():  # the warm-up must meet the workspaces of captured calls
+        assert not call.usable()
+    assert call.usable()
+    monkeypatch.setattr(slab.pool, "generation", slab.pool.generation + 1)
+    assert not call.usable()
+
+
+def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, ...]]) -> None:
+    work = Work()
+    gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
+    call = ReadyAllGather(work, [kernel(done, "w0"), kernel(done, "w1")], gathered, PUSHES, ON_THE_SIDE)
+    finished: list[str] = []
+    work.views["open"] = Pending(torch.zeros(1), lambda: finished.append("earlier"))
+    pending = call(torch.ones(4, 4))
+    assert finished == ["earlier"]
+    assert work.views["open"] is pending
+    assert gathered[0][4:].eq(1).all()  # rank 1's own rows
+    done.clear()
+    assert pending.wait() is gathered[0]
+    assert pending.wait() is gathered[0]
+    assert done == [("w0", STREAM), ("wait", STREAM, AFTER)]
+    assert (work.ended, "open" in work.views) == (1, False)
+
+
+def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
+    done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
+    work, side = Work(), SimpleNamespace()
+    gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
+    waits = [kernel(done, "w0"), kernel(done, "w1")]
+    call = ReadyAllGather(work, waits, gathered, PUSHES, ON_THE_SIDE._replace(keep=(side,)))
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    monkeypatch.setattr(Work, "end", lambda _: done.append(("order",)))
+    call(torch.ones(4, 4)).wait()
+    assert recorded == []
+    pending = call(torch.ones(4, 4))
+    done.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
+    pending.wait()
+    assert done == [("order",), ("w1", 11), ("wait", 11, AFTER)]
+    assert recorded == [side]
+
+
+def test_a_gather_is_not_waited_for_in_a_capture(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work()
+    call = ReadyAllGather(work, [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
+    pending = call(torch.ones(4, 4))
+    done.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UserError, match="begun outside of a CUDA graph's capture can only be waited for there"):
+        pending.wait()
+    assert (done, work.poisoned, work.views["open"]) == ([], [], pending)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pending.wait()
+    assert done == [("w", STREAM), ("wait", STREAM, AFTER)]
+
+
+def no_launch(stream: int, *operands: Any) -> None:
+    raise OperatorError("CUDA refused a launch")
+
+
+READY = {
+    "all_gather_gemm": lambda work, run: ReadyAllGatherGemm(
+        work, [run] * 2, (8, 6), [torch.zeros(8, 4)] * 2, None, None
+    ),
+    "gemm_reduce_scatter": lambda work, run: ReadyGemmReduceScatter(work, [run] * 2, (4, 6)),
+    "all_gather": lambda work, run: ReadyAllGather(work, [run] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE),
+}
+
+
+@pytest.mark.parametrize("operator", list(READY))
+def test_a_call_broken_off_poisons_its_slab(
+    operator: str, done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, x, weight = Work(), torch.zeros(4, 4), torch.zeros(6, 4)
+    behind: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=behind.append))
+    work.views["side",] = ("the copies' stream", None, None)
+    call = READY[operator](work, no_launch)
+    with pytest.raises(OperatorError, match="CUDA refused a launch") as caught:
+        call(x).wait() if operator == "all_gather" else call(x, weight)
+    assert work.poisoned == [(operator, caught.value)]
+    assert behind == ["the copies' stream"]
+
+
+def test_copies_that_cannot_be_enqueued_poison_too(
+    done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work()
+    call = READY["all_gather"](work, kernel(done, "w"))
+    monkeypatch.setattr(ready.driver, "copy", lambda *given: no_launch(0))
+    with pytest.raises(OperatorError):
+        call(torch.zeros(4, 4))
+    assert [operator for operator, _ in work.poisoned] == ["all_gather"]
+    assert "open" not in work.views
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_memory_runs_out_before_the_turn(operator: str, done: list[tuple[Any, ...]]) -> None:
+    work, weight = Work(), torch.zeros(6, 4)
+    x: Any = SimpleNamespace(new_empty=lambda shape: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        READY[operator](work, kernel(done, "k"))(x, weight)
+    assert (work.calls, work.poisoned, done) == (0, [], [])
+
+
+class Operand:
+    """A tensor on a GPU, as far as the table looks at it."""
+
+    is_cuda, dtype, shape = True, torch.bfloat16, torch.Size([4, 4])
+
+    def __init__(self, contiguous: bool = True, address: int = 4096) -> None:
+        self.is_contiguous = lambda: contiguous
+        self.data_ptr = lambda: address
+
+    def get_device(self) -> int:
+        return 0
+
+
+def remembered(chosen: Any, x: Any, key: Any) -> None:
+    again.find(key, x, x)
+    again.remember(key, "all_gather_gemm", chosen, x, x, None, False, (8, 4), 99)
+
+
+def test_the_table_forgets_with_the_slabs_and_keeps_to_operands_that_lie_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "_table", {})
+    x = Operand()
+    key = again.key_of("all_gather_gemm", x, x, None, "group", False, "auto")
+    call = SimpleNamespace(usable=lambda: True, complete=True)
+    remembered(SimpleNamespace(name="tuned", ready=lambda *given: call), x, key)
+    found = again.find(key, x, x)
+    assert (found.ready, found.backend, found.nbytes) == (call, "tuned", 99)
+    assert again.find(key, Operand(contiguous=False), x) is None
+    for operands in ((Operand(address=4104), x), (x, Operand(address=4104))):  # no address for TMA
+        assert again.find(key, *operands) is None
+    assert again.find(again.key_of("all_gather_gemm", x, x, x, "group", False, "auto"), x, x) is None  # with a bias
+    with observe.ranges(profiler=True):
+        assert again.key_of("all_gather_gemm", x, x, None, "group", False, "auto") is None
+    call.usable = lambda: False
+    assert again.find(key, x, x) is None
+    call.usable = lambda: True
+    monkeypatch.setattr(slab.pool, "generation", slab.pool.generation + 1)
+    assert again.find(key, x, x) is None
+    assert again._table == {}
+
+
+def test_backends_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "_table", {})
+    asked: list[str] = []
+    backend = SimpleNamespace(name="fused", ready=lambda operator, *given: asked.append(operator))
+    x = Operand()
+    key = again.key_of("all_gather_gemm", x, x, None, "group", False, "fused")
+    for _ in range(20):
+        remembered(backend, x, key)
+    assert len(asked) == 8
+    remembered(SimpleNamespace(name="reference"), x, again.key_of("all_gather", x, None, None, "group", False, "a"))
+    assert again.key_of("all_gather", torch.zeros(2, 2), None, None, "group", False, "auto") is None  # CPU

@@ -1,0 +1,79 @@
+"""What two calls must have in common for one to be made as the other was: every part of the key is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.ops.fast_path import call_cache as again
+
+
+class Operand:
+    """A tensor on a GPU, as far as a key looks at it."""
+
+    is_cuda = True
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, device: int = 0) -> None:
+        self.shape, self.dtype, self.get_device = torch.Size(shape), dtype, lambda: device
+
+
+def key(**changed: Any) -> Any:
+    call = {
+        "operator": "all_gather_gemm",
+        "x": Operand(4, 8),
+        "weight": Operand(6, 8),
+        "bias": Operand(6),
+        "group": "group",
+        "transposed": False,
+        "backend": "auto",
+        "added": Operand(6),
+    }
+    added = (call | changed).pop("added")
+    found = {name: value for name, value in (call | changed).items() if name != "added"}
+    return again.key_of(*found.values(), *([] if added is None else [added]))
+
+
+def test_calls_of_one_kind_have_one_key() -> None:
+    assert key() == key()
+    assert hash(key()) == hash(key())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"operator": "gemm_reduce_scatter"},
+        {"group": "another"},
+        {"backend": "fused"},
+        {"transposed": True},
+        {"x": Operand(8, 8)},
+        {"x": Operand(2, 2, 8)},
+        {"x": Operand(4, 8, dtype=torch.float16)},
+        {"x": Operand(4, 8, device=1)},
+        {"weight": None},
+        {"weight": Operand(8, 8)},
+        {"weight": Operand(6, 8, dtype=torch.float16)},
+        {"weight": Operand(6, 8, device=1)},
+        {"bias": None},
+        {"bias": Operand(5)},
+        {"bias": Operand(6, dtype=torch.float16)},
+        {"bias": Operand(6, device=1)},
+        {"added": None},
+        {"added": Operand(5)},
+        {"added": Operand(6, dtype=torch.float16)},
+        {"added": Operand(6, device=1)},
+    ],
+    ids=lambda changed: " ".join(f"{k} {getattr(v, 'dtype', v)}" for k, v in changed.items()),
+)
+def test_calls_of_another_kind_have_another_key(changed: dict[str, Any]) -> None:
+    assert key(**changed) != key()
+
+
+def test_gathers_of_two_dtypes_are_two_kinds() -> None:
+    """A gather has no weight whose dtype would tell."""
+    gathers = [
+        again.key_of("all_gather", Operand(4, 8, dtype=dtype), None, None, "group", False, "auto")  # type: ignore[arg-type]
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    assert gathers[0] != gathers[1]

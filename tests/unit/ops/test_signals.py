@@ -1,0 +1,214 @@
+"""Signal handlers of the program outlive what happens while Triton compiles: a thief in C, other threads, Python's own
+changes; and a real compile, whose triton may be a thief itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_flux
+from megatron_flux.ops.launch.signals import kept
+from megatron_flux.train.stop import StopRequest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+
+TAKEN = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+SIG_IGN = 1
+
+COMPILES = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import compile_hopper
+from megatron_flux.ops.fast_path import kernel_launch as relaunch
+heard = []
+signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
+for number in signals:
+    signal.signal(number, lambda number, frame: heard.append(number))
+
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda: compile_hopper.build("gemm_rs", {{}})
+
+relaunch.by_triton(Kernel(), 132)
+for number in signals:
+    os.kill(os.getpid(), number)
+print(heard == list(signals))
+"""
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Signals that a Python handler is called for, as they come."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in TAKEN}
+    yield came
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def steal(*numbers: int, into: int = SIG_IGN) -> None:
+    """Change handlers in the C library, behind Python's back, as LLVM does."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    for number in numbers:
+        libc.signal(number, into)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    assert not failures
+
+
+def send(numbers: tuple[int, ...] = TAKEN) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def ignored(number: int) -> bool:
+    """What the kernel says, whoever arranged it."""
+    found = re.search(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def test_the_thief_of_these_tests_steals(heard: list[int]) -> None:
+    steal(*TAKEN)
+    send()
+    assert heard == []
+
+
+def test_handlers_stolen_in_any_thread_are_put_back(heard: list[int]) -> None:
+    def compiles() -> None:
+        with kept:
+            steal(*TAKEN)
+
+    in_thread(compiles)
+    send()
+    assert heard == list(TAKEN)
+
+
+def test_handlers_are_put_back_after_a_failure(heard: list[int]) -> None:
+    def fails() -> None:
+        with kept:
+            steal(*TAKEN)
+            raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        fails()
+    send()
+    assert heard == list(TAKEN)
+
+
+def test_signals_that_are_ignored_stay_ignored(heard: list[int]) -> None:
+    """As Python does with SIGPIPE: an error is raised, where the default would end the process."""
+    python_ignores = (signal.SIGPIPE, signal.SIGXFSZ)
+    assert all(map(ignored, python_ignores))
+    with kept:
+        steal(*python_ignores, into=ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value)
+        assert not any(map(ignored, python_ignores))
+    assert all(map(ignored, python_ignores))
+
+
+def test_a_compile_that_begins_after_a_theft_does_not_keep_the_thief(heard: list[int]) -> None:
+    """The first is still in it, and puts the handlers back before the second ends."""
+    kept.__enter__()
+    steal(*TAKEN)
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with kept:
+            entered.set()
+            assert left.wait(10)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert entered.wait(10)
+    kept.__exit__()
+    send()
+    assert heard == list(TAKEN)
+    left.set()
+    thread.join()
+    send()
+    assert heard == [*TAKEN, *TAKEN]
+
+
+def test_what_python_changes_meanwhile_stays(heard: list[int]) -> None:
+    with kept:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as a handler may
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(0))
+    send((signal.SIGUSR1, signal.SIGTERM))
+    assert heard == [0]
+    assert ignored(signal.SIGUSR1)
+    with kept:
+        signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    send((signal.SIGUSR1,))
+    assert heard == [0, signal.SIGUSR1]
+
+
+def test_the_run_hears_again_after_the_step_in_which_it_lost_the_signal(heard: list[int]) -> None:
+    """Lost in a thread that is older than the run and does not block it: one of torch's, say."""
+    ended = threading.Event()
+    older = threading.Thread(target=ended.wait)
+    older.start()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with StopRequest("USR1", torch.device("cpu")) as stop:
+            in_thread(lambda: steal(signal.SIGUSR1))
+            send((signal.SIGUSR1,))
+            while signal.SIGUSR1 in signal.sigpending():  # until the thread has woken up
+                time.sleep(0.001)
+            assert not stop.agreed()
+            send((signal.SIGUSR1,))
+            deadline = time.monotonic() + 10
+            while not stop.agreed():
+                assert time.monotonic() < deadline
+            assert ignored(signal.SIGUSR1)  # while the checkpoint is written
+    finally:
+        ended.set()
+        older.join()
+        dist.destroy_process_group()
+
+
+def test_a_compile_leaves_handlers(tmp_path: Path) -> None:
+    """In a process of its own, and afresh: LLVM comes into it when nothing lies in the cache."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES.format(folder=str(Path(__file__).parents[1] / "kernels"))],
+        capture_output=True, text=True, timeout=120, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-3000:]
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:
+    """``kernel[grid](...)`` stands in one place; a warm cache or another triton would hide a second one."""
+    package = Path(megatron_flux.__file__).parent
+    launches = {
+        (str(file.relative_to(package)), match[0])
+        for file in package.rglob("*.py")
+        for match in re.finditer(r"\w*kernel\[.+?\](?=\()", file.read_text())
+    }
+    assert launches == {("ops/fast_path/kernel_launch.py", "kernel[(grid,)]")}

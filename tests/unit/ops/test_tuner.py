@@ -1,0 +1,288 @@
+"""What the tuner does with a kept answer; measuring itself needs GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm.links import Link
+from megatron_flux.comm.pending import Pending
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.backends.tuning_cache import describe, store
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.kernel_config import Plan
+
+
+class Group:
+    group_name = "g"
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+class Recorder:
+    """A backend that says it was called, and with which plan."""
+
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log, self.plan = name, log, None
+
+    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Any:
+        self.log.append((self.name, self.plan))
+        return x, x
+
+    def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Pending:
+        self.log.append((self.name, self.plan))
+        return Pending(x)
+
+
+X, W = torch.zeros(8, 4), torch.zeros(6, 4)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
+    monkeypatch.setattr(tuner.topology, "probe", lambda group, device: Link("nvlink", ""))
+    monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
+    monkeypatch.setattr(tuner.rank_errors, "failures", lambda group, mine: {} if mine is None else {0: mine})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    log: list[Any] = []
+    made = TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))  # type: ignore[arg-type]
+    made.log = log
+    return made
+
+
+def call(backend: TunedBackend) -> Any:
+    backend.gemm_reduce_scatter(X, W, Group(), transposed=False, async_op=False).wait()
+    return backend.log[-1]
+
+
+def keep(backend: str, plan: Plan | None) -> None:
+    key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink")
+    store(tuning_cache.cache_path(), key, {"backend": backend, "plan": plan and asdict(plan), "ms": {backend: 1.0}})
+
+
+def test_nothing_kept_and_no_time_to_measure_is_reference(tuned: TunedBackend) -> None:
+    assert call(tuned) == ("reference", None)
+
+
+@pytest.mark.parametrize("name", ["reference", "pipelined"])
+def test_a_kept_answer_is_taken(tuned: TunedBackend, name: str) -> None:
+    keep(name, None)
+    assert call(tuned) == (name, None)
+
+
+def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
+    keep("fused", Plan(reducers=7))
+    assert call(tuned) == ("fused", Plan(reducers=7))
+    assert tuned.fused.plan is None
+
+
+def gather(backend: TunedBackend, bias: torch.Tensor | None) -> Any:
+    backend.all_gather_gemm(X, W, Group(), transposed=False, bias=bias)
+    return backend.log[-1]
+
+
+def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_one(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+
+    def fastest_last(ways: dict[str, Any], *_: Any) -> dict[str, list[float]]:
+        return {name: [1.0 / place] for place, name in enumerate(ways, 1)}
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setattr(tuner.timing, "interleaved", fastest_last)
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
+    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
+    assert gather(tuned, torch.zeros(6)) == ("reference", None)
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
+    assert (answer["backend"], list(answer["ms"])) == ("reference", ["reference"])
+    tuning_cache.cache_path().unlink()
+    tuned.answers.clear()
+    tuned._quick.clear()
+    tuned.pipelined.release = lambda group: None
+    assert gather(tuned, None) == ("pipelined", None)
+    assert gather(tuned, torch.zeros(6)) == ("reference", None)
+    with captured_calls():
+        assert gather(tuned, None) == ("reference", None), "it cannot be captured"
+        tuning_cache.cache_path().unlink()
+        tuned.answers.clear()
+        tuned._quick.clear()
+        assert gather(tuned, None) == ("reference", None)
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
+    assert list(answer["ms"]) == ["reference"], "it is not measured for calls that will be captured"
+
+
+def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:
+    keep("pipelined", None)
+    tuned.pipelined = None
+    assert call(tuned) == ("reference", None)
+
+
+def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
+    keep("fused", Plan())
+    call(tuned)
+    tuning_cache.cache_path().unlink()
+    assert call(tuned)[0] == "fused"
+
+
+def test_capture_measures_nothing_and_remembers_nothing(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep("fused", Plan())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert call(tuned)[0] == "reference"
+    assert "gemm_reduce_scatter m=8 n=6 k=4 was never run before this CUDA graph's capture" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert call(tuned)[0] == "fused"
+    assert not caplog.text
+
+
+def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: TunedBackend) -> None:
+    keep("fused", Plan(reducers=7))
+    with captured_calls():
+        assert call(tuned) == ("fused", Plan(reducers=7))
+        assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, Group())["backend"] == "fused"
+    tuning_cache.cache_path().unlink()
+    tuned.answers.clear()
+    tuned._quick.clear()
+    keep("pipelined", None)
+    assert call(tuned) == ("pipelined", None)
+    with captured_calls():
+        assert call(tuned) == ("reference", None)  # no time to measure
+
+
+def test_calls_that_will_be_captured_keep_their_answer_for_themselves(tuned: TunedBackend) -> None:
+    key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink", captured=True)
+    store(tuning_cache.cache_path(), key, {"backend": "fused", "plan": asdict(Plan(reducers=3)), "ms": {}})
+    assert call(tuned) == ("reference", None)
+    keep("fused", Plan(reducers=7))
+    with captured_calls():
+        assert call(tuned) == ("reference", None)  # as before in this process
+        tuned.answers.clear()
+        tuned._quick.clear()
+        assert call(tuned) == ("fused", Plan(reducers=3))
+    assert call(tuned) == ("fused", Plan(reducers=7))
+
+
+def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))
+    assert tuning_cache.cache_path() == tmp_path / "tuned.json"
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "mine.json"))
+    assert tuning_cache.cache_path() == tmp_path / "mine.json"
+
+
+STORE = """
+import sys, time
+from pathlib import Path
+from megatron_flux.ops.backends.tuning_cache import store
+path, name = Path(sys.argv[1]), sys.argv[2]
+path.with_name(name).touch()
+while not all(path.with_name(other).exists() for other in "ab"):
+    time.sleep(0.01)
+for i in range(40):
+    store(path, f"{name} {i}", {"backend": "reference"})
+"""
+
+
+def test_writers_at_the_same_time_lose_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    writers = [subprocess.Popen([sys.executable, "-c", STORE, str(path), name]) for name in "ab"]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    assert len(tuning_cache.load(path)) == 80
+    assert not list(path.parent.glob("tuned.json?*"))
+
+
+# Bursts leave a few candidates; who is fastest by itself is taken.
+
+
+@pytest.mark.parametrize(
+    ("ms", "expected"),
+    [
+        ({"reference": 2.0, "a": 1.0, "b": 1.07, "c": 1.09}, ["a", "b"]),
+        ({"reference": 1.0, "a": 0.995}, ["reference", "a"]),  # within the margin it is reference that counts
+        ({"reference": 2.0}, ["reference"]),
+        ({"reference": 1.02, **dict.fromkeys("abcdefgh", 1.0)}, ["a", "b", "c", "d", "e", "f"]),
+        ({"reference": 1.005, **dict.fromkeys("abcdefgh", 1.0)}, ["reference", "a", "b", "c", "d", "e"]),
+    ],
+)
+def test_finalists(ms: dict[str, float], expected: list[str]) -> None:
+    assert tuner.finalists(ms) == expected
+
+
+@pytest.mark.parametrize(
+    ("lasting", "chosen"),
+    [
+        ({"reference": 1.2, "pipelined": 1.1}, "pipelined"),
+        ({"reference": 1.1, "pipelined": 1.2}, "reference"),
+        ({"reference": 1.1, "pipelined": 1.095}, "reference"),  # others must win by 1 %
+    ],
+)
+def test_the_fastest_by_itself_is_taken(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, lasting: dict[str, float], chosen: str
+) -> None:
+    pytest.importorskip("triton")
+    asked: list[Any] = []
+
+    def sustained(ways: dict[str, Any], ms: dict[str, float], *_: Any) -> dict[str, float]:
+        asked.append((list(ways), ms))
+        return lasting
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [1.01]})
+    monkeypatch.setattr(tuner.timing, "sustained", sustained)
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
+    monkeypatch.setattr(tuner.GemmAlone, "prepare", lambda *_: False)
+    tuned.pipelined.release = lambda group: None
+    assert gather(tuned, None) == (chosen, None)
+    assert asked == [(["reference", "pipelined"], {"reference": 1.0, "pipelined": 1.01})]
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
+    assert (answer["backend"], answer["sustained_ms"]) == (chosen, lasting)
+
+
+def test_no_time_is_left_to_run_candidates_by_themselves(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0.001")
+    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [0.98]})
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner, "candidates", lambda *_: time.sleep(0.01) or [])
+    monkeypatch.setattr(tuner.GemmAlone, "prepare", lambda *_: False)
+    tuned.pipelined.release = lambda group: None
+    assert gather(tuned, None) == ("pipelined", None)
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
+    assert answer["sustained_ms"] == {}
+
+
+def test_each_way_runs_by_itself_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int, int]] = []
+
+    def burst(call: Any, count: int, group: Any, device: Any, warm: int = 1) -> float:
+        made.append((call(), count, warm))
+        return float(len(made))
+
+    monkeypatch.setattr(timing, "burst", burst)
+    ways = {"slow": lambda: "slow", "quick": lambda: "quick"}
+    found = timing.sustained(ways, {"slow": 100.0, "quick": 0.5}, Group(), torch.device("cpu"))
+    slow, quick = ("slow", 3, 2), ("quick", 600, 500)
+    assert made == [slow, quick, quick, slow]
+    assert found == {"slow": (1 + 4) / 2, "quick": (2 + 3) / 2}
+    made.clear()
+    timing.sustained({"endless": lambda: "endless"}, {"endless": 5000.0}, Group(), torch.device("cpu"))
+    assert made == [("endless", 1, 1)] * 2

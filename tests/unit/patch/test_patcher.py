@@ -1,0 +1,239 @@
+"""patch(), unpatch(), patched(), report(): idempotent, nested, reversible to the identical objects, logged."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear as ReexportedColumn
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+import megatron_flux
+from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
+from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.patch import patcher, te_seam
+
+SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
+"""Of the local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
+
+REPLACEMENTS = len(SEAM) + (len(patcher.TE_REPLACED) if te_seam.in_use() else 0)
+
+
+def methods() -> tuple[object, ...]:
+    return tuple(vars(owner)[name] for owner, name in SEAM)
+
+
+STOCK = methods()
+STOCK_CLASSES = dict(vars(ColumnParallelLinear)), dict(vars(RowParallelLinear))
+
+
+@pytest.fixture(autouse=True)
+def stock_before_and_after() -> Iterator[None]:
+    assert methods() == STOCK
+    yield
+    for (owner, name), stock in zip(SEAM, STOCK, strict=True):
+        setattr(owner, name, stock)
+    for replacement in patcher._installed.replacements[len(SEAM) :] if patcher._installed else ():
+        replacement.undo()
+    patcher._installed = None
+
+
+def config() -> FluxConfig | None:
+    return None if patcher._installed is None else patcher._installed.linears.config
+
+
+def test_unpatch_ends_the_mode_of_cuda_graphs() -> None:
+    patch()
+    assert report()["cuda_graphs"] is False
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace(cuda_graph_impl="local")
+    patcher._installed.linears.activate(layer)
+    assert report()["cuda_graphs"] is True
+    assert capture.capturing(torch.ones(1))
+    unpatch()
+    assert not capture.capturing(torch.ones(1))
+    assert report()["cuda_graphs"] is False
+
+
+def test_patch_replaces_the_two_methods_and_unpatch_restores_them() -> None:
+    assert not is_patched()
+    patch()
+    assert is_patched()
+    assert all(flux is not stock for flux, stock in zip(methods(), STOCK, strict=True))
+    unpatch()
+    assert not is_patched()
+    assert all(now is stock for now, stock in zip(methods(), STOCK, strict=True))
+    assert (dict(vars(ColumnParallelLinear)), dict(vars(RowParallelLinear))) == STOCK_CLASSES
+
+
+def test_nothing_else_of_the_classes_changes() -> None:
+    patch()
+    for (_, name), before, owner in zip(SEAM, STOCK_CLASSES, (ColumnParallelLinear, RowParallelLinear), strict=True):
+        now = dict(vars(owner))
+        assert now.keys() == before.keys()
+        assert [key for key in now if now[key] is not before[key]] == [name]
+
+
+def test_names_imported_before_are_reached_and_classes_keep_their_identity() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    patch()
+    assert ReexportedColumn is ColumnParallelLinear is layers.ColumnParallelLinear
+    assert vars(ReexportedColumn)["_forward_impl"] is not STOCK[0]
+
+
+def test_replacements_look_like_the_stock_methods() -> None:
+    stock = [inspect.signature(method) for method in STOCK]
+    documentation = [inspect.getdoc(method) for method in STOCK]
+    patch()
+    assert [inspect.signature(method) for method in methods()] == stock
+    assert [inspect.getdoc(method) for method in methods()] == documentation
+    assert all("megatron_flux" in method.__qualname__ for method in methods())
+    assert [inspect.unwrap(method) for method in methods()] == list(STOCK)
+
+
+def test_patch_twice_is_patch_once() -> None:
+    patch()
+    first = methods()
+    patch()
+    assert methods() == first
+    unpatch()
+    assert methods() == STOCK
+    unpatch()
+    assert methods() == STOCK
+
+
+def test_patch_again_with_a_config_exchanges_the_config_only() -> None:
+    patch()
+    first = methods()
+    assert config() == FluxConfig()
+    patch(FluxConfig(strict=True))
+    assert config() == FluxConfig(strict=True)
+    patch()
+    assert config() == FluxConfig(strict=True)
+    assert methods() == first
+
+
+def test_patched_restores_stock() -> None:
+    with patched(FluxConfig(backend="reference")):
+        assert is_patched()
+        assert config() == FluxConfig(backend="reference")
+    assert not is_patched()
+    assert methods() == STOCK
+
+
+def test_patched_nests_and_restores_the_outer_config() -> None:
+    with patched(FluxConfig(strict=True)):
+        outer = methods()
+        with patched(FluxConfig(backend="reference")):
+            assert config() == FluxConfig(backend="reference")
+            with patched():
+                assert config() == FluxConfig(backend="reference")
+            assert config() == FluxConfig(backend="reference")
+        assert config() == FluxConfig(strict=True)
+        assert methods() == outer
+    assert methods() == STOCK
+
+
+def test_patched_inside_patch_stays_patched() -> None:
+    patch(FluxConfig(strict=True))
+    with patched():
+        pass
+    assert is_patched()
+    assert config() == FluxConfig(strict=True)
+
+
+def test_patched_restores_after_an_exception() -> None:
+    with pytest.raises(ZeroDivisionError), patched():
+        raise ZeroDivisionError
+    assert not is_patched()
+    assert methods() == STOCK
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_somebody_elses_later_replacement_is_not_thrown_away(which: int) -> None:
+    patch()
+    flux = methods()
+    owner, name = SEAM[which]
+
+    def theirs(*args: object, **kwargs: object) -> None: ...
+
+    setattr(owner, name, theirs)
+    with pytest.raises(FluxError, match=rf"{owner.__name__}\.{name} was replaced after .*theirs"):
+        unpatch()
+    assert is_patched()
+    assert vars(owner)[name] is theirs
+    other_owner, other_name = SEAM[1 - which]
+    assert vars(other_owner)[other_name] is flux[1 - which]
+    setattr(owner, name, flux[which])
+    unpatch()
+    assert methods() == STOCK
+
+
+def test_somebody_elses_earlier_replacement_is_what_comes_back() -> None:
+    def theirs(self: object, input: object, weight: object, *args: object, **kwargs: object) -> None: ...
+
+    ColumnParallelLinear._forward_impl = theirs
+    patch()
+    unpatch()
+    assert vars(ColumnParallelLinear)["_forward_impl"] is theirs
+
+
+def test_one_line_per_replacement_and_a_total(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    caplog.set_level(logging.INFO, logger="megatron_flux")
+    patch()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == REPLACEMENTS + 1
+    assert "ColumnParallelLinear._forward_impl" in lines[0]
+    assert "RowParallelLinear.forward" in lines[1]
+    assert f"{REPLACEMENTS} replacements in megatron-core 0.1" in lines[-1]
+    patch()
+    assert len(caplog.records) == REPLACEMENTS + 1
+    patch(FluxConfig(strict=True))
+    assert "strict=True" in caplog.records[-1].getMessage()
+    unpatch()
+    assert f"{REPLACEMENTS} replacements undone" in caplog.records[-1].getMessage()
+
+
+def test_other_ranks_are_silent(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    caplog.set_level(logging.INFO, logger="megatron_flux")
+    patch()
+    unpatch()
+    assert caplog.records == []
+
+
+def test_report_is_for_json() -> None:
+    import json
+
+    before = report()
+    assert before["patched"] is False
+    assert before["active_layers"] == 0
+    assert before["fallbacks"] == {}
+    assert before["replaced"] == []
+    patch()
+    assert report()["patched"] is True
+    assert len(report()["replaced"]) == REPLACEMENTS
+    assert report().keys() == before.keys()
+    assert json.loads(json.dumps(report())) == report()
+
+
+def test_the_public_names_exist() -> None:
+    assert [name for name in megatron_flux.__all__ if not hasattr(megatron_flux, name)] == []
+
+
+@pytest.mark.parametrize("already", [False, True], ids=["stock", "patched"])
+def test_an_unknown_backend_is_refused_before_anything_changes(already: bool) -> None:
+    if already:
+        patch()
+    before = methods(), config()
+    with pytest.raises(UserError, match=r"unknown backend 'warp'; use one of: auto, reference"):
+        patch(FluxConfig(backend="warp"))
+    assert (methods(), config()) == before

@@ -1,0 +1,206 @@
+"""Stored results: what their READMEs say is what their data say, and nothing in them names the machine's own paths."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+from statistics import fmean, median
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "results"
+STAND_IN = RESULTS / "stand-in-8-h200x2"
+FOLDERS = (
+    "layer-h200x4-ahead",
+    "layer-h200x4-more",
+    "ops-h200x4-sustained",
+    "stand-in-8-h200x2-ahead",
+    "power-h200",
+    "parity-h200x4-dp",
+    "megatron-graphs-h200x4",
+)
+
+X = "\u00d7"
+README_LAYERS = {
+    f"GPT-3 175B, 2048 {X} 4": "layer-h200x4-ahead/sustained/gpt3",
+    f"Llama-70B, 4096 {X} 2": "layer-h200x4-ahead/sustained/llama",
+    f"GPT-3 175B, 2048 {X} 1": "layer-h200x4-more/small",
+    f"GPT-3 175B, 2048 {X} 1, each arm one CUDA graph ³": "layer-h200x4-more/graphs-entered-once",
+    f"Llama-405B, 8192 {X} 1": "layer-h200x4-more/b405",
+}
+"""Rows of the layers' table of the README at the top, and their runs."""
+README_OTHER_RUNS = {
+    f"GPT-3 175B, 2048 {X} 4": "layer-h200x4-ahead/bursts/gpt3",
+    f"Llama-70B, 4096 {X} 2": "layer-h200x4-ahead/bursts/llama",
+}
+"""The runs of cells with footnote 2, each against the TE of its own run."""
+README_ARMS = ("te_ub", "flux_te", "flux_local", "busy_floor", "floor")
+
+
+def summary(run: str) -> dict[str, Any]:
+    """What a run of ``bench layer`` found."""
+    found: dict[str, Any] = json.loads((RESULTS / run / "summary.json").read_text())
+    return found
+
+
+def script(path: Path) -> ModuleType:
+    """A script of the results, which are no package."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_stand_ins_tables_are_those_of_its_data() -> None:
+    text = (STAND_IN / "README.md").read_text()
+    assert script(STAND_IN / "tables.py").rewritten(text) == text, "run results/stand-in-8-h200x2/tables.py"
+
+
+def test_the_script_knows_these_folders() -> None:
+    assert sorted(script(RESULTS / "tables.py").FOLDERS) == sorted(FOLDERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tables_are_those_of_the_data(folder: str) -> None:
+    text = (RESULTS / folder / "README.md").read_text()
+    assert script(RESULTS / "tables.py").rewritten(folder, text) == text, f"run results/tables.py {folder}"
+    assert "| --- |" in text.partition("tables.py: begin")[2].partition("tables.py: end")[0]
+
+
+@pytest.mark.parametrize(("layer", "run"), README_LAYERS.items())
+def test_the_readmes_layers_are_those_of_the_data(layer: str, run: str) -> None:
+    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {layer} |"))
+    te, *cells = line.split("|")[2:-1]
+    runs = [summary(name)["rows"] if name else [] for name in (run, README_OTHER_RUNS.get(layer))]
+    here, there = ({row["arm"]: row for row in rows} for rows in runs)
+    assert te.strip() == f"{here['te']['ms_per_layer']:.2f}"
+    for arm, cell in zip(README_ARMS, cells, strict=True):
+        arms = there if "²" in cell else here
+        assert cell.strip(" *²") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
+
+
+def test_the_readmes_operators_are_those_of_the_data() -> None:
+    runs = ("ops-h200x4-sustained/m8192", "ops-h200x4-sustained/m2048", "ops-h200x4-nvlink/smaller")
+    data: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in reversed([row for run in runs for row in summary(run)["rows"] if row["direction"] == "forward"]):
+        operator = "all-gather" if row["op"] == "all_gather_gemm" else "reduce-scatter"
+        model = {"gpt3-175b": "GPT-3", "llama-70b": "Llama-70B", "llama-405b": "Llama-405B"}[row["model"]]
+        layer = row["layer"] if row["layer"] == "proj" else row["layer"].upper()
+        data[f"{operator}, {model} {layer}", f" {X} ".join(str(row[name]) for name in "mnk")] = row
+    text = (ROOT / "README.md").read_text()
+    lines = [
+        line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| (reduce-scatter|all-gather),", line)
+    ]
+    assert len(lines) == 11
+    for name, size, *cells in ([cell.strip(" *") for cell in line] for line in lines):
+        row = data[name.removesuffix(" (earlier)"), size]
+        said = [f"{row[f'{method}_ms']:.3f}" for method in ("gemm", "serial", "async_tp", "tuned")]
+        assert cells == [*said, f"{100 * row['e_overlap']:.0f} %".replace("-", "\N{MINUS SIGN}")], name
+
+
+@pytest.mark.parametrize("method", ["tuned", "serial"])
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
+@pytest.mark.parametrize("path", ["README.md", "results/ops-h200x4-sustained/README.md"])
+def test_host_times_are_medians_and_ranges_of_the_data(path: str, operator: str, method: str) -> None:
+    runs = [summary(f"ops-h200x4-sustained/{run}")["rows"] for run in ("m8192", "m2048")]
+    groups = [[row["host_us"][method] for row in rows if row["op"] == operator] for rows in runs]
+    figures = *map(median, groups), min(map(min, groups)), max(map(max, groups))
+    first, second, low, high = (math.floor(figure + 0.5) for figure in figures)
+    text = " ".join((ROOT / path).read_text().split())
+    assert re.search(f"{first} and {second}( µs)?, (single calls )?{low} to {high}", text)
+
+
+@pytest.mark.parametrize("run", ["graphs-pushed", "graphs-copies", "graphs-entered-once"])
+def test_graphs_are_graphs(run: str) -> None:
+    assert all(row["cuda_graph"] for row in summary(f"layer-h200x4-more/{run}")["rows"])
+
+
+@pytest.mark.parametrize("folder", ["layer-h200x4-more", "stand-in-8-h200x2-ahead"])
+def test_stored_checks_passed(folder: str) -> None:
+    lines = [line for file in (RESULTS / folder).rglob("checks*.jsonl") for line in file.read_text().splitlines()]
+    assert len(lines) > 2
+    assert all(json.loads(line)["ok"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "run", ["bursts/gpt3", "bursts/llama", "sustained/gpt3", "sustained/llama", "more/small", "more/b405"]
+)
+def test_what_stands_in_says_so(run: str) -> None:
+    assert summary(f"stand-in-8-h200x2-ahead/{run}")["stand_in"] == 2
+
+
+@pytest.mark.parametrize("folder", [STAND_IN.name, "stand-in-8-h200x2-ahead"])
+def test_a_stand_in_says_what_it_is(folder: str) -> None:
+    assert "NOT a measurement of eight GPUs" in (RESULTS / folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_are_listed(folder: str) -> None:
+    assert f"| `{folder}/` |" in (RESULTS / "README.md").read_text()
+
+
+def test_the_curves_kept_say_what_the_script_of_parity_found() -> None:
+    folder = RESULTS / "parity-h200x4-dp"
+    tables, found = script(RESULTS / "tables.py"), json.loads((folder / "parity.json").read_text())
+    assert found["within_spread"] == dict.fromkeys(tables.CURVES, True)
+    short = {"stock again": "stock-again"}
+    short |= {"stock, resumed from flux": "stock-from-flux", "flux, resumed from stock": "flux-from-stock"}
+    runs = tables.trainings("parity-h200x4-dp/curves.json")
+    assert sorted(runs) == sorted(["stock", "flux", *short.values()])
+    for curve, pairs in found["curves"].items():
+        assert len(pairs) == 5
+        for pair, said in pairs.items():
+            against, run = (runs[short.get(name, name)] for name in pair.split(" / "))
+            apart = tables.apart(run, against, curve)
+            assert len(apart) == said["steps"]
+            assert (fmean(apart), max(apart)) == pytest.approx((said["mean"], said["largest"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("run", ["", "before"])
+def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: str) -> None:
+    folder = RESULTS / "host-bound-h200x2"
+    summary = json.loads((folder / run / "summary.json").read_text())
+    low, high = summary["speedup_ci95"]
+    said = f"{summary['speedup']:.2f} ({low:.2f}…{high:.2f})"
+    times = (summary["arms"][arm]["step_time_ms"] for arm in ("baseline", "flux"))
+    cells = (f"{of['median']:.1f} ({of['p10']:.1f}…{of['p90']:.1f})" for of in times)
+    loss = f"{summary['max_relative_loss_difference']:.1e}".replace("e-0", "e-")
+    assert f"| {' | '.join([*cells, said, loss])} |" in (folder / "README.md").read_text()
+    (row,) = (line for line in (RESULTS / "README.md").read_text().splitlines() if f"`{folder.name}/` |" in line)
+    assert said in row
+    assert loss in row
+
+
+@pytest.mark.parametrize(
+    ("folder", "least"),
+    [
+        (STAND_IN.name, 15),
+        ("layer-h200x4-ahead", 25),
+        ("layer-h200x4-more", 40),
+        ("ops-h200x4-sustained", 10),
+        ("stand-in-8-h200x2-ahead", 35),
+        ("power-h200", 1),
+        ("parity-h200x4-dp", 2),
+        ("megatron-graphs-h200x4", 2),
+        ("host-bound-h200x2", 8),
+        ("gpu-tests-h200x2", 13),
+        ("faults-h200x2", 2),
+        ("no-slower-h200x2", 8),
+    ],
+)
+def test_data_name_no_place(folder: str, least: int) -> None:
+    files = [file for file in (RESULTS / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert len(files) > least
+    for file in files:
+        data = file.read_bytes()
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
+        assert not re.search(r"/(tmp|work|root|home|opt)/", text), file

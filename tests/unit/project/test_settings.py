@@ -1,0 +1,73 @@
+"""What the environment says counts as of CUDA's start; bad values get a line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_flux import UserError, settings
+from megatron_flux.ops.backends import fused
+
+LATE = """
+import os, torch
+{before}
+import megatron_flux
+from megatron_flux.ops.backends import fused
+from megatron_flux import settings
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+os.environ["MEGATRON_FLUX_SM_MARGIN"] = "0"
+os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
+{between}
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+os.environ["MEGATRON_FLUX_SM_MARGIN"] = "20"
+os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
+print(fused._others_cannot_block(), fused.sm_margin(), settings.timeout_s())
+"""
+
+STARTS = """
+torch._C._cuda_init = lambda: None  # a GPU that there is not
+torch.cuda._is_compiled = lambda: True
+torch._C._cuda_getDeviceCount = lambda: 0
+torch.cuda._cudart = object()
+torch._C._cudart = object()
+torch.cuda._lazy_init()
+assert torch.cuda.is_initialized()
+"""
+
+
+def said(before: str = "", between: str = "") -> str:
+    code = LATE.format(before=before, between=between)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
+    assert said(between=STARTS) == "False 0 7.0"
+    assert said() == "True 20 9.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("MEGATRON_FLUX_SM_MARGIN", "many", settings.sm_margin),
+        ("MEGATRON_FLUX_SM_MARGIN", "-1", settings.sm_margin),
+        ("MEGATRON_FLUX_TIMEOUT_S", "soon", settings.timeout_s),
+        ("MEGATRON_FLUX_TIMEOUT_S", "0", settings.timeout_s),
+        ("MEGATRON_FLUX_TIMEOUT_S", "nan", settings.timeout_s),
+        ("MEGATRON_FLUX_TIMEOUT_S", "inf", settings.timeout_s),
+    ],
+)
+def test_bad_values(name: str, value: str, read: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"^{name} must be .*, not '{value}'$"):
+        read()  # type: ignore[operator]
+
+
+def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S"):
+        monkeypatch.delenv(name, raising=False)
+    assert (settings.one_queue(), settings.sm_margin(), settings.timeout_s()) == (False, 0, None)
+    assert not fused._others_cannot_block()

@@ -1,0 +1,117 @@
+"""What the pre-flight says of reports: each problem in one line that begins with the node's name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.slurm import preflight_rules as rules
+
+EXPECTED = rules.Expected(
+    folder=Path("x"), device="cuda", processes=8, link="nvlink", gpu_name="H100", gpu_memory_gib=80, needs_numactl=True
+)
+
+
+def report(node: str = "n03") -> dict[str, Any]:
+    return {
+        "node": node,
+        "numactl": True,
+        "doctor": {
+            "versions": {"torch": "2.11.0", "nccl": "2.28.9", "transformer-engine": None},
+            "devices": ["NVIDIA H100 80GB HBM3"] * 8,
+            "link": {"kind": "nvlink", "reason": "", "pairs": 56, "peer_access": 56},
+            "problems": [],
+        },
+        "driver": [{"index": str(i), "clocks.max.sm": "1980"} for i in range(8)],
+        "gpus": [
+            {
+                "name": "NVIDIA H100 80GB HBM3",
+                "memory_gib": 79.2,
+                "used_by_others_gib": 0.5,
+                "gemm_tflops": 700.0 + i,
+                "pcie": {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5},
+                "rows": {"pending": False, "failed": False},
+                "bus_id": f"00000000:0{i}:00.0",
+            }
+            for i in range(8)
+        ],
+        "xids": [],
+        "unknown": [],
+        "infiniband": [
+            {
+                "name": f"mlx5_{i}:1",
+                "state": "ACTIVE",
+                "physical": "LinkUp",
+                "rate": 400.0,
+                "layer": "InfiniBand",
+                "asked_for": False,
+            }
+            for i in range(8)
+        ],
+    }
+
+
+def changed(path: tuple[Any, ...], value: Any, node: str = "n03") -> dict[str, Any]:
+    found = copy.deepcopy(report(node))
+    place: Any = found
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return found
+
+
+def test_a_good_node_has_no_problem() -> None:
+    assert rules.of_node(report(), EXPECTED) == []
+    assert rules.of_nodes([report("n00"), report("n01"), report("n02")], EXPECTED) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("doctor", "problems"), ["torch 2.0 is too old"], "n03: torch 2.0 is too old"),
+        (("numactl",), False, "n03: numactl is not installed"),
+        (("gpus",), report()["gpus"][:7], "n03: 7 GPU(s), the profile says 8"),
+        (("gpus", 2, "name"), "NVIDIA A100-SXM4-80GB", "n03: GPU 2 is NVIDIA A100-SXM4-80GB, the profile says H100"),
+        (("gpus", 5, "memory_gib"), 39.4, "n03: GPU 5 has 39.4 GiB, the profile says 80"),
+        (("gpus", 1, "used_by_others_gib"), 61.2, "n03: 61.2 GiB of GPU 1 are in use by another process"),
+        (("gpus", 6, "gemm_tflops"), 310.0, "n03: GPU 6 reaches 310.0 TFLOP/s, the median is 702.5"),
+        (("doctor", "link"), {"kind": "p2p", "reason": "no NVLink"}, "n03: the GPUs' link is p2p (no NVLink)"),
+        (("driver", 4, "clocks_throttle_reasons.hw_slowdown"), "Active", "n03: GPU 4 is slowed down by its hardware"),
+        (("driver", 4, "ecc.errors.uncorrected.volatile.total"), "3", "n03: GPU 4 has 3 uncorrected memory error(s)"),
+        (("driver",), [{"error": "has fallen off the bus"}], "n03: nvidia-smi: has fallen off the bus"),
+    ],
+)
+def test_what_is_wrong_with_a_node(path: tuple[Any, ...], value: Any, said: str) -> None:
+    problems = rules.of_node(changed(path, value), EXPECTED)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("doctor", "versions", "nccl"), "2.27.3", "n01: nccl is 2.27.3, 2 of 3 nodes have 2.28.9"),
+        (("doctor", "versions", "transformer-engine"), "2.9", "n01: transformer-engine is 2.9, 2 of 3 nodes have none"),
+        (("doctor", "devices"), ["NVIDIA H800"], "n01: device is NVIDIA H800, 2 of 3 nodes have NVIDIA H100"),
+        (("doctor", "link", "kind"), "p2p", "n01: link is p2p, 2 of 3 nodes have nvlink"),
+        (
+            ("infiniband", 5, "state"),
+            "DOWN",
+            "n01: active InfiniBand ports and their Gb/s is 7 at 400, 2 of 3 nodes have 8 at 400",
+        ),
+        (("driver",), [{"clocks.max.sm": "1755"}], "n01: highest SM clock (MHz) is 1755, 2 of 3 nodes have 1980"),
+        (("gpus",), [{"gemm_tflops": 400.0}], "n01 reaches 400.0 TFLOP/s per GPU, the median is 703.5"),
+    ],
+)
+def test_what_nodes_must_have_in_common(path: tuple[Any, ...], value: Any, said: str) -> None:
+    problems = rules.of_nodes([report("n00"), changed(path, value, "n01"), report("n02")], EXPECTED)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(said)
+
+
+def test_pcie_asks_for_no_nvlink() -> None:
+    pcie = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="pcie")
+    assert rules.of_node(changed(("doctor", "link"), {"kind": "host", "reason": "no peer access"}), pcie) == []

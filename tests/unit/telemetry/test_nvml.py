@@ -1,0 +1,231 @@
+"""What is asked of NVML. Test machines need not have it, so answers come from a stand-in with its names and bits."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from megatron_flux import nvml
+from megatron_flux.comm import links as topology
+from megatron_flux.comm.links import Link
+from megatron_flux.nvml import Glance, Gpu, Reading
+from megatron_flux.telemetry import environment
+
+
+class RefusedError(Exception):
+    pass
+
+
+def library(**answers: Any) -> types.SimpleNamespace:
+    """Four GPUs named by their index, the first three linked, with ``answers`` instead of some functions."""
+
+    def p2p(a: int, b: int, kind: int) -> int:
+        assert isinstance(kind, int)  # a constant of the binding is a tuple, which its function does not take
+        linked = kind == 0 or 3 not in (a, b)  # nvmlGpuP2PCapsIndex_t: 0 is reading, 2 is NVLink
+        return pynvml.NVML_P2P_STATUS_OK if linked else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+
+    def by_uuid(uuid: str) -> int:
+        if not uuid.startswith("GPU-"):
+            raise RefusedError("not found")
+        return int(uuid[4:])
+
+    names = (
+        "CLOCK_SM",
+        "CLOCK_MEM",
+        "TEMPERATURE_GPU",
+        "P2P_STATUS_OK",
+    )
+    constants = {f"NVML_{name}": getattr(pynvml, f"NVML_{name}") for name in names}
+    functions: dict[str, Any] = {
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetName": lambda handle: f"GPU {handle}".encode(),
+        "nvmlDeviceGetP2PStatus": p2p,
+        "nvmlDeviceGetClockInfo": lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 2619}[kind],
+        "nvmlDeviceGetPowerUsage": lambda handle: 612_345,
+        "nvmlDeviceGetTemperature": lambda handle, kind: 55,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
+        "nvmlSystemGetDriverVersion": lambda: "570.1",
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda handle: 8 if handle == 2 else 16,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: 16,
+        "nvmlDeviceGetCurrPcieLinkGeneration": lambda handle: 4,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
+        "nvmlDeviceGetRemappedRows": lambda handle: (1, 2, int(handle == 1), int(handle == 3)),
+        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:0{handle}:00.0".encode()),
+    }
+    return types.SimpleNamespace(NVMLError=RefusedError, **constants, **{**functions, **answers})
+
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "_library", library)
+
+
+@pytest.mark.parametrize(
+    ("variable", "indices"),
+    [(None, [0, 1, 2, 3]), ("2,0", [2, 0]), (" 3 , 1", [3, 1]), ("", []), ("1,-1,2", [1]), ("1,9,2", [1]),
+     ("GPU-3,0", [3, 0]), ("MIG-x,0", [])],
+)  # fmt: skip
+def test_names_are_those_that_cuda_would_see(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, indices: list[int]
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert nvml.names() == [f"GPU {index}" for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("uuids", "linked", "link"),
+    [
+        (["0", "2"], True, Link("nvlink", "")),
+        (["GPU-1", "3"], False, "NVML finds no NVLink between some"),
+        (["MIG-x", "0"], None, "NVML cannot tell"),
+    ],
+)
+def test_the_link_of_peers_that_cuda_does_not_see(uuids: list[str], linked: bool | None, link: Link | str) -> None:
+    """One GPU visible to each process."""
+    assert nvml.linked(uuids) is linked
+    found = topology._unseen(uuids)
+    assert found == link if isinstance(link, Link) else (found.kind, link in found.reason) == ("p2p", True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "link"),
+    [("0,1,2", ("nvlink", 6, 6)), ("0,1,3", ("p2p", 6, 6)), ("2", ("none", 0, 0))],
+)
+def test_the_link_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, variable: str, link: tuple[str, int, int]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(variable.split(",")))
+    monkeypatch.setattr(environment, "_link_by_cuda", lambda count: pytest.fail("CUDA was asked"))
+    found = environment.link()
+    assert (found["kind"], found["pairs"], found["peer_access"]) == link
+    assert environment.device_name() == f"GPU {variable[0]}"
+
+
+def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    lonely = library(nvmlDeviceGetP2PStatus=lambda a, b, kind: pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+    monkeypatch.setattr(nvml, "_library", lambda: lonely)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert environment.link()["kind"] == "host"
+
+
+def test_a_gpu_is_read() -> None:
+    assert Gpu("2").read() == Reading(1980.0, 2619.0, 612.345, 55.0, 0x5)
+    assert nvml.throttle_reasons(0x5) == ["sw_power_cap"]  # an idle GPU is not held down
+    assert nvml.throttle_reasons(0x8 | 0x40) == ["hw_slowdown", "hw_thermal_slowdown"]
+    assert nvml.source() == "NVML, driver 570.1"
+
+
+def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not supported")
+
+    old = library(
+        nvmlDeviceGetPowerUsage=refuse,
+        nvmlDeviceGetCurrentClocksEventReasons=refuse,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x20,
+    )
+    monkeypatch.setattr(nvml, "_library", lambda: old)
+    reading = Gpu("GPU-0").read()
+    assert reading.power_w is None
+    assert reading.throttle == 0x20
+
+
+def test_links_and_memory_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Gpu("2").pcie() == nvml.Pcie(8, 16, 4, 5)
+    assert Gpu("1").remapped_rows() == nvml.RemappedRows(pending=True, failed=False)
+    assert Gpu("3").remapped_rows() == nvml.RemappedRows(pending=False, failed=True)
+    assert Gpu("3").bus_id() == "00000000:03:00.0"
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not supported")
+
+    old = library(nvmlDeviceGetRemappedRows=refuse, nvmlDeviceGetMaxPcieLinkWidth=refuse)
+    monkeypatch.setattr(nvml, "_library", lambda: old)
+    assert Gpu("2").pcie() == nvml.Pcie(8, None, 4, 5)
+    assert Gpu("2").remapped_rows() is None
+
+
+class TimedOutError(RefusedError):
+    value = pynvml.NVML_ERROR_TIMEOUT
+
+
+def events(monkeypatch: pytest.MonkeyPatch, waiting: list[Any]) -> list[Any]:
+    """NVML with these events, or errors, to tell of; the list of what was registered and freed."""
+    done: list[Any] = []
+
+    def wait(events: str, milliseconds: int) -> Any:
+        assert milliseconds == 0
+        answer = waiting.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return types.SimpleNamespace(device=answer[0], eventData=answer[1])
+
+    told = library(
+        NVML_ERROR_TIMEOUT=pynvml.NVML_ERROR_TIMEOUT,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlEventSetCreate=lambda: "set",
+        nvmlDeviceRegisterEvents=lambda handle, kind, events: done.append((handle, kind, events)),
+        nvmlEventSetWait_v2=wait,
+        nvmlEventSetFree=lambda events: done.append(events),
+    )
+    monkeypatch.setattr(nvml, "_library", lambda: told)
+    return done
+
+
+def test_xid_errors_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = events(monkeypatch, [(2, 79), (0, 31), TimedOutError("time-out")])
+    watch = nvml.XidWatch([Gpu("0"), Gpu("2")])
+    assert watch.seen() == [("00000000:02:00.0", 79), ("00000000:00:00.0", 31)]
+    assert done == [(0, 8, "set"), (2, 8, "set"), "set"]
+    assert nvml.XidWatch([]).seen() == []
+
+
+def test_a_lost_gpu_ends_the_watch_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = events(monkeypatch, [RefusedError("GPU is lost")])
+    with pytest.raises(LookupError, match="stopped telling of Xid errors: GPU is lost"):
+        nvml.XidWatch([Gpu("0")]).seen()
+    assert done[-1] == "set"
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not supported")
+
+    unable = library(nvmlEventSetCreate=refuse)
+    monkeypatch.setattr(nvml, "_library", lambda: unable)
+    with pytest.raises(LookupError, match="tells of no Xid errors: not supported"):
+        nvml.XidWatch([Gpu("0")])
+
+
+def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_library", lambda: "NVML cannot be used: no driver")
+    assert nvml.names() is nvml.pairs() is None
+    assert nvml.source() == nvml.why_not() == "NVML cannot be used: no driver"
+    with pytest.raises(LookupError, match="no driver"):
+        Gpu("0")
+    with pytest.raises(LookupError, match="on the CPU"):
+        nvml.of_device(torch.device("cpu"))
+
+
+def test_a_glance_is_taken_in_time_or_not_at_all() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def read(self) -> str:
+            self.reads += 1
+            return "seen"
+
+    gpu = Slow()
+    glance = Glance(gpu, 0.0)  # type: ignore[arg-type]
+    glance._thread.join()
+    assert glance.result() == "seen"
+    assert Glance(gpu, 60.0).result() is None  # type: ignore[arg-type]
+    assert gpu.reads == 1

@@ -5,8 +5,8 @@
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
 # default: checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
-# compare metrics megatron_lm. Uses the active environment and all GPUs of this host (2, 4 or 8), of which two stand in
-# for eight in stand_in_*. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+# compare metrics megatron_lm. Uses the active environment and all GPUs of this host (2, 4 or 8), of which two emulate
+# eight in stand_in_*. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,6 +41,7 @@ GPUS=${MEGATRON_FLUX_GPUS:-$(python3 -c 'import torch; print(torch.cuda.device_c
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE-0}" TORCH_SYMM_MEM_DISABLE_MULTICAST="${TORCH_SYMM_MEM_DISABLE_MULTICAST-1}" \
     UB_SKIPMC="${UB_SKIPMC-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-1}"
 FLUX=(python3 -m megatron_flux.cli)
+PAIR=(python3 -m torch.distributed.run --standalone --nproc-per-node 2)
 RANKS=(python3 -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
 SMALL=(--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 1024
     --micro-batch-size 4 --steps 200)
@@ -89,15 +90,15 @@ for stage in "${STAGES[@]}"; do
                 --cuda-graphs --rounds 5 --no-trace --out "$to"
             ;;
         stand_in_checks) # two GPUs as eight, wherever there are more
-            limited 150 python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+            limited 150 "${PAIR[@]}" \
                 tests/gpu/checks.py --stand-in 8 --rounds 10 --out "$to.jsonl"
             ;;
         stand_in_ops)
-            MEGATRON_FLUX_TUNE_SECONDS=20 limited 400 "${FLUX[@]}" bench ops --stand-in-for 8 \
+            MEGATRON_FLUX_TUNE_SECONDS=20 limited 400 "${PAIR[@]}" -m tests.gpu.emulated_bench ops --size 8 \
                 --models gpt3-175b,llama-70b --tokens 8192,2048 --directions forward --out "$to"
             ;;
         stand_in_layer)
-            MEGATRON_FLUX_TUNE_SECONDS=20 limited 400 "${FLUX[@]}" bench layer --stand-in-for 8 \
+            MEGATRON_FLUX_TUNE_SECONDS=20 limited 400 "${PAIR[@]}" -m tests.gpu.emulated_bench layer --size 8 \
                 --models gpt3-175b,llama-70b --arms te,local,flux_local,flux_te,floor --rounds 7 --out "$to"
             ;;
         parity) limited 400 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" "${SMALL[@]}" ;;

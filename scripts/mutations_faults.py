@@ -74,13 +74,6 @@ FAULTS: tuple[Fault, ...] = (
         ("slowest_rank",),
     ),
     _fault(
-        "fastest rank in bench ops",
-        "megatron_flux/bench/timing.py",
-        "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
-        "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
-        checks=("slowest_rank",),
-    ),
-    _fault(
         "fastest rank in bench metrics",
         "megatron_flux/bench/metrics_cost.py",
         "dist.all_reduce(wall, op=dist.ReduceOp.MAX)",
@@ -88,24 +81,10 @@ FAULTS: tuple[Fault, ...] = (
         (f"{RANKS}::test_the_clock_of_blocks_is_the_slowest_ranks",),
     ),
     _fault(
-        "fastest rank in bench layer",
-        "megatron_flux/bench/together.py",
-        "[max(column) for column in",
-        "[min(column) for column in",
-        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
-    ),
-    _fault(
-        "interleave forgets the other ranks' steps",
-        "megatron_flux/bench/rounds.py",
-        "together.slowest(list(steps.values()))",
-        "list(steps.values())",
-        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
-    ),
-    _fault(
-        "interleave forgets the other ranks' host time",
-        "megatron_flux/bench/rounds.py",
-        "together.slowest(list(hosts.values()))",
-        "list(hosts.values())",
+        "rounds forget the other ranks",
+        f"{OPS}/timing.py",
+        "    ms = _slowest([[astuple(one) for one in bursts] for bursts in found.values()], group, device)\n",
+        "    ms = torch.tensor([[astuple(one) for one in bursts] for bursts in found.values()])\n",
         (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
     ),
     _fault(
@@ -235,9 +214,9 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "bench ops stops only where every rank has to",
         "megatron_flux/bench/ops.py",
-        "dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)",
-        "dist.all_reduce(there, op=dist.ReduceOp.MIN, group=group)",
-        (f"{RANKS}::test_one_rank_that_has_no_memory_stops_all",),
+        "not timing.all_agree(time.monotonic() - began <= seconds, group, device)",
+        "timing.all_agree(time.monotonic() - began > seconds, group, device)",
+        ("tests/distributed/test_bench.py::test_one_rank_that_has_no_time_stops_all",),
     ),
     # Fences: what is missing is seen in the compiled code, without a GPU and with one.
     _fault(

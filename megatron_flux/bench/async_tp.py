@@ -1,12 +1,12 @@
-"""Torch's async-TP with a ``CUDA_DEVICE_MAX_CONNECTIONS`` of its own: ``python -m megatron_flux.bench.async_tp RUN``.
+"""Torch's async-TP with a ``CUDA_DEVICE_MAX_CONNECTIONS`` of its own.
 
-Megatron trains with one hardware queue, and so do all methods of ``bench ops``. Async-TP moves shards on a second
+Megatron trains with one hardware queue, and so do all variants of ``bench ops``. Async-TP moves shards on a second
 stream and may be faster with more. CUDA reads the variable when it starts, so that no process can measure both: after
 the main pass the same calls are made once more in other processes, by async-TP, GEMM alone and both in turn. The two
-passes are not interleaved; whether the machine was another by then is told by the GEMM, which both have.
+passes are not interleaved; the GEMM, which both have, says whether the machine was another by then.
 
-``RUN`` is an :class:`megatron_flux.bench.options.OpsRun` as JSON, whose main pass has ended. The first rank writes
-``async-tp.json`` into its folder; :func:`joined` puts the figures into the rows of ``summary.json``.
+The first rank writes ``async-tp.json`` into the folder of the main pass; :func:`joined` puts the figures into the rows
+of ``summary.json``.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import world
-from megatron_flux.bench.methods import methods, operands
+from megatron_flux.bench import ops, process_group
 from megatron_flux.bench.options import OpsRun
 from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.timing import interleaved
+from megatron_flux.bench.variants import operands, variants
 from megatron_flux.run import rank
 
 FILE, SUMMARY = "async-tp.json", "summary.json"
-WAYS = ("gemm", "serial", "async_tp")
+VARIANTS = ("gemm", "serial", "async_tp")
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 logger = logging.getLogger("megatron_flux")
 
@@ -42,21 +39,19 @@ logger = logging.getLogger("megatron_flux")
 def wanted(run: OpsRun) -> str | None:
     """The variable's value in a pass of its own; None where the main pass has it, or there is no async-TP."""
     value = str(run.async_tp_connections)
-    if not run.async_tp_connections or run.stand_in_for is not None or os.environ.get(VARIABLE) == value:
-        return None
-    return value
+    return None if not run.async_tp_connections or os.environ.get(VARIABLE) == value else value
 
 
 def measured(
     cases: Sequence[Case], group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, rounds: int, burst: int
 ) -> list[dict[str, Any]]:
-    """One row per call, with milliseconds of :data:`WAYS` as in ``summary.json``. A collective call."""
+    """One row per call, with milliseconds of :data:`VARIANTS` as in ``summary.json``. A collective call."""
     rows = []
     for number, case in enumerate(cases, 1):
         x, weight = operands(case, group, dtype, device)
-        ways = {name: way for name, way in methods(case, x, weight, group).items() if name in WAYS}
-        times = interleaved(ways, group, rounds=rounds, burst=burst)
-        ms = {f"{name}_ms": round(times[name].median, 4) for name in WAYS}
+        every = variants(case, x, weight, group)
+        times = ops.timed({name: every[name] for name in VARIANTS}, group, device, rounds, burst)
+        ms = {f"{name}_ms": round(median(times[name].ms), 4) for name in VARIANTS}
         rows.append({**asdict(case), **ms})
         if rank.is_first():
             logger.info("[%d/%d] async-TP by itself: %s %s", number, len(cases), case, ms)
@@ -64,17 +59,22 @@ def measured(
     return rows
 
 
-def _measure(run: OpsRun) -> None:
-    """The calls that the main pass of ``run`` has got to, on this rank."""
-    rows = json.loads((run.out / SUMMARY).read_text())["rows"]
-    done = [case for case in run.cases() if _key(asdict(case)) in set(map(_key, rows))]
-    dtype = DTYPES[run.dtype]
-    with world.opened() as group:
-        device, _ = world.checked("bench ops", group, dtype)
-        found = measured(done, group, device, dtype, run.rounds, run.burst)
+def work(text: str) -> None:
+    """Measure on this rank the calls that the main pass of the run has got to.
+
+    Args:
+        text: an :class:`megatron_flux.bench.options.OpsRun` as JSON, whose main pass has ended.
+    """
+    run = OpsRun.model_validate_json(text)
+    done = set(map(_key, json.loads((run.out / SUMMARY).read_text())["rows"]))
+    cases = [case for case in run.cases() if _key(asdict(case)) in done]
+    dtype = process_group.DTYPES[run.dtype]
+    with process_group.opened() as group:
+        device, _ = process_group.checked(run.command, group, dtype)
+        rows = measured(cases, group, device, dtype, run.rounds, run.burst)
         if rank.is_first():
-            text = json.dumps({VARIABLE: os.environ.get(VARIABLE), "rows": found}, indent=1)
-            (run.out / FILE).write_text(text + "\n")
+            found = {VARIABLE: os.environ.get(VARIABLE), "rows": rows}
+            (run.out / FILE).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ def joined(summary: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, An
 
     ``async_tp_own`` has ``gemm_ms``, ``serial_ms`` and ``async_tp_ms`` of that pass, and is null in a row without one.
     """
-    own = {_key(row): {f"{name}_ms": row[f"{name}_ms"] for name in WAYS} for row in found["rows"]}
+    own = {_key(row): {f"{name}_ms": row[f"{name}_ms"] for name in VARIANTS} for row in found["rows"]}
     rows = [{**row, "async_tp_own": own.get(_key(row))} for row in summary["rows"]]
     return {**summary, "async_tp_connections": found[VARIABLE], "rows": rows}
 
@@ -97,12 +97,3 @@ def join(out: Path) -> dict[str, Any]:
     summary = joined(json.loads(path.read_text()), json.loads((out / FILE).read_text()))
     path.write_text(json.dumps(summary, indent=1) + "\n")
     return summary
-
-
-def main() -> None:
-    """Measure what the first argument says."""
-    _measure(OpsRun.model_validate_json(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    rank.serve(main)

@@ -1,7 +1,7 @@
 """``bench layer``: forward and backward of transformer layers, stock against flux, in one run.
 
 Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and input; arms are timed in turn
-(:mod:`megatron_flux.bench.rounds`). What a row of the summary says:
+(:mod:`megatron_flux.ops.timing`). What a row of the summary says:
 
 * ``ms_per_layer``: median over rounds of the slowest rank's milliseconds per step, divided by the layers; ``_low`` and
   ``_high`` are the quartiles.
@@ -16,34 +16,37 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
-* ``stand_in`` (of the summary): null, or the processes that stood in for ``tp``
-  (:mod:`megatron_flux.bench.stand_in`): no measurement of ``tp`` GPUs.
-* ``breakdown``: see :mod:`megatron_flux.telemetry.trace_breakdown`; rank 0, one step outside the timed rounds.
+* ``breakdown``: of :mod:`megatron_flux.telemetry.trace_breakdown`; rank 0, one step outside the timed rounds.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_flux.bench import stand_in
+from megatron_flux.bench import layer_report
+from megatron_flux.bench.collectives import Collectives
 from megatron_flux.bench.layer_config import LayerConfig
 from megatron_flux.bench.layer_workload import WorkloadBench
-from megatron_flux.bench.together import Together
-from megatron_flux.comm import links as topology
+from megatron_flux.comm import links
 from megatron_flux.errors import UserError
+from megatron_flux.run import rank
+from megatron_flux.run.folder import CONFIG
+from megatron_flux.run.worker import set_environment
 from megatron_flux.telemetry import environment
 from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
 
-Log = Callable[[str], None]
+logger = logging.getLogger("megatron_flux.bench")
 
 
-def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
+def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all workloads and write ``summary.json``, ``rounds.jsonl`` and the traces into ``out`` (first rank).
 
     Call it on every rank, with torch.distributed and Megatron's parallel state initialised.
@@ -65,12 +68,13 @@ def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     group = parallel_state.get_tensor_model_parallel_group()
-    together = Together(stand_in.real(group), config.timeout)
-    first = together.first
-    say = log if first else _silent
+    collectives = Collectives(config.timeout)
+    first = collectives.first
+    say = log if first else lambda _: None
     summary: dict[str, Any] = {
-        **stand_in.about(group, environment.device_name()),
-        "link": topology.probe(group, device).kind,
+        "device": environment.device_name(),
+        "tp": group.size(),
+        "link": links.probe(group, device).kind,
         "versions": environment.versions(),
         "config": config.model_dump(mode="json"),
         "environment": environment.switches(),
@@ -85,13 +89,13 @@ def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
         for index, workload in enumerate(config.workloads):
             deadline = None
             if config.seconds is not None:
-                if together.decided(time.monotonic() - began > config.seconds):
+                if collectives.decided(time.monotonic() - began > config.seconds):
                     say(f"stopped after {config.seconds:g} s, before {workload.label}")
                     break
                 # An equal share of the time for each; what one leaves over is the next one's.
                 deadline = began + config.seconds * (index + 1) / len(config.workloads)
             say(f"{workload.label}: {workload.layers} layers, tp {group.size()}")
-            bench = WorkloadBench(workload, config, group, together, device, out, say)
+            bench = WorkloadBench(workload, config, group, collectives, device, out, say)
             rows, skipped, rounds = bench.run(deadline)
             summary["rows"] += rows
             summary["skipped"] += skipped
@@ -102,5 +106,38 @@ def run(config: LayerConfig, out: Path, *, log: Log = print) -> dict[str, Any]:
     return summary
 
 
-def _silent(text: str) -> None:
-    """Ranks other than the first say nothing."""
+def work(folder: str) -> None:
+    """Measure on this rank what the run folder's ``config.json`` says.
+
+    The first rank adds ``summary.json``, ``rounds.jsonl``, the traces, ``plot.svg`` and ``log.txt``, and prints the
+    table.
+    """
+    out = Path(folder)
+    measure(LayerConfig.model_validate(json.loads((out / CONFIG).read_text())["config"]), out)
+
+
+def measure(config: LayerConfig, out: Path) -> None:
+    """:func:`run` on this rank, from process groups to the picture."""
+    set_environment()
+    from megatron_flux.train.cpu_shims import cpu_shims
+    from megatron_flux.train.distributed import process_groups
+
+    if rank.is_first():
+        _log_to(out / "log.txt")
+    warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
+    with cpu_shims(), process_groups(config):
+        summary = run(config, out, log=logger.info)
+        if rank.is_first():
+            (out / "plot.svg").write_text(layer_report.svg(summary))
+            with (out / "log.txt").open("a") as file:
+                layer_report.print_summary(summary, file)
+            layer_report.print_summary(summary)
+
+
+def _log_to(path: Path) -> None:
+    """Write what the package logs to ``path``; each message once, since arms patch and unpatch in every round."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, mode="w")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(rank.OncePerMessage())
+    logging.getLogger("megatron_flux").addHandler(handler)

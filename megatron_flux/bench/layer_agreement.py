@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_flux.bench.collectives import Collectives
 from megatron_flux.bench.layer_arms import Arm
-from megatron_flux.bench.together import Together
 
 TOLERANCE = 0.05
 """Of every difference, relative."""
@@ -37,10 +37,10 @@ class Agreement:
     """Runs arms on one input and compares what they leave."""
 
     def __init__(
-        self, together: Together, weights: dict[str, torch.nn.Parameter], x: torch.Tensor, dy: torch.Tensor
+        self, collectives: Collectives, weights: dict[str, torch.nn.Parameter], x: torch.Tensor, dy: torch.Tensor
     ) -> None:
         """``weights`` are those all arms share, ``x`` and ``dy`` what every step is given."""
-        self.together, self.weights = together, weights
+        self.collectives, self.weights = collectives, weights
         self.x, self.dy = x.detach(), dy
 
     def observe(self, arm: Arm) -> Result:
@@ -72,7 +72,7 @@ class Agreement:
 
     def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
         squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
-        return [s**0.5 for s in self.together.sum(squares.tolist())]
+        return [s**0.5 for s in self.collectives.sum(squares.tolist())]
 
 
 def _product(gradient: torch.Tensor) -> torch.Tensor:

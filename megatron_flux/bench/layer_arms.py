@@ -11,13 +11,13 @@ te_ub        TransformerEngine spec    TransformerEngine's userbuffers (``tp_com
 flux_local   those of ``local``        under ``megatron_flux.patched()``
 flux_te      those of ``te``           under ``megatron_flux.patched()``
 …_own_gather                           as these two without ``gather_ahead``
-floor        those of ``local``        communication left out (:mod:`megatron_flux.bench.floor`): no training run
-busy_floor   those of ``local``        its bytes sent, but nobody waits (:mod:`megatron_flux.bench.busy_floor`): no
-                                       training run
+floor        those of ``local``        communication left out: no training run
+busy_floor   those of ``local``        its bytes sent, but never waited for: no training run
 ===========  ========================  ===========================================================================
 
-An arm that cannot run here is left out with its reason, on all ranks alike. Arms whose layers are the same use the same
-module objects; all arms use the same weights (:mod:`megatron_flux.bench.layer_blocks`).
+The last two have the backends of :mod:`megatron_flux.bench.no_communication`. An arm that cannot run here is left out
+with its reason, on all ranks alike. Arms whose layers are the same use the same module objects; all arms use the same
+weights (:mod:`megatron_flux.bench.layer_blocks`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ from typing import Any
 import torch
 
 from megatron_flux import FluxConfig, ops, patched, report
-from megatron_flux.bench import busy_floor, floor
 from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
 from megatron_flux.bench.layer_config import Workload
+from megatron_flux.bench.no_communication import FLOORS, register
 from megatron_flux.train.memory import workspace_bytes
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""
-
-
-FLOORS = {"floor": floor.backend, "busy_floor": busy_floor.backend}
-"""Arms that are no training runs, and their backends."""
 
 
 class NotHereError(Exception):
@@ -106,7 +102,7 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
         return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather")))
 
     if arm in FLOORS:
-        floor.register(FLOORS[arm])
+        register(FLOORS[arm])
     return Arm(arm, block_of(arm), step, active)
 
 

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.bench.shapes import MODELS, Model
-from megatron_flux.bench.stand_in_options import HELP, processes
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 
@@ -102,21 +101,9 @@ class LayerOptions(BaseModel):
     seconds: float | None = Field(None, gt=0, description="Start no further round after this long, over all models.")
     trace: bool = Field(True, description="Record one more step of each arm: kernel-time breakdown and a trace file.")
     nproc: int | None = Field(None, ge=1, description="Processes, one per GPU, which is also tp. Default: all GPUs.")
-    stand_in_for: int | None = Field(None, description=HELP)
     timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-layer.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
-
-
-class ProcessLayout(BaseModel):
-    """See :class:`megatron_flux.train.distributed.Layout`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    device: str
-    tp: int
-    pp: int = 1
-    timeout: float
 
 
 class LayerConfig(BaseModel):
@@ -127,8 +114,6 @@ class LayerConfig(BaseModel):
     workloads: tuple[Workload, ...]
     arms: tuple[str, ...]
     tp: int
-    stand_in_for: int | None = None
-    """``tp``, where two processes stand in for that many."""
     backend: str = "auto"
     cuda_graphs: bool = False
     rounds: int = 9
@@ -140,13 +125,9 @@ class LayerConfig(BaseModel):
     """The command always says cuda: a CPU proves that the benchmark works and measures nothing."""
 
     @property
-    def processes(self) -> int:
-        """Ranks that are started."""
-        return processes(self.tp, self.stand_in_for)
-
-    def layout(self) -> ProcessLayout:
-        """The process groups of those ranks, for :func:`megatron_flux.train.distributed.process_groups`."""
-        return ProcessLayout(device=self.device, tp=self.processes, timeout=self.timeout)
+    def pp(self) -> int:
+        """Pipeline-parallel size: with ``tp`` and ``timeout`` the process groups of a training of one stage."""
+        return 1
 
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:
@@ -157,7 +138,8 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     """
     models = _named("model", options.models, tuple(LAYER_MODELS))
     arms = _named("arm", options.arms, ALL_ARMS)
-    _check_graphs(options, arms)
+    if options.cuda_graphs and "busy_floor" in arms:
+        raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     given = {"seq": options.seq, "micro_batch": options.micro_batch, "layers": options.layers}
@@ -166,25 +148,8 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     workloads = tuple(dict.fromkeys(sorted(chosen, key=lambda w: models.index(w.model))))  # overrides may make twins
     for workload in workloads:
         _check_divides(workload, tp)
-    if options.stand_in_for is not None:
-        _check_stands_in(options, arms)
-    same = ("backend", "cuda_graphs", "rounds", "burst", "seconds", "trace", "timeout", "stand_in_for")
+    same = ("backend", "cuda_graphs", "rounds", "burst", "seconds", "trace", "timeout")
     return LayerConfig(workloads=workloads, arms=arms, tp=tp, **{name: getattr(options, name) for name in same})
-
-
-def _check_graphs(options: LayerOptions, arms: tuple[str, ...]) -> None:
-    if options.cuda_graphs and "busy_floor" in arms:
-        raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
-
-
-def _check_stands_in(options: LayerOptions, arms: tuple[str, ...]) -> None:
-    """What two GPUs that stand in for a group cannot do."""
-    if options.cuda_graphs:
-        raise UserError("--stand-in-for captures no CUDA graphs; leave --cuda-graphs out")
-    if options.backend not in ("auto", "reference"):
-        raise UserError(f"--stand-in-for runs backend auto or reference, not {options.backend}")
-    if "te_ub" in arms:
-        raise UserError("--stand-in-for cannot run the arm te_ub: userbuffers make their own group; leave it out")
 
 
 def _named(kind: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

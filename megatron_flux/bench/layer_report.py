@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 from itertools import groupby
-from pathlib import Path
 from typing import IO, Any
 
 from rich import box
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_flux.metrics.conditions import multicast
+from megatron_flux.metrics.numbers import milliseconds, number, percent
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
 
 COLUMNS = ("arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
@@ -34,19 +34,15 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["arm"] + graph if row["training"] else f"{row['arm']}{graph}, no training",
         f"{row['ms_per_layer']:.3f} ({row['ms_per_layer_low']:.3f}-{row['ms_per_layer_high']:.3f})",
-        _number(row["speedup_vs_te"], "{:.3f}x"),
-        _number(row["hidden_share"], "{:.0%}"),
-        _number(parts.get("communication_exposed_ms"), "{:.3f}"),
-        _number(parts.get("idle_ms"), "{:.3f}"),
+        number(row["speedup_vs_te"], ".3f", "x"),
+        percent(row["hidden_share"]),
+        milliseconds(parts.get("communication_exposed_ms")),
+        milliseconds(parts.get("idle_ms")),
         f"{row['host_ms_per_step']:.2f}",
-        _number(row.get("sm_clock_mhz"), "{:.0f}"),  # absent from earlier runs
-        _number(row["peak_memory_gb"], "{:.2f}"),
+        number(row.get("sm_clock_mhz"), ".0f"),  # absent from earlier runs
+        number(row["peak_memory_gb"], ".2f"),
         "-" if agreement is None else "yes" if agreement["ok"] else "NO",
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def print_summary(summary: dict[str, Any], file: IO[str] | None = None) -> None:
@@ -123,11 +119,6 @@ def _bar(row: dict[str, Any], y: int, scale: float) -> list[str]:
         said += f"  {row['speedup_vs_te']:.2f}x"
     out.append(f'<text x="{max(high, LEFT + width) + 8:.1f}" y="{y + 12}">{said}</text>')
     return out
-
-
-def write_plot(summary: dict[str, Any], path: Path) -> None:
-    """Draw ``summary`` into ``path``."""
-    path.write_text(svg(summary))
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -1,13 +1,13 @@
 """One workload of ``bench layer``: its arms built, warmed up, checked, timed and traced.
 
 Every rank takes the same way through this module: what one rank cannot do, all leave out
-(:meth:`megatron_flux.bench.together.Together.attempt`).
+(:meth:`megatron_flux.bench.collectives.Collectives.attempt`).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.bench import layer_arms, layer_blocks, stand_in, stand_in_fused
-from megatron_flux.bench.graphs import capture
+from megatron_flux.bench import layer_arms, layer_blocks
+from megatron_flux.bench.collectives import Collectives
 from megatron_flux.bench.layer_agreement import Agreement, Result
 from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.bench.layer_config import LayerConfig, Workload
-from megatron_flux.bench.layer_rows import complete, row
-from megatron_flux.bench.rounds import Samples, interleave
-from megatron_flux.bench.together import Together
-from megatron_flux.bench.trace import trace_step
+from megatron_flux.bench.layer_rounds import Samples, interleave
+from megatron_flux.bench.layer_steps import capture, trace_step
+from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.comm import slab
+from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry.trace_breakdown import breakdown
 from megatron_flux.train.memory import forget_dummy_gradients
 
@@ -41,40 +41,40 @@ class WorkloadBench:
         workload: Workload,
         config: LayerConfig,
         group: dist.ProcessGroup,
-        together: Together,
+        collectives: Collectives,
         device: torch.device,
         out: Path,
         say: Callable[[str], None],
     ) -> None:
         """Nothing is built yet; ``say`` is called with lines for people."""
-        self.workload, self.config, self.group, self.together = workload, config, group, together
+        self.workload, self.config, self.group, self.collectives = workload, config, group, collectives
         self.device, self.out, self.say = device, out, say
         self.weights: dict[str, torch.nn.Parameter] = {}
         self.skipped: list[dict[str, Any]] = []
         self._userbuffer_bytes = 0
 
     def run(self, deadline: float | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-        """Rows, skipped arms and the raw rounds."""
+        """Time the arms until the :func:`time.monotonic` of ``deadline``: rows, skipped arms, the raw rounds."""
         self._seed()
         self.x, self.dy = self._input()
         with ExitStack() as stack:
             arms = self._arms(stack)
-            check = Agreement(self.together, self.weights, self.x, self.dy)
+            check = Agreement(self.collectives, self.weights, self.x, self.dy)
             results = {arm.name: check.observe(arm) for arm in arms}
             if self.config.cuda_graphs:
                 for arm in arms:
                     self._capture(arm, results[arm.name], check)
-            with stand_in.timed(self.group):
-                samples = interleave(
-                    {arm.name: (arm.step, arm.active) for arm in arms},
-                    self.together,
-                    self.device,
-                    rounds=self.config.rounds,
-                    burst=self.config.burst,
-                    deadline=deadline,
-                    gpu=self._gpu(),
-                )
-                rows = [self._row(arm, samples[arm.name], results, check) for arm in arms]
+            samples = interleave(
+                {arm.name: (arm.step, arm.active) for arm in arms},
+                self.group,
+                self.collectives,
+                self.device,
+                rounds=self.config.rounds,
+                burst=self.config.burst,
+                deadline=deadline,
+                gpu=self._gpu(),
+            )
+            rows = [self._row(arm, samples[arm.name], results, check) for arm in arms]
             complete(rows)
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
@@ -88,15 +88,13 @@ class WorkloadBench:
         """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
         self.weights.clear()
         self._synchronize()
-        self.together.barrier()  # nobody uses another's memory any more
-        for floor in layer_arms.FLOORS.values():
+        self.collectives.barrier()  # nobody uses another's memory any more
+        for floor in FLOORS.values():
             floor.clear()
         forget_dummy_gradients()
         gc.collect()
         if self.device.type == "cuda":
             slab.pool.clear()
-            if isinstance(self.group, stand_in.StandInGroup):
-                self.group.clear()
             torch.cuda.empty_cache()
 
     def _arms(self, stack: ExitStack) -> list[Arm]:
@@ -109,7 +107,7 @@ class WorkloadBench:
         kinds = list(dict.fromkeys(layer_arms.block_of(name) for name in wanted))
         if self.device.type == "cuda":
             need, free = self.workload.memory_gb(self.group.size(), len(kinds)), torch.cuda.mem_get_info()[0] / 1e9
-            free = min(self.together.all(free))
+            free = min(self.collectives.all(free))
             if need > free:
                 for name in wanted:
                     self._skip(name, f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers")
@@ -119,14 +117,14 @@ class WorkloadBench:
         for name in wanted:
             kind = layer_arms.block_of(name)
             if kind not in blocks:
-                block, reason = self.together.attempt(lambda kind=kind: self._build(kind, stack))
+                block, reason = self.collectives.attempt(lambda kind=kind: self._build(kind, stack))
                 blocks[kind] = block if reason is None else reason
             found = blocks[kind]
             if isinstance(found, str):
                 self._skip(name, found)
                 continue
-            arm = layer_arms.make(name, found, self.x, self.dy, self._backend())
-            _, reason = self.together.attempt(lambda arm=arm: self._warm_up(arm))
+            arm = layer_arms.make(name, found, self.x, self.dy, self.config.backend)
+            _, reason = self.collectives.attempt(lambda arm=arm: self._warm_up(arm))
             if reason is None:
                 arms.append(arm)
                 self._tell(f"{name}: ready")
@@ -140,11 +138,6 @@ class WorkloadBench:
             return nvml.of_device(self.device)
         except LookupError:
             return None
-
-    def _backend(self) -> str:
-        """Of the flux arms."""
-        stands_in = isinstance(self.group, stand_in.StandInGroup) and self.device.type == "cuda"
-        return stand_in_fused.TUNED if stands_in and self.config.backend == "auto" else self.config.backend
 
     def _build(self, kind: layer_blocks.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.group.size()
@@ -165,18 +158,16 @@ class WorkloadBench:
         forget_dummy_gradients()
         gc.collect()
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        # The tuner measures in these steps: a stand-in group's collectives that give true results are no measure.
-        with stand_in.timed(self.group), arm.active():
+        with arm.active():
             for _ in range(WARMUP_STEPS):
                 arm.step()
         layer_arms.look_inside(arm)
         self._synchronize()
-        # A stand-in group's slabs are not those of a real one.
-        if self.device.type == "cuda" and not isinstance(self.group, stand_in.StandInGroup):
+        if self.device.type == "cuda":
             arm.facts["peak_memory_gb"] = self._peak_bytes(arm, before) / 1e9
 
     def _peak_bytes(self, arm: Arm, before: int) -> int:
-        """See ``peak_memory_gb``; ``before`` is what was allocated before the arm's first step."""
+        """``peak_memory_gb`` in bytes; ``before`` is what was allocated before the arm's first step."""
         held = sum(p.nbytes + p.main_grad.nbytes for p in self.weights.values())
         torch.cuda.reset_peak_memory_stats()
         with arm.active():
@@ -187,7 +178,7 @@ class WorkloadBench:
     def _capture(self, arm: Arm, eager: Result, check: Agreement) -> None:
         """Replace the arm's step by a graph, where that can be done and gives the same result."""
         with arm.active():
-            replay, reason = self.together.attempt(lambda: capture(arm.step))
+            replay, reason = self.collectives.attempt(lambda: capture(arm.step))
         if replay is not None:
             stepped = Arm(arm.name, arm.block, replay, nullcontext)
             difference = check.compare(check.observe(stepped), eager)
@@ -209,9 +200,9 @@ class WorkloadBench:
         if self.config.trace and self.device.type == "cuda":
             name = f"trace-{self.workload.label}-{arm.name}.json.gz"
             self._synchronize()
-            self.together.barrier()
+            self.collectives.barrier()
             with arm.active():
-                trace = trace_step(arm.step, self.out / name if self.together.first else None)
+                trace = trace_step(arm.step, self.out / name if self.collectives.first else None)
             parts = {"breakdown": breakdown(trace, self.workload.layers) if trace else {}, "trace": name}
         return row(self.workload, arm, samples, agreement, **parts)
 
@@ -244,3 +235,58 @@ class WorkloadBench:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def row(
+    workload: Workload,
+    arm: Arm,
+    samples: Samples,
+    agreement: Mapping[str, Any] | None,
+    *,
+    breakdown: Mapping[str, float] | None = None,
+    trace: str | None = None,
+) -> dict[str, Any]:
+    """One arm's row, without what compares it with others (:func:`complete` adds that)."""
+    low, median, high = (value / workload.layers for value in quartiles(samples.step_ms))
+    facts = dict(arm.facts)
+    peak = facts.pop("peak_memory_gb", None)
+    return {
+        "model": workload.model,
+        "seq": workload.seq,
+        "micro_batch": workload.micro_batch,
+        "layers": workload.layers,
+        "arm": arm.name,
+        "training": arm.training,
+        "ms_per_layer": round(median, 4),
+        "ms_per_layer_low": round(low, 4),
+        "ms_per_layer_high": round(high, 4),
+        "rounds": len(samples.step_ms),
+        "speedup_vs_te": None,
+        "hidden_share": None,
+        "host_ms_per_step": round(quartiles(samples.host_ms)[1], 3),
+        "sm_clock_mhz": _clock(samples),
+        "throttle_reasons": sorted({reason for reasons in samples.throttle_reasons for reason in reasons}),
+        "peak_memory_gb": None if peak is None else round(peak, 3),
+        "breakdown": dict(breakdown or {}),
+        "trace": trace,
+        "agreement": None if agreement is None else dict(agreement),
+        **facts,
+    }
+
+
+def _clock(samples: Samples) -> float | None:
+    """Median over the rounds that know it."""
+    known = [clock for clock in samples.sm_clock_mhz if clock is not None]
+    return quartiles(known)[1] if known else None
+
+
+def complete(rows: list[dict[str, Any]]) -> None:
+    """Fill in ``speedup_vs_te`` and ``hidden_share`` of one workload's rows, where their arms are there."""
+    by_arm = {r["arm"]: r["ms_per_layer"] for r in rows}
+    te, floor = by_arm.get("te"), by_arm.get("floor")
+    if te is None:
+        return
+    for r in rows:
+        r["speedup_vs_te"] = round(te / r["ms_per_layer"], 4)
+        if floor is not None and floor < te:
+            r["hidden_share"] = round((te - r["ms_per_layer"]) / (te - floor), 4)

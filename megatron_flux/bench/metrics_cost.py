@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.metrics import read_records, strict_json
 from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
+from megatron_flux.run.folder import CONFIG
 from megatron_flux.telemetry.baseline_times import ROUNDS
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
@@ -195,3 +196,17 @@ def say(summary: dict[str, Any], out: Path) -> None:
             summary["between_steps_percent"],
         )
     logger.info("raw data: %s", out)
+
+
+def work(folder: str) -> None:
+    """Measure on this rank what the run folder's ``config.json`` says."""
+    from megatron_flux.train.run_folder import load_config
+    from megatron_flux.train.worker import world
+
+    out = Path(folder)
+    config = load_config(out)
+    options = CostOptions.model_validate(json.loads((out / CONFIG).read_text())["cost"])
+    with world(config) as (dataset, device):
+        summary = measure(config, options, dataset, device)
+        if summary:
+            say(summary, out)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.bench.shapes import LAYERS, MODELS, Case, cases
-from megatron_flux.bench.stand_in_options import HELP, processes
 from megatron_flux.errors import UserError
 
 
@@ -42,7 +41,6 @@ class OpsOptions(BaseModel):
         description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
         "after all else. 0: not at all.",
     )
-    stand_in_for: int | None = Field(None, description=HELP)
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
@@ -77,40 +75,19 @@ class Calls(BaseModel):
         found = cases(self.models, self.tokens, self.directions, self.tp)
         return [case for case in found if case.layer in self.layers]
 
-    @property
-    def processes(self) -> int:
-        """GPUs that are needed."""
-        return self.tp
 
-
-class OpsRun(Calls):
+class OpsRun(Calls, OpsOptions):
     """A ``bench ops`` run, complete; what the ranks are started with."""
 
     command: Literal["bench ops"] = "bench ops"
-    rounds: int
-    burst: int
-    seconds: float | None
-    async_tp_connections: int = 0
-    stand_in_for: int | None = None
     out: Path
-    overwrite: bool
-
-    @property
-    def processes(self) -> int:
-        """GPUs that are needed: of the group, or those that stand in for it."""
-        return processes(self.tp, self.stand_in_for)
 
 
-class TuneRun(Calls):
+class TuneRun(Calls, TuneOptions):
     """A ``tune`` run, complete; what the ranks are started with."""
 
     command: Literal["tune"] = "tune"
-    seconds_per_shape: float
-    force: bool
     cache: Path
-
-
-Run = Annotated[OpsRun | TuneRun, Field(discriminator="command")]
 
 
 def calls(options: CallOptions, tp: int) -> Calls:

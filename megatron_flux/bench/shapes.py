@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_flux.errors import UserError
+from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,23 @@ class Model:
     ffn: int
     gated: bool
 
+    @classmethod
+    def of(cls, shape: ModelShape) -> Model:
+        """One layer of ``shape``."""
+        return cls(
+            hidden=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            groups=shape.num_query_groups,
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            ffn=shape.ffn_hidden_size,
+            gated=shape.activation == "swiglu",
+        )
+
 
 MODELS = {
-    "gpt3-175b": Model(hidden=12288, heads=96, groups=96, head_dim=128, ffn=49152, gated=False),
-    "llama-70b": Model(hidden=8192, heads=64, groups=8, head_dim=128, ffn=28672, gated=True),
-    "llama-405b": Model(hidden=16384, heads=128, groups=8, head_dim=128, ffn=53248, gated=True),
+    "gpt3-175b": Model.of(PRESETS["gpt3-175b"].shape),
+    "llama-70b": Model.of(PRESETS["llama2-70b"].shape),
+    "llama-405b": Model.of(LLAMA3_405B),
 }
 LAYERS = ("qkv", "proj", "fc1", "fc2")
 

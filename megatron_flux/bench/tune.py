@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -14,14 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import choices, world
-from megatron_flux.bench.methods import call, operands, tuning_key
+from megatron_flux.bench import process_group, tuned_table
+from megatron_flux.bench.options import TuneRun
 from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.terminal import milliseconds
+from megatron_flux.bench.variants import call, operands, tuning_key
 from megatron_flux.comm import rank_errors
 from megatron_flux.errors import UserError
+from megatron_flux.metrics.numbers import milliseconds
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.run import rank
+from megatron_flux.run.worker import set_environment
+
+logger = logging.getLogger("megatron_flux")
 
 
 def run(
@@ -37,7 +43,7 @@ def run(
     """Fill ``cache`` with the fastest backend and plan of every case; on every rank.
 
     Args:
-        cases: see :func:`megatron_flux.bench.shapes.cases`.
+        cases: of :func:`megatron_flux.bench.shapes.cases`.
         cache: the tuner's JSON file; the first rank reads and writes it, after every case.
         group: the tensor-parallel group; None is the default group.
         dtype: bf16 or fp16.
@@ -54,7 +60,7 @@ def run(
         OperatorError: an answer could not be kept, because the file cannot be read or written.
     """
     group = group or dist.group.WORLD
-    device, link = world.checked("tune", group, dtype)
+    device, link = process_group.checked("tune", group, dtype)
     first = group.rank() == 0
     tuned = get_backend("tuned")
     done = []
@@ -91,7 +97,7 @@ def _keep(cache: Path, key: str, answer: dict[str, Any], force: bool) -> None:
 
 
 def _line(case: Case, answer: dict[str, Any], known: bool) -> str:
-    name = choices.chosen(answer)
+    name = tuned_table.chosen(answer)
     return (
         f"{case.op} {case.model} {case.layer} {case.direction} m={case.m} n={case.n} k={case.k}: {name} "
         f"{milliseconds(answer['ms'].get(name))} ms, reference {milliseconds(answer['ms'].get('reference'))} ms"
@@ -112,3 +118,27 @@ def _tuner_settings(cache: Path, seconds: float) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def work(text: str) -> None:
+    """Tune on this rank; the first one logs every call and prints the table.
+
+    Args:
+        text: a :class:`megatron_flux.bench.options.TuneRun` as JSON.
+    """
+    wanted = TuneRun.model_validate_json(text)
+    set_environment()
+    with process_group.opened() as group:
+        done = run(
+            wanted.cases(),
+            wanted.cache,
+            group,
+            dtype=process_group.DTYPES[wanted.dtype],
+            seconds=wanted.seconds_per_shape,
+            force=wanted.force,
+            log=logger.info,
+        )
+    if rank.is_first():
+        names = [(f"{case.model} {case.layer} {case.direction}", key) for case, key, _ in done]
+        tuned_table.show({key: answer for _, key, answer in done}, calls=names)
+        logger.info("choices: %s", wanted.cache)

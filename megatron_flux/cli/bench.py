@@ -1,8 +1,7 @@
-"""The commands that measure operators: ``bench ops`` and ``tune``."""
+"""The commands that measure: ``bench ops``, ``bench layer``, ``bench metrics``, and ``tune``."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -10,9 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_flux.bench.options import CallOptions, OpsOptions, OpsRun, TuneOptions, TuneRun, calls
+from megatron_flux.bench.layer_config import LayerOptions, resolve
+from megatron_flux.bench.metrics_cost import CostOptions
+from megatron_flux.bench.options import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun, calls
+from megatron_flux.cli import start
 from megatron_flux.cli.options import DryRun, make_options, with_options
+from megatron_flux.cli.train import resolved
 from megatron_flux.errors import UserError
+from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine's GPUs, all sides in one run.")
 
@@ -23,30 +27,28 @@ Show = Annotated[bool, typer.Option("--show", help="Print the kept choices and e
 @with_options(CallOptions, OpsOptions)
 def ops(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
     """Measure the operators on the layers of large models: GEMM, NCCL, both in turn, async-TP and every backend."""
-    from megatron_flux.run import folder, launcher, rank
+    from megatron_flux.run import folder
 
     given, more = make_options(CallOptions, options), make_options(OpsOptions, special)
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
     out = more.out or folder.default_folder("bench", "ops")
-    run = OpsRun(**{**_calls(given, more.stand_in_for), **more.model_dump(), "out": out})
-    if rank.is_first():
-        folder.check_free(out, overwrite=run.overwrite)
-    if dry_run:
-        _print_description(run)
+    run = OpsRun(**{**_calls(given).model_dump(), **more.model_dump(), "out": out})
+
+    def describe(out: Path) -> dict[str, Any]:
+        return _description(run.model_copy(update={"out": out}))
+
+    if start.described(dry_run, describe, out, overwrite=run.overwrite):
         return
-    if more.out is None and not launcher.launched():
-        out = folder.claim(out)
-        run = run.model_copy(update={"out": out})
-    if rank.is_first():
-        folder.make(out, _description(run), overwrite=run.overwrite)
-    _start(run, where=f"run folder {out}", left=f"what was recorded is in {out}")
+    out = start.make_folder(out, describe, default=more.out is None, overwrite=run.overwrite)
+    run = run.model_copy(update={"out": out})
+    _on_gpus(run, "ops", where=f"run folder {out}", left=f"what was recorded is in {out}")
     _measure_async_tp(run)
 
 
 def _measure_async_tp(run: OpsRun) -> None:
     """Once more async-TP, in processes with a ``CUDA_DEVICE_MAX_CONNECTIONS`` that suits it."""
-    from megatron_flux.bench import async_tp, table
+    from megatron_flux.bench import async_tp, ops_report
     from megatron_flux.run import launcher, rank
 
     value = async_tp.wanted(run)
@@ -64,10 +66,10 @@ def _measure_async_tp(run: OpsRun) -> None:
     os.environ[async_tp.VARIABLE] = value
     try:
         left = f"all else was measured and is in {run.out}"
-        launcher.launch(async_tp.__name__, [run.model_dump_json()], run.processes, left=left)
+        launcher.launch(async_tp.__name__, run.model_dump_json(), run.tp, left=left)
     finally:
         os.environ[async_tp.VARIABLE] = before
-    table.show_async_tp(async_tp.join(run.out))
+    ops_report.show_async_tp(async_tp.join(run.out))
 
 
 @with_options(CallOptions, TuneOptions)
@@ -84,14 +86,13 @@ def tune(options: dict[str, Any], special: dict[str, Any], show: Show = False, d
         return
     if not dry_run:
         _ready_for_gpus("tune", "--show prints kept choices, --dry-run checks the options, on any machine")
-    run = TuneRun(**{**_calls(given), **more.model_dump(), "cache": cache.absolute()})
+    run = TuneRun(**{**_calls(given).model_dump(), **more.model_dump(), "cache": cache.absolute()})
     if not dry_run:
         _require_writable(cache)
     tuning_cache.load(cache)  # refuses a damaged one
-    if dry_run:
-        _print_description(run)
+    if start.described(dry_run, lambda _: _description(run), None):
         return
-    _start(run, where=f"choices kept in {cache}", left=f"choices made so far are in {cache}")
+    _on_gpus(run, "tune", where=f"choices kept in {cache}", left=f"choices made so far are in {cache}")
 
 
 def _ready_for_gpus(command: str, otherwise: str) -> None:
@@ -102,29 +103,25 @@ def _ready_for_gpus(command: str, otherwise: str) -> None:
     """
     import torch
 
-    from megatron_flux.bench import world
-    from megatron_flux.run import launcher
+    from megatron_flux.run import launcher, worker
 
-    world.set_environment()
+    worker.set_environment()
     gpus = torch.cuda.device_count()
-    ranks = int(os.environ["WORLD_SIZE"]) if launcher.launched() else gpus
+    ranks = launcher.started() or gpus
     if gpus == 0 or ranks < 2:
         found = "torch sees no GPU" if gpus == 0 else f"this is {ranks} process(es) with {gpus} GPU(s)"
         raise UserError(f"{command} needs at least two GPUs of one host, {found}; {otherwise}")
 
 
-def _calls(given: CallOptions, stand_in_for: int | None = None) -> dict[str, Any]:
+def _calls(given: CallOptions) -> Calls:
     """The checked calls, for the ranks that there will be."""
     import torch
 
-    from megatron_flux.bench.stand_in_options import checked_stand_in
     from megatron_flux.run import launcher
 
     gpus = torch.cuda.device_count()
-    if stand_in_for is not None:
-        return calls(given, checked_stand_in(stand_in_for, given.nproc, launcher.started())).model_dump()
     # Fewer than two GPUs are left for dry runs, which speak of some other machine.
-    return calls(given, launcher.world_size(given.nproc, gpus=gpus if gpus > 1 else 0, otherwise=8)).model_dump()
+    return calls(given, launcher.world_size(given.nproc, gpus=gpus if gpus > 1 else 0, otherwise=8))
 
 
 def _require_writable(cache: Path) -> None:
@@ -138,26 +135,18 @@ def _require_writable(cache: Path) -> None:
 
 
 def _show(cache: Path, *, asked: bool) -> None:
-    from megatron_flux.bench import choices
+    from megatron_flux.bench import tuned_table
     from megatron_flux.ops.backends import tuning_cache
 
     if asked and not cache.exists():
         raise UserError(f"--cache {cache} does not exist; give a file that `megatron-flux tune` has written")
     kept = tuning_cache.load(cache)
     if kept:
-        choices.show(kept)
+        tuned_table.show(kept)
     typer.echo(f"choices: {cache}" if kept else f"nothing has been tuned yet: no choices in {cache}")
 
 
-def _print_description(run: OpsRun | TuneRun) -> None:
-    from megatron_flux.run import rank
-
-    if rank.is_first():
-        typer.echo(json.dumps(_description(run), indent=2))
-
-
 def _description(run: OpsRun | TuneRun) -> dict[str, Any]:
-    """What ``--dry-run`` prints and a run folder's ``config.json`` holds."""
     from megatron_flux.run import folder
     from megatron_flux.telemetry import environment
 
@@ -170,14 +159,75 @@ def _description(run: OpsRun | TuneRun) -> dict[str, Any]:
     }
 
 
-def _start(run: OpsRun | TuneRun, *, where: str, left: str) -> None:
-    """Run it on ranks that are started now; on a rank that a launcher started, be that rank."""
-    from megatron_flux.bench import worker
-    from megatron_flux.run import launcher, rank
+def _on_gpus(run: OpsRun | TuneRun, module: str, *, where: str, left: str) -> None:
+    about = f"{len(run.cases())} calls on {run.tp} GPUs, {where}"
+    start.on_ranks(run.command, about, f"megatron_flux.bench.{module}", run.model_dump_json(), run.tp, left=left)
 
-    if launcher.launched():
-        rank.configure_logging()
-        worker.run(run)
+
+@bench.command()
+@with_options(LayerOptions)
+def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
+    """Time forward and backward of transformer layers: stock, userbuffers, flux and a no-communication floor."""
+    import torch
+
+    from megatron_flux.bench import layer as layers
+    from megatron_flux.bench.layer_arms import block_of
+    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.run import folder, launcher, rank, worker
+
+    rank.quiet_megatron()
+    checked_versions()
+    given = make_options(LayerOptions, options)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus and not dry_run:
+        raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
+    config = resolve(given, launcher.world_size(given.nproc, gpus=gpus, otherwise=8))
+    out = given.out or folder.default_folder("bench", "layer")
+    blocks = len({block_of(arm) for arm in config.arms})
+    description = {
+        "config": config.model_dump(mode="json"),
+        "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks), 1) for w in config.workloads},
+    }
+    if start.described(dry_run, lambda _: description, out, overwrite=given.overwrite):
         return
-    typer.echo(f"megatron-flux {run.command}: {len(run.cases())} calls on {run.processes} GPUs, {where}", err=True)
-    launcher.launch(worker.__name__, [run.model_dump_json()], run.processes, left=left)
+    description |= {"started": folder.started(), "command": folder.command_line()}
+    out = start.make_folder(out, lambda _: description, default=given.out is None, overwrite=given.overwrite)
+    worker.set_environment()
+    start.on_ranks(
+        "bench layer",
+        f"tp {config.tp}, run folder {out}",
+        layers.__name__,
+        str(out),
+        config.tp,
+        left=f"what was measured is in {out}",
+        here=lambda: layers.measure(config, out),
+    )
+
+
+@bench.command()
+@with_options(TrainOptions, CostOptions)
+def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+    """Measure what recording costs: steps with and without it, in turns, of one patched training (not --steps many)."""
+    from megatron_flux.bench import metrics_cost
+    from megatron_flux.run import launcher
+    from megatron_flux.train import corpus, run_folder
+
+    given, cost = make_options(TrainOptions, options), make_options(CostOptions, special)
+    run = resolved(given, CheckpointOptions, {}, "bench", "metrics")
+
+    def describe(out: Path) -> dict[str, Any]:
+        return {**run_folder.description(run.model_copy(update={"out": out})), "cost": cost.model_dump()}
+
+    if start.described(dry_run, describe, run.out, overwrite=run.overwrite):
+        return
+    out = start.make_folder(run.out, describe, default=given.out is None, overwrite=run.overwrite)
+    if not launcher.launched():
+        corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    start.on_ranks(
+        "bench metrics",
+        f"{run.world_size} {run.device} process(es), run folder {out}",
+        metrics_cost.__name__,
+        str(out),
+        run.world_size,
+        left=f"what was measured is in {out}",
+    )

@@ -30,7 +30,7 @@ class Link:
 
     @property
     def is_nvlink(self) -> bool:
-        """Also of two GPUs that stand in for more (:mod:`megatron_flux.bench.stand_in`), whose kind says so."""
+        """Also where the kind has more words behind it."""
         return self.kind.split()[0] == "nvlink"
 
 

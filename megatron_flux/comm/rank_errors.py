@@ -56,7 +56,7 @@ def failures(group: dist.ProcessGroup, mine: str | None) -> dict[int, str]:
     """
     store = dist.distributed_c10d._get_default_store()
     me, name = dist.get_rank(), group.group_name
-    # A group of which some ranks are made up (megatron_flux.bench.stand_in) has numbers beyond the world for those.
+    # A test's group may have more ranks than there are processes, with numbers beyond the world for those.
     ranks = [rank for rank in dist.get_process_group_ranks(group) if rank < dist.get_world_size()]
     _rounds[name] += 1
 

@@ -38,7 +38,7 @@ class Calibration:
     traffic: float = 3.0
     """Bytes of memory bandwidth whose time a layer loses per byte that flux receives while it computes. Measured
     without flux: layers without communication, with and without the same bytes sent beside them by copy engine
-    (:mod:`megatron_flux.bench.busy_floor`). Most of it is likely power: the clock falls by about as much."""
+    (:mod:`megatron_flux.bench.no_communication`). Most of it is likely power: the clock falls by about as much."""
 
 
 @dataclass(frozen=True)

@@ -84,12 +84,12 @@ def _check_variables() -> None:
         )
 
 
-def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on: str | None = None) -> None:
-    """Run ``python -m module arguments`` on ``nproc`` processes and wait for them.
+def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | None = None) -> None:
+    """Call ``module.work(argument)`` in ``nproc`` processes and wait for them.
 
     Args:
-        module: calls :func:`megatron_flux.run.rank.serve`.
-        arguments: the same for every rank.
+        module: has a function ``work``.
+        argument: the same for every rank.
         nproc: ranks.
         left: the last words of an error: what a failed run leaves, and where.
         pass_on: a signal (``USR1``) that this process hands to the ranks instead of dying of it, and goes on handing to
@@ -120,7 +120,7 @@ def launch(module: str, arguments: list[str], nproc: int, *, left: str, pass_on:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         with _passing_on(pass_on):
-            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+            elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.worker", module, argument)
     except ChildFailedError as error:
         raise failure_of(error, left) from None
     except SignalException as error:

@@ -65,14 +65,16 @@ class WholeErrorFile(ErrorHandler):
         return None
 
 
-class _OncePerMessage(logging.Filter):
-    """Taking turns patches and unpatches many times; what it says of that, it says once."""
+class OncePerMessage(logging.Filter):
+    """Drops repetitions: training and benchmarks that take turns patch and unpatch many times."""
 
     def __init__(self) -> None:
+        """Nothing has been said."""
         super().__init__()
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the message is new."""
         message = record.getMessage()
         new = message not in self._said
         self._said.add(message)
@@ -83,7 +85,7 @@ def configure_logging() -> None:
     """Rank 0 logs; the other ranks only errors, since they would repeat every line."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_OncePerMessage())
+    handler.addFilter(OncePerMessage())
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_first() else logging.ERROR)
     logger.propagate = False

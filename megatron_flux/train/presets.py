@@ -107,6 +107,22 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
+LLAMA3_405B = ModelShape(
+    num_layers=126,
+    hidden_size=16384,
+    num_attention_heads=128,
+    num_query_groups=8,
+    ffn_hidden_size=53248,
+    seq_length=8192,
+    vocab_size=128256,
+    normalization="RMSNorm",
+    activation="swiglu",
+    bias=False,
+    position_embedding="rope",
+    rotary_base=500_000,
+)
+"""For benchmarks of its layers, no preset of a training. Source: Llama team, arXiv 2407.21783, table 3."""
+
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     """Parameters of all layers' weights and of the input embedding; biases and norms left out."""

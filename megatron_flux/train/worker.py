@@ -1,8 +1,7 @@
-"""What every rank of a run executes: ``python -m megatron_flux.train.worker RUN_FOLDER``, started by a launcher."""
+"""What every rank of a training or comparison executes, started by :mod:`megatron_flux.run.worker`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_flux.run.rank import serve
 from megatron_flux.train.config import RunConfig
 
 
@@ -53,12 +51,8 @@ def _out_of_first_rank(out: Path) -> Path:
     return box[0]
 
 
-def main() -> None:
+def work(folder: str) -> None:
     """Run what the run folder's configuration says."""
     from megatron_flux.train.run_folder import load_config
 
-    run(load_config(Path(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    serve(main)
+    run(load_config(Path(folder)))

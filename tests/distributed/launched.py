@@ -15,13 +15,14 @@ from megatron_flux.errors import UserError
 from megatron_flux.run.rank import serve
 
 
-def work() -> None:
-    what, rank = sys.argv[1], int(os.environ["RANK"])
+def work(argument: str) -> None:
+    what, *more = argument.split()
+    rank = int(os.environ["RANK"])
     if what == "sum":
         dist.init_process_group("gloo")
         total = torch.tensor(rank + 1)
         dist.all_reduce(total)
-        Path(sys.argv[2], f"rank{rank}").write_text(f"{total} {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
+        Path(more[0], f"rank{rank}").write_text(f"{total} {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
         dist.destroy_process_group()
     elif what == "refuse":
         raise UserError("three is\nnot even")
@@ -36,4 +37,4 @@ def work() -> None:
 
 
 if __name__ == "__main__":
-    serve(work)
+    serve(lambda: work(" ".join(sys.argv[1:])))

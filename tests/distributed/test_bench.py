@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import async_tp, choices, ops, stand_in, table, tune, world
-from megatron_flux.bench.methods import BACKENDS, call, methods, operands
+from megatron_flux.bench import async_tp, ops, ops_report, process_group, tune, tuned_table
 from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.timing import Timing
+from megatron_flux.bench.variants import BACKENDS, call, operands, variants
 from megatron_flux.comm.links import Link
+from megatron_flux.ops import timing
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -66,36 +66,33 @@ class Tuned(TunedBackend):
 
 
 @contextmanager
-def without_gpus(prefix: str = "") -> Iterator[Tuned]:
-    """``prefix`` is what the names of a stand-in group's backends begin with."""
-
-    def timed(given: Mapping[str, Callable[[], object]], group: Any, **_: Any) -> dict[str, Timing]:
-        for name, method in given.items():
+def without_gpus() -> Iterator[Tuned]:
+    def timed(given: Mapping[str, Callable[[], object]], *_: Any) -> dict[str, timing.Samples]:
+        for name, variant in given.items():
             if name != "async_tp":
-                method()
-        return {name: Timing(TIMES[name], TIMES[name], TIMES[name]) for name in given}
+                variant()
+        return {name: timing.Samples([TIMES[name]] * 3, [0.01] * 3, [0.02] * 3) for name in given}
 
     link = Link("nvlink", "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "checked", lambda *_: (CPU, link))
+        patch.setattr(process_group, "checked", lambda *_: (CPU, link))
         patch.setattr(tuner.topology, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(ops, "_link_rate", lambda *_: 100.0)
-        patch.setattr(ops, "interleaved", timed)
-        pipelined, fused = Named("pipelined"), Named(f"{prefix}-fused" if prefix else "fused")
+        patch.setattr(ops, "timed", timed)
+        pipelined, fused = Named("pipelined"), Named("fused")
         tuned = Tuned(ReferenceBackend(), pipelined, fused)  # type: ignore[arg-type]
-        tuned.name = prefix or tuned.name
         for backend in (pipelined, fused, tuned):
             patch.setitem(registry._backends, backend.name, backend)
         yield tuned
 
 
-def compare_methods(case: Case) -> None:
+def compare_variants(case: Case) -> None:
     group = dist.group.WORLD
     torch.manual_seed(group.rank())
     x, weight = operands(case, group, torch.float32, CPU)
     with without_gpus():
-        ways = methods(case, x, weight, group)
+        ways = variants(case, x, weight, group)
         assert list(ways) == ["gemm", "nccl", "serial", "async_tp", *BACKENDS]
         expected = call(case, x, weight, group, "reference")()
         torch.testing.assert_close(ways["serial"](), expected)
@@ -106,7 +103,7 @@ def compare_methods(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.direction}")
 def test_serial_does_what_the_operator_does(world2: WorkerPool, case: Case) -> None:
-    world2.run(compare_methods, case)
+    world2.run(compare_variants, case)
 
 
 def bench(out: Path, cache: Path, seconds: float | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -128,8 +125,9 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert len(summary["rows"]) == 4
     for row in summary["rows"]:
         assert set(row) >= ROW_KEYS
-        for method in ("async_tp", "pipelined", "fused", "tuned"):
-            assert row[f"{method}_ms"] == TIMES[method]
+        for variant in ("async_tp", "pipelined", "fused", "tuned"):
+            assert row[f"{variant}_ms"] == TIMES[variant]
+            assert row["host_us"][variant] == 10.0
         assert row["e_overlap"] == 0.6
     assert [row["tuned_choice"] for row in summary["rows"]] == ["pipelined", *["reference"] * 3]
     assert len(said) == 5
@@ -138,12 +136,11 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert [line["layer"] for line in rounds] == ["fc1", "fc2", "fc1", "fc2"]
     assert set(rounds[0]["ms"]) == set(TIMES)
     assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
-    table.show(summary)
+    ops_report.show(summary)
 
 
 def bench_async_tp() -> list[dict[str, Any]]:
-    with without_gpus(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_tp, "interleaved", ops.interleaved)
+    with without_gpus():
         return async_tp.measured(CASES, dist.group.WORLD, CPU, torch.float32, 3, 2)
 
 
@@ -158,38 +155,26 @@ def test_async_tp_by_itself_has_the_calls_of_the_main_pass(world2: WorkerPool, t
     assert {**joined, "async_tp_connections": None} == {**summary, "async_tp_connections": None}
 
 
-def bench_stand_in(out: Path, cache: Path) -> tuple[dict[str, Any], list[str]]:
-    said: list[str] = []
-    group = stand_in.opened(dist.group.WORLD, 8, CPU)
-    with without_gpus("stand-in"), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        return ops.run(CASES, out, group, dtype=torch.float32, log=said.append), said
-
-
-def test_two_that_stand_in_for_eight(world2: WorkerPool, tmp_path: Path) -> None:
-    """Both are rank 0 of the group, and only one writes."""
-    (summary, said), (_, silent) = world2.run(bench_stand_in, tmp_path / "run", tmp_path / "tuned.json")
-    assert (summary["tp"], summary["stand_in"]) == (8, 2)
-    assert summary["device"].endswith(" (2 standing in for 8)")
-    assert (len(said), silent) == (5, [])
-    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == len(CASES)
-    for row in summary["rows"]:
-        assert [row[name] for name in ("async_tp_ms", "pipelined_ms", "slab_bytes")] == [None] * 3
-        assert (row["fused_ms"], row["tuned_ms"], row["e_overlap"]) == (1.1, 1.2, 0.6)
-    table.show(summary)
-
-
 def test_time_that_is_up_ends_all_ranks_at_the_same_call(world2: WorkerPool, tmp_path: Path) -> None:
     (summary, said), (other, _) = world2.run(bench, tmp_path / "run", tmp_path / "tuned.json", 1e-9)
     assert summary["rows"] == other["rows"] == []
     assert said[-1] == "stopped after 1e-09 s with 0 of 4 calls measured"
 
 
+def late_on(who: int, out: Path, cache: Path) -> int:
+    return len(bench(out, cache, 1e-9 if dist.get_rank() == who else 1e9)[0]["rows"])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_that_has_no_time_stops_all(world2: WorkerPool, tmp_path: Path, who: int) -> None:
+    assert world2.run(late_on, who, tmp_path / "run", tmp_path / "tuned.json") == [0, 0]
+
+
 def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], int]:
     said: list[str] = []
     with without_gpus() as tuned:
         done = tune.run([*CASES, CASES[0]], cache, dtype=torch.float32, force=force, log=said.append)
-        return [(key, choices.chosen(answer)) for _, key, answer in done], said, tuned.measured
+        return [(key, tuned_table.chosen(answer)) for _, key, answer in done], said, tuned.measured
 
 
 def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dic
     if spoil:
 
         def own_part_only(self, x, weight, group, *, transposed, async_op):
-            from megatron_flux.bench.floor import FloorBackend
+            from megatron_flux.bench.no_communication import NoCommunication
 
-            return FloorBackend().gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
+            return NoCommunication().gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
 
         ReferenceBackend.gemm_reduce_scatter = own_part_only
     try:
@@ -93,15 +93,13 @@ def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> N
     assert all(len(line["step_ms"]) == len(line["host_ms"]) == 3 for line in lines)
 
 
-def rank_busy_floor(stand_in_for: int | None) -> None:
-    """What the peers get is what a collective would have sent them; results are the floor's."""
-    from megatron_flux.bench import busy_floor, floor, stand_in
+def rank_unsynchronised() -> None:
+    """What the peers get is what a collective would have sent them; results are those without communication."""
+    from megatron_flux.bench.no_communication import NoCommunication, Unsynchronised
 
     group: Any = dist.group.WORLD
-    if stand_in_for:
-        group = stand_in.opened(group, stand_in_for, torch.device("cpu"))
-    size, me = group.size(), dist.get_rank()
-    busy, idle = busy_floor.BusyFloorBackend(), floor.FloorBackend()
+    size, me = group.size(), group.rank()
+    busy, idle = Unsynchronised(), NoCommunication()
     x, weight = torch.full((2, 8), float(me + 1)), torch.eye(8)
     y, _ = busy.all_gather_gemm(x, weight, group, transposed=False)
     other, _ = idle.all_gather_gemm(x, weight, group, transposed=False)
@@ -109,25 +107,20 @@ def rank_busy_floor(stand_in_for: int | None) -> None:
     whole = (1.0 + me) * torch.arange(1.0, size + 1).repeat_interleave(2)[:, None].expand(-1, 8)
     assert torch.equal(
         busy.gemm_reduce_scatter(whole.contiguous(), weight, group, transposed=False, async_op=False).wait(),
-        whole[2 * group.rank() : 2 * group.rank() + 2],
+        whole[2 * me : 2 * me + 2],
     )
     dist.barrier()
     ((spaces, _),) = busy._targets.values()
     mine = spaces[me].view(torch.float32).view(size, 2, 8)
-    sources = [r for r in range(size) if r != group.rank()]
-    writer = 2 - me
-    for source in sources:
-        assert mine[source].unique().numel() == 1
-        value = mine[source, 0, 0].item()
-        # Of its partial product a source sends this rank's rows; a stand-in sends each peer's.
-        assert value == writer * (size - source + 1 if stand_in_for else me + 1)
+    (source,) = (r for r in range(size) if r != me)
+    # Of its partial product a source sends this rank's rows.
+    assert mine[source].eq((2 - me) * (me + 1)).all()
     dist.barrier()
     busy.clear()
 
 
-@pytest.mark.parametrize("stand_in_for", [None, 8], ids=["two", "as eight"])
-def test_the_busy_floor_sends_what_a_collective_would(world2: WorkerPool, stand_in_for: int | None) -> None:
-    world2.run(rank_busy_floor, stand_in_for)
+def test_the_busy_floor_sends_what_a_collective_would(world2: WorkerPool) -> None:
+    world2.run(rank_unsynchronised)
 
 
 def test_the_floor_communicates_nothing(world2: WorkerPool, tmp_path: Path) -> None:
@@ -150,14 +143,15 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
     import torch
     import torch.distributed as dist
 
-    from megatron_flux.bench.rounds import interleave
-    from megatron_flux.bench.together import Together
+    from megatron_flux.bench.collectives import Collectives
+    from megatron_flux.bench.layer_rounds import interleave
 
     order: list[str] = []
     arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
     samples = interleave(
         arms,
-        Together(dist.group.WORLD, 30.0),
+        dist.group.WORLD,
+        Collectives(30.0),
         torch.device("cpu"),
         rounds=rounds,
         burst=2,
@@ -183,12 +177,13 @@ def clocks() -> list[float | None]:
     import torch
     import torch.distributed as dist
 
-    from megatron_flux.bench.rounds import interleave
-    from megatron_flux.bench.together import Together
+    from megatron_flux.bench.collectives import Collectives
+    from megatron_flux.bench.layer_rounds import interleave
 
     found = interleave(
         {"a": (lambda: time.sleep(0.05), nullcontext)},
-        Together(dist.group.WORLD, 30.0),
+        dist.group.WORLD,
+        Collectives(30.0),
         torch.device("cpu"),
         rounds=3,
         burst=2,
@@ -222,7 +217,7 @@ def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "-m", "megatron_flux.bench.layer_worker", str(tmp_path)],
+        [sys.executable, "-m", *command, "-m", "megatron_flux.run.worker", "megatron_flux.bench.layer", str(tmp_path)],
         capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -241,14 +236,14 @@ def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
 def attempt(fails_on: int) -> tuple[Any, Any]:
     import torch.distributed as dist
 
-    from megatron_flux.bench.together import Together
+    from megatron_flux.bench.collectives import Collectives
 
     def action() -> str:
         if dist.get_rank() == fails_on:
             raise ValueError("no\n luck")
         return "done"
 
-    return Together(dist.group.WORLD, 30.0).attempt(action)
+    return Collectives(30.0).attempt(action)
 
 
 def test_what_fails_on_one_rank_is_left_out_on_all(world2: WorkerPool) -> None:

@@ -25,7 +25,7 @@ import sys
 from megatron_flux.errors import FluxError
 from megatron_flux.run.launcher import launch
 try:
-    launch("tests.distributed.launched", sys.argv[1:], 2, left="the rest is in the attic")
+    launch("tests.distributed.launched", " ".join(sys.argv[1:]), 2, left="the rest is in the attic")
 except FluxError as error:
     print(type(error).__name__, error)
     sys.exit(1)

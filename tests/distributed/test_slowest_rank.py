@@ -59,11 +59,11 @@ def test_a_burst_takes_as_long_as_on_the_slowest_rank(world2: WorkerPool, slow: 
 
 
 def rank_rounds(slow: int) -> tuple[list[float], list[float]]:
-    from megatron_flux.bench.rounds import interleave
-    from megatron_flux.bench.together import Together
+    from megatron_flux.bench.collectives import Collectives
+    from megatron_flux.bench.layer_rounds import interleave
 
-    together = Together(dist.group.WORLD, 30.0)
-    samples = interleave({"step": (step_of(slow), nullcontext)}, together, CPU, rounds=2, burst=1)["step"]
+    arms = {"step": (step_of(slow), nullcontext)}
+    samples = interleave(arms, dist.group.WORLD, Collectives(30.0), CPU, rounds=2, burst=1)["step"]
     return samples.step_ms, samples.host_ms
 
 
@@ -88,13 +88,3 @@ def rank_clock(slow: int) -> float:
 def test_the_clock_of_blocks_is_the_slowest_ranks(world2: WorkerPool, slow: int) -> None:
     found = world2.run(rank_clock, slow)
     assert found[0] == found[1] >= SLOW_MS / 1e3
-
-
-def rank_stops() -> list[bool]:
-    from megatron_flux.bench.ops import _any
-
-    return [_any(dist.get_rank() == who, dist.group.WORLD, CPU) for who in (0, 1, 2)]
-
-
-def test_one_rank_that_has_no_memory_stops_all(world2: WorkerPool) -> None:
-    assert world2.run(rank_stops) == [[True, True, False]] * 2

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops, settings
-from megatron_flux.bench import stand_in, stand_in_fused
 from megatron_flux.comm import cuda_driver as driver
 from megatron_flux.comm import slab
 from megatron_flux.comm import timeouts as watch
@@ -37,7 +36,8 @@ from megatron_flux.ops.backends.registry import _backends
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import Plan, candidates
 
-sys.path.insert(1, str(Path(__file__).parents[2]))  # for tests.ptx
+sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
+from tests.gpu.emulated_group import EmulatedGroup, opened
 
 Check = Callable[[dist.ProcessGroup], str]
 NAME = "fused"
@@ -48,7 +48,7 @@ def backend() -> fused.FusedBackend:
 
 
 def slabs(group: dist.ProcessGroup) -> list[slab.Slab]:
-    if isinstance(group, stand_in.StandInGroup):
+    if isinstance(group, EmulatedGroup):
         return list(backend()._slabs.values())
     return [work for (name, *_), work in slab.pool._slabs.items() if name == group.group_name]
 
@@ -161,7 +161,7 @@ def plans(group):
     """What the tuner chooses from."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     kinds = (False, True) if torch.cuda.get_device_capability() == (9, 0) else (False,)
-    if isinstance(group, stand_in.StandInGroup):  # whose plain kernels do not push
+    if isinstance(group, EmulatedGroup):  # whose plain kernels do not push
         kinds = kinds[1:]
     found = [
         plan
@@ -795,7 +795,6 @@ def kinds(group):
 
 def slowest_rank(group):
     """What the benchmark and the tuner measure is the slowest rank's time, on all ranks."""
-    from megatron_flux.bench import timing as bench_timing
     from megatron_flux.ops import timing
 
     device, least = torch.device("cuda", torch.cuda.current_device()), 5.0
@@ -807,8 +806,8 @@ def slowest_rank(group):
         def enqueue(slow=slow):
             time.sleep(least / 1e3 if group.rank() == slow else 0)
 
-        benched = bench_timing.interleaved({"step": step}, group, rounds=2, burst=1, warmup=1)["step"].low
-        host_us = bench_timing.interleaved({"host": enqueue}, group, rounds=2, burst=1, warmup=1)["host"].host_us
+        benched = min(timing.rounds({"step": step}, group, device, 2, 1)["step"].ms)
+        host_us = 1e3 * min(timing.rounds({"host": enqueue}, group, device, 2, 1)["host"].host_ms)
         tuned = timing.burst(step, 1, group, device)
         said = f"rank {slow} takes more than {least} ms, but"
         assert benched > least, f"{said} the benchmark says {benched}"
@@ -868,7 +867,7 @@ OF_REAL_GROUPS: dict[str, Check] = {
     "wrapping_hopper": wrapping_hopper,
     "wrapping_plain": wrapping_plain,
 }
-"""Not for two GPUs that stand in for more."""
+"""Not for two GPUs that emulate more."""
 
 
 CHECKS: dict[str, Check] = {
@@ -913,7 +912,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--split", type=int, default=1, help="groups that run at the same time")
-    parser.add_argument("--stand-in", type=int, help="two GPUs stand in for so many; what they cannot do is left out")
+    parser.add_argument("--stand-in", type=int, help="two GPUs emulate so many; what they cannot do is left out")
     args = parser.parse_args()
     if args.only in ACROSS_QUEUES:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
@@ -926,9 +925,7 @@ def main() -> None:
             made = dist.new_group(list(range(first, first + size)))
             group = made if first <= rank < first + size else group
     if args.stand_in:
-        global NAME
-        NAME = stand_in_fused.FUSED
-        group = stand_in.opened(group, args.stand_in, torch.device("cuda", torch.cuda.current_device()))
+        group = opened(group, args.stand_in, torch.device("cuda", torch.cuda.current_device()))
     torch.manual_seed(1000 + rank)
     about = {"stand_in": dist.get_world_size()} if args.stand_in else {}
     left_out = (*NOT_STANDING_IN, *OF_REAL_GROUPS) if args.stand_in else ()

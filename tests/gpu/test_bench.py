@@ -50,11 +50,8 @@ def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) 
     assert summary["tp"] == 2
     assert summary["link"] in ("nvlink", "p2p")
     assert all(summary["versions"][name] for name in ("torch", "triton", "cuda", "nccl"))
-    assert summary["environment"] == {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
+    off = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    assert summary["environment"].items() >= off.items()
     assert [row["op"] for row in summary["rows"]] == ["all_gather_gemm", "gemm_reduce_scatter"]
     kept = json.loads((tmp_path / "tuned.json").read_text())
     for row in summary["rows"]:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.bench import async_tp, worker, world
-from megatron_flux.bench.stand_in_options import checked_stand_in
+from megatron_flux.bench import async_tp, ops, tune
+from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.cli import main as cli
 from megatron_flux.run import launcher
+from megatron_flux.run.worker import MEASURED
+from megatron_flux.telemetry import environment
 
 STORED = Path(__file__).parents[3] / "results" / "ops-h200x4-nvlink-triton" / "tuned.json"
 FEW = ["--models", "llama-70b", "--tokens", "1024", "--directions", "forward"]
@@ -28,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     """The command in this process, in an empty folder: exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "MEGATRON_FLUX_TUNE_CACHE", *world.ENVIRONMENT):
+    for name in ("RANK", "WORLD_SIZE", "MEGATRON_FLUX_TUNE_CACHE", *MEASURED):
         monkeypatch.setenv(name, "")  # so that what the command sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -113,58 +115,6 @@ def test_dry_run_of_the_benchmark(run: Run) -> None:
     assert not Path("somewhere").exists()
 
 
-@pytest.mark.parametrize(("nproc", "started"), [(None, None), (2, None), (None, 2), (2, 2)])
-def test_two_processes_can_stand_in(nproc: int | None, started: int | None) -> None:
-    assert checked_stand_in(4, nproc, started) == 4
-    assert checked_stand_in(8, nproc, started) == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--stand-in-for", "2"], "--stand-in-for 2: two GPUs can stand in for 4 or 8"),
-        (["--stand-in-for", "16"], "--stand-in-for 16: two GPUs can stand in for 4 or 8"),
-        (["--stand-in-for", "8", "--nproc", "8"], "--stand-in-for 8 takes two GPUs, not --nproc 8; leave --nproc out"),
-        (["--stand-in-for", "8", "--tokens", "1028"], "1028 tokens are not divisible by the group size 8"),
-    ],
-)
-def test_what_two_cannot_stand_in_for(run: Run, arguments: list[str], said: str) -> None:
-    assert said in refused(run, "bench", "ops", "--dry-run", *arguments)
-
-
-def test_other_launchers_than_of_two_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    said = refused(run, "bench", "ops", "--dry-run", "--stand-in-for", "8")
-    assert "--stand-in-for 8 takes two processes, the launcher has started 8" in said
-
-
-def test_dry_run_of_standing_in(run: Run) -> None:
-    code, out, _ = run("bench", "ops", "--dry-run", *FEW, "--layers", "qkv,fc2", "--stand-in-for", "8")
-    assert code == 0
-    found = json.loads(out)
-    assert (found["config"]["tp"], found["config"]["stand_in_for"]) == (8, 8)
-    assert [(c["m"], c["n"], c["k"]) for c in found["calls"]] == [(1024, 1280, 8192), (1024, 8192, 3584)]
-
-
-@pytest.mark.parametrize("count", [2, 8])
-def test_two_are_started_however_many_there_are(run: Run, gpus: Callable[[int], list[Any]], count: int) -> None:
-    started = gpus(count)
-    code, _, err = run("bench", "ops", *FEW, "--stand-in-for", "8", "--out", "run")
-    assert code == 0
-    assert "4 calls on 2 GPUs" in err
-    ((_, (text,), ranks), _) = started[0]
-    assert (ranks, worker.read(text).tp, worker.read(text).stand_in_for) == (2, 8, 8)
-
-
-def test_tuning_has_no_stand_in(run: Run) -> None:
-    code, _, err = run("tune", "--dry-run", "--stand-in-for", "8")
-    assert code == 2
-    assert "No such option: --stand-in-for" in err
-
-
 def test_dry_run_of_tuning(run: Run) -> None:
     code, out, _ = run("tune", "--dry-run", "--seconds-per-shape", "5", "--cache", "mine.json")
     assert code == 0
@@ -240,16 +190,18 @@ def test_the_benchmark_starts_with_multicast_off(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    ((module, (text,), ranks), more) = started[0]
-    assert (module, ranks) == (worker.__name__, 4)
+    ((module, text, ranks), more) = started[0]
+    assert (module, ranks) == (ops.__name__, 4)
     assert more["left"] == "what was recorded is in run"
-    assert worker.read(text).cases()[0].n == 2560
-    assert worker.read(text).out == Path("run")
+    wanted = OpsRun.model_validate_json(text)
+    assert wanted.cases()[0].n == 2560
+    assert wanted.out == Path("run")
     assert json.loads(Path("run", "config.json").read_text())["config"]["tp"] == 4
-    assert {name: os.environ[name] for name in world.ENVIRONMENT} == {
+    assert {name: os.environ[name] for name in MEASURED} == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "UB_SKIPMC": "1",
     }
 
 
@@ -269,11 +221,11 @@ def test_async_tp_gets_processes_with_its_own_number_of_queues(
     main = {**row, "gemm_ms": 1.0, "serial_ms": 2.0, "async_tp_ms": 1.8}
     queues: list[str] = []
 
-    def launch(module: str, words: list[str], *_: Any, **__: Any) -> None:
+    def launch(module: str, text: str, *_: Any, **__: Any) -> None:
         queues.append(f"{module} {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
-        out = worker.read(words[0]).out
-        if module == worker.__name__:
-            (out / "summary.json").write_text(json.dumps({"environment": world.environment(), "rows": [main]}))
+        out = OpsRun.model_validate_json(text).out
+        if module == ops.__name__:
+            (out / "summary.json").write_text(json.dumps({"environment": environment.switches(), "rows": [main]}))
         else:
             found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "rows": [{**main, "gemm_ms": 1.1, "async_tp_ms": 1.4}]}
             (out / "async-tp.json").write_text(json.dumps(found))
@@ -281,7 +233,7 @@ def test_async_tp_gets_processes_with_its_own_number_of_queues(
     monkeypatch.setattr(launcher, "launch", launch)
     code, said, _ = run("bench", "ops", *FEW, "--out", "run")
     assert code == 0
-    assert queues == [f"{worker.__name__} 1", f"{async_tp.__name__} 8"]
+    assert queues == [f"{ops.__name__} 1", f"{async_tp.__name__} 8"]
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     summary = json.loads(Path("run", "summary.json").read_text())
     assert summary["async_tp_connections"] == "8"
@@ -290,7 +242,7 @@ def test_async_tp_gets_processes_with_its_own_number_of_queues(
     assert "67%" in said
     assert run("bench", "ops", *FEW, "--out", "other", "--async-tp-connections", "0")[0] == 0
     assert run("bench", "ops", *FEW, "--out", "third", "--async-tp-connections", "1")[0] == 0
-    assert queues[2:] == [f"{worker.__name__} 1"] * 2
+    assert queues[2:] == [f"{ops.__name__} 1"] * 2
 
 
 def test_under_a_launcher_async_tp_keeps_the_launchers_queues(
@@ -300,7 +252,7 @@ def test_under_a_launcher_async_tp_keeps_the_launchers_queues(
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worker, "run", lambda _: None)
+    monkeypatch.setattr(ops, "work", lambda _: None)
     code, _, err = run("bench", "ops", *FEW, "--out", "run")
     assert (code, started) == (0, [])
     assert "async-TP was not measured with CUDA_DEVICE_MAX_CONNECTIONS=8: a launcher has started these processes" in err
@@ -311,8 +263,9 @@ def test_tuning_starts_with_the_chosen_file(run: Run, gpus: Callable[[int], list
     code, _, err = run("tune", *FEW, "--force", "--cache", "deep/tuned.json")
     assert code == 0
     assert "4 calls on 2 GPUs" in err
-    ((_, (text,), ranks), _) = started[0]
-    wanted = worker.read(text)
+    ((module, text, ranks), _) = started[0]
+    assert module == tune.__name__
+    wanted = TuneRun.model_validate_json(text)
     assert (wanted.command, wanted.force, wanted.cache, ranks) == ("tune", True, tmp_path / "deep" / "tuned.json", 2)
 
 
@@ -321,14 +274,14 @@ def test_a_launchers_rank_starts_nothing(
 ) -> None:
     started = gpus(1)  # as with one GPU bound to each task
     ran: list[Any] = []
-    monkeypatch.setattr(worker, "run", ran.append)
+    monkeypatch.setattr(ops, "work", ran.append)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert run("bench", "ops", *FEW, "--out", "run")[0] == 0
     assert started == []
-    assert ran[0].tp == 4
+    assert OpsRun.model_validate_json(ran[0]).tp == 4
     assert Path("run", "config.json").exists()
     assert "--nproc 2 under a launcher that started 4" in refused(run, "tune", "--nproc", "2")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -339,8 +292,8 @@ def test_the_log_says_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RANK", raising=False)
 
     def work() -> None:
-        with worker.logged_to(tmp_path / "log.txt"):
-            worker.logger.warning("a line")
+        with ops._logged_to(tmp_path / "log.txt"):
+            ops.logger.warning("a line")
             raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
@@ -348,4 +301,4 @@ def test_the_log_says_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert lines[0].endswith(" a line")
     assert lines[1] == "ended by ValueError: boom"
-    assert not any("log.txt" in str(handler) for handler in worker.logger.handlers)
+    assert not any("log.txt" in str(handler) for handler in ops.logger.handlers)

@@ -13,14 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_flux.bench import layer_arms, layer_report, layer_worker
+from megatron_flux.bench import layer_arms, layer_report
 from megatron_flux.bench.layer_blocks import prepare_gradients, share, shared_name
 from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
-from megatron_flux.bench.layer_rows import complete, row
-from megatron_flux.bench.rounds import Samples, quartiles
+from megatron_flux.bench.layer_rounds import Samples
+from megatron_flux.bench.layer_workload import complete, row
 from megatron_flux.cli.main import app
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.schema import FUSED_WAITS
+from megatron_flux.ops.timing import quartiles
+from megatron_flux.run import worker
 
 STAND_IN = Path(__file__).parents[3] / "results" / "stand-in-8-h200x2"
 GPT = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
@@ -33,7 +35,7 @@ def test_defaults_are_the_documented_workloads() -> None:
     ]  # fmt: skip
     assert config.arms == ARMS
     assert (config.tp, config.device) == (8, "cuda")
-    assert (config.layout().tp, config.layout().pp) == (8, 1)
+    assert (config.tp, config.pp) == (8, 1)
 
 
 def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
@@ -50,12 +52,12 @@ def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
 
 
 def test_the_users_switches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in layer_worker.SWITCHES:
+    for name in worker.MEASURED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    layer_worker.set_switches()
-    found = {name: os.environ[name] for name in layer_worker.SWITCHES}
-    assert found == {**layer_worker.SWITCHES, "NCCL_NVLS_ENABLE": "1"}
+    worker.set_environment()
+    found = {name: os.environ[name] for name in worker.MEASURED}
+    assert found == {**worker.MEASURED, "NCCL_NVLS_ENABLE": "1"}
     assert found["UB_SKIPMC"] == found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
@@ -153,7 +155,7 @@ def test_without_te_or_a_faster_floor_nothing_is_made_up() -> None:
     assert [r["hidden_share"] for r in rows] == [None, None]
 
 
-def test_table_and_picture(summary: dict[str, Any], tmp_path: Path) -> None:
+def test_table_and_picture(summary: dict[str, Any]) -> None:
     summary["rows"][1]["flux_fallbacks"] = {"row: [fp8]": 4}
     text = io.StringIO()
     layer_report.print_summary(summary, text)
@@ -161,8 +163,7 @@ def test_table_and_picture(summary: dict[str, Any], tmp_path: Path) -> None:
     for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x", "60%", "NO", "floor, no training",
                  "te_ub skipped: <it> [did] not start", "5.000", "1450", "4 calls ran stock: row: [fp8]"):  # fmt: skip
         assert part in said
-    layer_report.write_plot(summary, tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
+    drawn = layer_report.svg(summary)
     ElementTree.fromstring(drawn)
     assert "17.00 ms  1.18x" in drawn
     assert "floor, no training" in drawn
@@ -204,49 +205,6 @@ def test_dry_run_works_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert said["config"]["trace"] is False
     assert list(said["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "gpt3-175b-2048x1"]
     assert not (tmp_path / "run").exists()
-
-
-def test_dry_run_of_standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    base = ["bench", "layer", "--dry-run", "--models", "gpt3-175b", "--arms", "te,flux_te", "--stand-in-for"]
-    done = CliRunner().invoke(app, [*base, "8", "--out", str(tmp_path / "run")])
-    assert done.exit_code == 0, done.output
-    said = json.loads(done.output)
-    assert (said["config"]["tp"], said["config"]["stand_in_for"]) == (8, 8)
-    whole = resolve(LayerOptions(models="gpt3-175b", arms="te,flux_te"), 8)
-    assert (whole.processes, resolve(LayerOptions(stand_in_for=8, arms="te"), 8).processes) == (8, 2)
-    assert said["memory_gb_per_gpu"] == {w.label: round(w.memory_gb(8, 1), 1) for w in whole.workloads}
-    for words, refusal in (
-        (["6"], "--stand-in-for 6: two GPUs can stand in for 4 or 8"),
-        (["8", "--nproc", "4"], "--stand-in-for 8 takes two GPUs, not --nproc 4"),
-        (["8", "--cuda-graphs"], "--stand-in-for captures no CUDA graphs"),
-        (["8", "--arms", "te,te_ub"], "--stand-in-for cannot run the arm te_ub"),
-    ):
-        error = CliRunner().invoke(app, [*base, *words]).exception
-        assert isinstance(error, UserError)
-        assert refusal in str(error)
-
-
-def test_one_gpu_stands_in_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    words = [
-        "bench",
-        "layer",
-        "--models",
-        "gpt3-175b",
-        "--arms",
-        "te",
-        "--stand-in-for",
-        "8",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    error = CliRunner().invoke(app, words).exception
-    assert isinstance(error, UserError)
-    assert "--stand-in-for 8 takes two GPUs, 1 is visible here" in str(error)
-    assert not (tmp_path / "run").exists()
-    assert CliRunner().invoke(app, [*words, "--dry-run"]).exit_code == 0
 
 
 def test_what_stood_in_is_named_in_table_and_picture() -> None:

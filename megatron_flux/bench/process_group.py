@@ -1,41 +1,22 @@
-"""The ranks that a benchmark measures on: their environment, process group, and what must be so before it starts."""
+"""The ranks that a benchmark of operators measures on: environment, process group, and what must be so before it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links as topology
+from megatron_flux.comm import links
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends.registry import get_backend
 
-ENVIRONMENT = MappingProxyType(
-    {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as Megatron trains
-        "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast on any side: the fused kernels have none
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
-)
-"""What decides the figures and is set here unless the user has set it."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def set_environment() -> None:
-    """Apply :data:`ENVIRONMENT`; before CUDA's first context and NCCL's first group, which read it."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-def environment() -> dict[str, str | None]:
-    """The values that :data:`ENVIRONMENT`'s variables have."""
-    return {name: os.environ.get(name) for name in ENVIRONMENT}
-
-
-def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[torch.device, topology.Link]:
+def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[torch.device, links.Link]:
     """The device of this rank and the link of ``group``, which can run the fused backend; collective.
 
     Raises:
@@ -48,7 +29,7 @@ def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple
     reason = get_backend("fused").why_not(probe, probe, group)
     if reason is not None:
         raise UserError(f"{command}: the fused backend cannot run here: {reason}")
-    return device, topology.probe(group, device)
+    return device, links.probe(group, device)
 
 
 @contextmanager

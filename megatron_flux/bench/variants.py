@@ -1,4 +1,4 @@
-"""One operator call, done in every way that is compared."""
+"""The variants of one operator call that ``bench ops`` compares."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.bench import stand_in_fused
 from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.stand_in import StandInGroup
 from megatron_flux.ops.backends.tuning_cache import describe
 
-BACKENDS = {"pipelined": "pipelined", "fused": "fused", "tuned": "tuned"}
-STAND_IN_BACKENDS = {"fused": stand_in_fused.FUSED, "tuned": stand_in_fused.TUNED}
-"""Measured through the public operators, so that their host time counts: method and name of its backend."""
+BACKENDS = ("pipelined", "fused", "tuned")
+"""Measured through the public operators, so that their host time counts."""
 
-
-def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Those that ``group`` can be measured with."""
-    return STAND_IN_BACKENDS if isinstance(group, StandInGroup) else BACKENDS
+Variant = Callable[[], object]
 
 
 def operands(
@@ -36,9 +30,7 @@ def operands(
     )
 
 
-def call(
-    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str
-) -> Callable[[], object]:
+def call(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str) -> Variant:
     """The operator through one backend."""
     operator = getattr(ops, case.op)
     return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend)
@@ -49,25 +41,16 @@ def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
     return describe(case.op, case.m, case.n, case.k, x, case.transposed, tp, link)
 
 
-def methods(
-    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
-) -> dict[str, Callable[[], object]]:
-    """Every way by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends.
-
-    A stand-in group has no ``async_tp`` and ``pipelined``: torch does not know it.
-    """
+def variants(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> dict[str, Variant]:
+    """All by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends."""
     wt = weight if case.transposed else weight.t()
     y = x.new_empty(case.m, case.n)
     importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
     found = _gather(x, wt, y, group) if case.op == "all_gather_gemm" else _scatter(x, wt, y, group)
-    if isinstance(group, StandInGroup):
-        del found["async_tp"]
-    return found | {name: call(case, x, weight, group, backend) for name, backend in backends(group).items()}
+    return found | {name: call(case, x, weight, group, name) for name in BACKENDS}
 
 
-def _gather(
-    x: torch.Tensor, wt: torch.Tensor, y: torch.Tensor, group: dist.ProcessGroup
-) -> dict[str, Callable[[], object]]:
+def _gather(x: torch.Tensor, wt: torch.Tensor, y: torch.Tensor, group: dist.ProcessGroup) -> dict[str, Variant]:
     # Random, not empty: a GEMM of zeros draws less power and clocks higher.
     full = torch.randn(len(y), x.shape[1], dtype=x.dtype, device=x.device)
 
@@ -83,9 +66,7 @@ def _gather(
     }
 
 
-def _scatter(
-    x: torch.Tensor, wt: torch.Tensor, y: torch.Tensor, group: dist.ProcessGroup
-) -> dict[str, Callable[[], object]]:
+def _scatter(x: torch.Tensor, wt: torch.Tensor, y: torch.Tensor, group: dist.ProcessGroup) -> dict[str, Variant]:
     z = y.new_empty(len(y) // group.size(), y.shape[1])
 
     def serial() -> torch.Tensor:

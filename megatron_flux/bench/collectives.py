@@ -6,6 +6,7 @@ gloo, because a barrier of NCCL is a kernel: it would show in traces and in the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,16 +15,13 @@ import torch.distributed as dist
 _T = TypeVar("_T")
 
 
-class Together:
-    """The ranks of one group."""
+class Collectives:
+    """All ranks of the world."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        """Make the gloo group: a collective call of all ranks of the world, whose group ``group`` must be."""
-        from datetime import timedelta
-
-        ranks = dist.get_process_group_ranks(group)
-        self.group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
-        self.first = group.rank() == 0
+    def __init__(self, timeout: float) -> None:
+        """Make the gloo group, whose collectives fail after ``timeout`` seconds; itself a collective call."""
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.first = dist.get_rank() == 0
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -40,10 +38,6 @@ class Together:
         found: list[Any] = [None] * self.group.size()
         dist.all_gather_object(found, value, group=self.group)
         return found
-
-    def slowest(self, values: list[list[float]]) -> list[list[float]]:
-        """Element by element the largest of all ranks' values."""
-        return [[max(column) for column in zip(*rows, strict=True)] for rows in zip(*self.all(values), strict=True)]
 
     def sum(self, values: list[float]) -> list[float]:
         """Element by element the sum of all ranks' values."""

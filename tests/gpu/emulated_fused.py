@@ -1,4 +1,4 @@
-"""The fused kernels on a stand-in group: the other GPU's memory, seen as that of all peers.
+"""The fused kernels on an emulated group: the other GPU's memory, seen as that of all peers.
 
 A kernel of rank 0 writes to peer ``p`` at the place of source 0. Here the address that it is given for ``p`` lies
 ``tp - p`` sources further in the other process's memory, so what it writes arrives there as what source ``tp - p`` has
@@ -16,22 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench.stand_in import StandInGroup
 from megatron_flux.comm import slab
 from megatron_flux.errors import UserError
-from megatron_flux.ops import backend_names, register_backend
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.kernel_config import Plan, ag_plan, cdiv
+from tests.gpu.emulated_group import EmulatedGroup
 
-FUSED, TUNED = "stand-in-fused", "stand-in"
 
+class EmulatedFused(FusedBackend):
+    """``fused`` on a :class:`EmulatedGroup`."""
 
-class StandInFused(FusedBackend):
-    """``fused`` on a :class:`StandInGroup`."""
-
-    def __init__(self, name: str = FUSED, *, twin: bool = False) -> None:
+    def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
         """As the base class."""
         super().__init__(name, twin=twin)
         self._slabs: dict[tuple[Any, ...], slab.Slab] = {}
@@ -44,10 +42,10 @@ class StandInFused(FusedBackend):
         slab.pool.generation += 1  # calls made ready hold slabs
 
     def renew(self, group: dist.ProcessGroup) -> None:
-        """As the base class; of all stand-in groups."""
+        """As the base class; of all emulated groups."""
         if not self.twin:
             torch.cuda.synchronize()
-        dist.barrier(group=group.pair if isinstance(group, StandInGroup) else group)
+        dist.barrier(group=group.pair if isinstance(group, EmulatedGroup) else group)
         self.clear()
 
     @staticmethod
@@ -71,9 +69,9 @@ class StandInFused(FusedBackend):
     ) -> slab.Slab:
         """The slab of calls in which sources are ``stride`` bytes and ``words`` flags apart."""
         if captured:
-            raise UserError("a stand-in group runs no CUDA graphs")
-        if not isinstance(group, StandInGroup):
-            raise UserError(f"backend {self.name!r} runs on stand-in groups only; use fused")
+            raise UserError("an emulated group runs no CUDA graphs")
+        if not isinstance(group, EmulatedGroup):
+            raise UserError(f"backend {self.name!r} runs on emulated groups only; use fused")
         key = (group, purpose, stride, words)  # not its name, which a later group may have again
         if key not in self._slabs:
             self._slabs[key] = _make(group, stride, words, device)
@@ -84,14 +82,14 @@ def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch.plain` counts them."""
     if not ws:
         if plan.comm or plan.pace:
-            raise UserError(f"a stand-in group's plain kernels gather by copy engine, unpaced; not {plan.label()}")
+            raise UserError(f"an emulated group's plain kernels gather by copy engine, unpaced; not {plan.label()}")
         return cdiv(mp, plan.block or mp)
     if plan.comm == 0:
         return plan.edges(k).flags
     return mp * cdiv(k, plan.chunk_k(k))
 
 
-def _make(group: StandInGroup, stride: int, words: int, device: torch.device) -> slab.Slab:
+def _make(group: EmulatedGroup, stride: int, words: int, device: torch.device) -> slab.Slab:
     tp, size = group.size(), slab.size_class(group.size() * stride)
     whole, keep = slab.memory(group.pair, slab.HEAD + 2 * size + tp * stride, device)
     mine, other = whole[group.pair.rank()], whole[1 - group.pair.rank()]
@@ -112,13 +110,11 @@ def _make(group: StandInGroup, stride: int, words: int, device: torch.device) ->
     )
 
 
-fused = StandInFused()
+fused = EmulatedFused()
 
 
 def register() -> None:
-    """Make ``stand-in-fused`` and ``stand-in`` (tuned) known; harmless the second time."""
-    if FUSED not in backend_names():
-        tuned = TunedBackend(ReferenceBackend(), None, fused)  # pipelined takes groups that torch knows
-        tuned.name, tuned.automatic = TUNED, False
-        register_backend(fused)
-        register_backend(tuned)
+    """Let ``fused`` and ``tuned``, and with it ``auto``, run on emulated groups in this process, and on no others."""
+    tuned = TunedBackend(ReferenceBackend(), None, fused)  # pipelined takes groups that torch knows
+    registry._backends |= {fused.name: fused, tuned.name: tuned}
+    registry._selected.clear()

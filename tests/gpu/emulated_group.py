@@ -1,10 +1,10 @@
-"""Two GPUs that stand in for a tensor-parallel group of ``size``: what a rank computes, sends and receives is as there.
+"""Two GPUs that emulate a tensor-parallel group of ``size``: what a rank computes, sends and receives is as there.
 
 Each of the two processes is rank 0 of the group, and the other process is all of its ``size - 1`` peers: it sends what
 they would send and receives what they would receive. So every shape, every kernel's compile-time constants, tile
 schedules, flags, and the bytes that enter and leave a GPU are those of the large group. The sums are real ones too: a
 gather gives ``[mine, other's, other's, ...]``, a reduce-scatter ``mine[shard 0] + other's[shard 1] + other's[shard 2] +
-...``, in the fused kernels (:mod:`megatron_flux.bench.stand_in_fused`) as in the collectives here, and can be compared.
+...``, in the fused kernels (:mod:`tests.gpu.emulated_fused`) as in the collectives here, and can be compared.
 
 What it does not show, so that its figures are no measurement of the large group
     * Several writers at one receiver, which slow each other's copies down when the ranks of a group drift.
@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench.stand_in_options import SIZES
-from megatron_flux.comm import links as topology
+from megatron_flux.comm import links
 from megatron_flux.errors import UserError
 
+SIZES = (4, 8)
 
-class StandInGroup(dist.ProcessGroup):
+
+class EmulatedGroup(dist.ProcessGroup):
     """A process group of ``size`` on two ranks; see the module. The collectives are those that training uses."""
 
     def __init__(self, pair: dist.ProcessGroup, size: int) -> None:
@@ -44,14 +45,14 @@ class StandInGroup(dist.ProcessGroup):
             UserError: other than two ranks, or a size that nothing is known of.
         """
         if pair.size() != 2 or dist.get_world_size() != 2:
-            raise UserError(f"standing in for tp {size} takes exactly two processes, these are {pair.size()}")
+            raise UserError(f"emulating tp {size} takes exactly two processes, these are {pair.size()}")
         if size not in SIZES:
-            raise UserError(f"two GPUs can stand in for tp {' or '.join(map(str, SIZES))}, not {size}")
+            raise UserError(f"two GPUs can emulate tp {' or '.join(map(str, SIZES))}, not {size}")
         super().__init__(0, size)
         self.pair = pair
         self.exact = True
         self._cpu = dist.new_group(backend="gloo")
-        self._name = f"stand-in-{size}-of-{pair.group_name}"
+        self._name = f"emulated-{size}-of-{pair.group_name}"
         self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
         me = dist.get_rank()
         # torch.distributed looks up who the ranks are: this one, the other, and numbers that nobody has.
@@ -70,7 +71,7 @@ class StandInGroup(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         """What profiles call it."""
-        return "stand-in"
+        return "emulated"
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
         """The pair's, which also says how long to wait."""
@@ -85,7 +86,7 @@ class StandInGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """What errors call it."""
-        return "stand-in"
+        return "emulated"
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> dist.Work:
         """``[size * rows, ...]`` from ``[rows, ...]``."""
@@ -134,7 +135,7 @@ class StandInGroup(dist.ProcessGroup):
         """
         # Not `in`: the enum's own comparison says no.
         if not any(opts.reduceOp == op for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
-            raise UserError(f"a stand-in group reduces to the largest or smallest, not {opts.reduceOp}")
+            raise UserError(f"an emulated group reduces to the largest or smallest, not {opts.reduceOp}")
         (tensor,) = tensors
         return dist.all_reduce(tensor, op=opts.reduceOp, group=self._of(tensor), async_op=True)
 
@@ -149,10 +150,10 @@ class StandInGroup(dist.ProcessGroup):
 
     def clear(self) -> None:
         """Free scratch buffers and slabs. Only when both processes have finished with them."""
-        from megatron_flux.bench import stand_in_fused
+        from tests.gpu import emulated_fused
 
         self._scratch.clear()
-        stand_in_fused.fused.clear()
+        emulated_fused.fused.clear()
 
     def _of(self, x: torch.Tensor) -> dist.ProcessGroup:
         return self.pair if x.is_cuda else self._cpu
@@ -176,53 +177,23 @@ def _options(made: Any, given: Any) -> Any:
     return made
 
 
-def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> StandInGroup:
+def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> EmulatedGroup:
     """The group, with the pair's link as its own and the backend registered that runs on it. Collective."""
-    from megatron_flux.bench import stand_in_fused
+    from tests.gpu import emulated_fused
 
-    group = StandInGroup(pair, size)
-    link = topology.probe(pair, device)
+    group = EmulatedGroup(pair, size)
+    link = links.probe(pair, device)
     # A kind of its own: the tuner keeps answers by link.
-    topology._links[group.group_name] = topology.Link(
+    links._links[group.group_name] = links.Link(
         link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason
     )
-    stand_in_fused.register()
+    emulated_fused.register()
     return group
 
 
-def real(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The processes that stand in for ``group``; itself where none do."""
-    return group.pair if isinstance(group, StandInGroup) else group
-
-
-def about(group: dist.ProcessGroup, device: str) -> dict[str, Any]:
-    """``device``, ``tp`` and ``stand_in`` of a summary: figures are never shown without the device's name."""
-    there = real(group)
-    if there is group:
-        return {"device": device, "tp": group.size(), "stand_in": None}
-    label = f"{device} ({there.size()} standing in for {group.size()})"
-    return {"device": label, "tp": group.size(), "stand_in": there.size()}
-
-
 @contextmanager
-def timed(group: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, a stand-in group's collectives are for timing; any other group is left alone."""
-    if not isinstance(group, StandInGroup):
-        yield
-        return
-    group.exact = False
-    try:
-        yield
-    finally:
-        group.exact = True
-
-
-@contextmanager
-def tensor_parallel(size: int | None, device: torch.device) -> Iterator[None]:
-    """Make Megatron's tensor-parallel group, which must be the two ranks of the world, stand in for ``size``."""
-    if size is None:
-        yield
-        return
+def tensor_parallel(size: int, device: torch.device) -> Iterator[EmulatedGroup]:
+    """Make Megatron's tensor-parallel group, which must be the two ranks of the world, emulate ``size``."""
     from megatron.core import parallel_state as state
 
     pair = state.get_tensor_model_parallel_group()
@@ -231,7 +202,7 @@ def tensor_parallel(size: int | None, device: torch.device) -> Iterator[None]:
     state.set_tensor_model_parallel_world_size(size)
     state.set_tensor_model_parallel_rank(0)
     try:
-        yield
+        yield group
     finally:
         state._TENSOR_MODEL_PARALLEL_GROUP = pair
         state.set_tensor_model_parallel_world_size(None)

@@ -8,8 +8,9 @@ from typing import IO, Any
 
 from rich.text import Text
 
-from megatron_flux.bench.terminal import milliseconds, print_table
+from megatron_flux.bench.ops_report import print_table
 from megatron_flux.errors import UserError
+from megatron_flux.metrics.numbers import milliseconds, number
 from megatron_flux.ops.kernel_config import Plan
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -76,7 +77,7 @@ def _cells(key: str, answer: Mapping[str, Any]) -> list[str | Text]:
         setting,
         shape,
         *map(milliseconds, times),
-        "-" if gain is None else f"{gain:.2f}x",
+        number(gain, ".2f", "x"),
         Text(name, style="" if name == "reference" else "bold"),
     ]
 

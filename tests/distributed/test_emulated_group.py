@@ -1,4 +1,4 @@
-"""Two processes that stand in for a tensor-parallel group of four or eight: sums, kernels, layers, refusals."""
+"""Two processes that emulate a tensor-parallel group of four or eight: sums, kernels, benchmarks, refusals."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SMALL = Model(hidden=64, heads=8, groups=8, head_dim=16, ffn=128, gated=True)
 
 
 def opened(size: int) -> Any:
-    from megatron_flux.bench import stand_in
+    from tests.gpu import emulated_group
 
-    return stand_in.opened(dist.group.WORLD, size, torch.device("cpu"))
+    return emulated_group.opened(dist.group.WORLD, size, torch.device("cpu"))
 
 
 def collectives(size: int) -> None:
@@ -68,7 +68,7 @@ def profiled(out: Path) -> None:
     trace = out / f"{dist.get_rank()}.json"
     profile.export_chrome_trace(str(trace))
     groups = json.loads(trace.read_text())["distributedInfo"]["pg_config"]
-    assert [len(found["ranks"]) for found in groups if found["pg_desc"] == "stand-in"][-1] == 4
+    assert [len(found["ranks"]) for found in groups if found["pg_desc"] == "emulated"][-1] == 4
 
 
 def test_a_profile_can_be_taken(world2: WorkerPool, tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_collectives_are_those_of_one_rank_and_its_peers(world2: WorkerPool, siz
 
 
 def operators(size: int) -> None:
-    from megatron_flux.bench.stand_in_fused import StandInFused
     from tests.distributed.test_fused_twin import integers
+    from tests.gpu.emulated_fused import EmulatedFused
 
-    group, twin = opened(size), StandInFused("stand-in twin", twin=True)
+    group, twin = opened(size), EmulatedFused("emulated twin", twin=True)
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
     stock = ReferenceBackend()
@@ -110,7 +110,7 @@ def operators(size: int) -> None:
     with pytest.raises(UserError, match="copy engine"):
         twin.all_gather_gemm(integers(32, 48, torch.bfloat16), w, group, transposed=False)
     twin.plan = None
-    with pytest.raises(UserError, match="stand-in groups only"):
+    with pytest.raises(UserError, match="emulated groups only"):
         twin.all_gather(x, dist.group.WORLD, async_op=True)
     group.clear()
     twin.clear()
@@ -123,26 +123,24 @@ def test_fused_kernels_reach_every_place_of_every_source(world2: WorkerPool) -> 
 
 def layers(out: Path) -> tuple[dict[str, Any], list[bool]]:
     """The summary, and by gather whether it had to give true results."""
-    from megatron_flux.bench import layer, stand_in
+    from tests.gpu.emulated_bench import bench_layer
+    from tests.gpu.emulated_group import EmulatedGroup, tensor_parallel
 
     exact: list[bool] = []
-    gather = stand_in.StandInGroup.all_gather_single
+    gather = EmulatedGroup.all_gather_single
 
-    def noticed(group: stand_in.StandInGroup, *words: Any) -> Any:
+    def noticed(group: EmulatedGroup, *words: Any) -> Any:
         exact.append(group.exact)
         return gather(group, *words)
 
     layer_config.LAYER_MODELS["small"] = SMALL
     workload = Workload(model="small", seq=16, micro_batch=2, layers=2)
-    arms = ("local", "flux_local", "floor")
-    config = LayerConfig(
-        workloads=(workload,), arms=arms, tp=8, stand_in_for=8, rounds=2, burst=1, device="cpu", backend="reference"
-    )
-    assert (config.processes, config.layout().tp) == (2, 2)
-    with megatron(2), stand_in.tensor_parallel(8, torch.device("cpu")), pytest.MonkeyPatch.context() as patch:
+    arms = ("local", "flux_local", "floor", "busy_floor")
+    config = LayerConfig(workloads=(workload,), arms=arms, tp=8, rounds=2, burst=1, device="cpu", backend="reference")
+    with megatron(2), tensor_parallel(8, torch.device("cpu")) as group, pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather_single", "_allgather_base"):
-            patch.setattr(stand_in.StandInGroup, name, noticed)
-        return layer.run(config, out, log=lambda text: None), exact
+            patch.setattr(EmulatedGroup, name, noticed)
+        return bench_layer(config, group, out, log=lambda text: None), exact
 
 
 def test_layers_have_the_large_groups_shapes_and_agree(world2: WorkerPool, tmp_path: Path) -> None:
@@ -151,23 +149,74 @@ def test_layers_have_the_large_groups_shapes_and_agree(world2: WorkerPool, tmp_p
     assert [value for value, _ in itertools.groupby(exact)] == [False, True, False]
     assert (summary["tp"], summary["stand_in"]) == (8, 2)
     assert summary["device"].endswith("(2 standing in for 8)")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
     rows = {row["arm"]: row for row in summary["rows"]}
     assert rows["flux_local"]["agreement"]["ok"]
     assert max(rows["flux_local"]["agreement"][name] for name in ("y", "dx", "wgrad")) < 1e-5
     assert rows["flux_local"]["flux_calls_per_step"]["all_gather_gemm/reference"] == 8
+    assert rows["busy_floor"]["flux_calls_per_step"]["all_gather_gemm/busy-floor"] == 8
+
+
+def bench_ops(out: Path, cache: Path) -> tuple[dict[str, Any], list[str]]:
+    from megatron_flux.bench.options import OpsRun
+    from tests.distributed.test_bench import CASES, without_gpus
+    from tests.gpu import emulated_bench
+
+    said: list[str] = []
+    run = OpsRun(models=[], tokens=[], layers=[], directions=[], tp=8, dtype="bf16", out=out)
+    group = opened(8)
+    with without_gpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        patch.setattr(OpsRun, "cases", lambda _: CASES)
+        return emulated_bench.bench_ops(run, group, log=said.append), said
+
+
+def test_operators_of_eight(world2: WorkerPool, tmp_path: Path) -> None:
+    """Both are rank 0 of the group, and only one writes."""
+    from megatron_flux.bench import ops_report
+
+    (summary, said), (_, silent) = world2.run(bench_ops, tmp_path / "run", tmp_path / "tuned.json")
+    assert (summary["tp"], summary["stand_in"]) == (8, 2)
+    assert summary["device"].endswith(" (2 standing in for 8)")
+    assert (len(said), silent) == (8, [])
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == len(summary["rows"]) == 4
+    for row in summary["rows"]:
+        assert [row[name] for name in ("async_tp_ms", "pipelined_ms", "slab_bytes")] == [None] * 3
+        assert (row["fused_ms"], row["tuned_ms"], row["e_overlap"]) == (1.1, 1.2, 0.6)
+    ops_report.show(summary)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"cuda_graphs": True}, "CUDA graphs"),
-        ({"backend": "fused"}, "not fused"),
-        ({"arms": "te,te_ub"}, "te_ub"),
-    ],
+    [({"cuda_graphs": True}, "CUDA graphs"), ({"backend": "fused"}, "not fused"), ({"arms": "te,te_ub"}, "te_ub")],
 )
-def test_what_two_gpus_cannot_stand_in_for(changes: dict[str, Any], said: str) -> None:
+def test_what_an_emulated_group_cannot_do(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    from tests.gpu.emulated_bench import bench_layer
+
     with pytest.raises(UserError, match=said):
-        resolve(LayerOptions(**{"stand_in_for": 8, "arms": "te", **changes}), 8)
+        bench_layer(resolve(LayerOptions(**{"arms": "te", **changes}), 8), None, tmp_path)  # type: ignore[arg-type]
+
+
+def rank_unsynchronised() -> None:
+    """What the other GPU gets is what each peer would have sent it."""
+    from tests.gpu.emulated_bench import EmulatedUnsynchronised
+
+    group, size, me = opened(8), 8, dist.get_rank()
+    busy, weight = EmulatedUnsynchronised(), torch.eye(8)
+    busy.all_gather_gemm(torch.full((2, 8), float(me + 1)), weight, group, transposed=False)
+    whole = (1.0 + me) * torch.arange(1.0, size + 1).repeat_interleave(2)[:, None].expand(-1, 8)
+    busy.gemm_reduce_scatter(whole.contiguous(), weight, group, transposed=False, async_op=False).wait()
+    dist.barrier()
+    ((spaces, _),) = busy._targets.values()
+    mine = spaces[me].view(torch.float32).view(size, 2, 8)
+    for source in range(1, size):
+        assert mine[source].eq((2 - me) * (size - source + 1)).all()
+    dist.barrier()
+    busy.clear()
+
+
+def test_the_busy_floor_sends_each_peers_part(world2: WorkerPool) -> None:
+    world2.run(rank_unsynchronised)
 
 
 def wrong_size() -> None:

@@ -1,0 +1,146 @@
+"""Backends that leave out what communication costs: for the arms ``floor`` and ``busy_floor``. NOT ways to train.
+
+:class:`NoCommunication` is what a step would take if all communication were free. Gathers hand out a buffer that was
+filled with random numbers once (random, because a matrix product of zeros runs faster than one of data), and a rank
+takes its own rows of its own partial product for the reduced result. Shapes, GEMMs (cuBLAS, as in the ``local`` arm)
+and everything around them are those of a real step; the numbers are wrong on purpose.
+
+:class:`Unsynchronised` copies the bytes of every collective to the peers by copy engine beside the GEMMs, and waits for
+none of them: perfect overlap, at what link, memory and copy engines draw of the power limit. The difference between the
+two estimates what no schedule hides. It is no bound: flux multiplies with kernels of its own where cuBLAS does here,
+and its reduce-scatters send from the kernel what is read from memory once more here, so that of a layer's ten
+collectives, all of them copies here, it copies six. On four H200s flux was level with this or 0.1-0.2 % faster with
+Llama-405B, and 0.7-1.9 % slower with GPT-3 and Llama-70B (results/layer-h200x4-more and results/layer-h200x4-ahead).
+
+Only the benchmark knows these backends: it registers them, never an import.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import slab
+from megatron_flux.comm.pending import Pending
+from megatron_flux.ops import backend_names, register_backend
+from megatron_flux.ops.backends.reference import gemm
+
+
+class NoCommunication:
+    """A :class:`megatron_flux.ops.backends.base.Backend` whose collectives take no time."""
+
+    name = "floor"
+    automatic = False
+    needs_cuda = False
+
+    def __init__(self) -> None:
+        """No buffer is made before the first call."""
+        self._buffers: dict[tuple[torch.Size, torch.dtype, torch.device, int], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Free the gather buffers."""
+        self._buffers.clear()
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def all_gather_gemm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``([m, n], made-up gathered x [m, k])``."""
+        gathered = self._gathered(x, group)
+        return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
+
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+    ) -> Pending:
+        """``[m/tp, n]``: the own rows of the own product."""
+        return Pending(self._scattered(gemm(x, weight, transposed=transposed), group))
+
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """Made-up ``[m, k]``."""
+        return Pending(self._gathered(x, group))
+
+    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        rows = y.shape[0] // group.size()
+        return y.narrow(0, group.rank() * rows, rows)
+
+    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        key = (x.shape, x.dtype, x.device, group.size())
+        if key not in self._buffers:
+            generator = torch.Generator(device=x.device).manual_seed(1)
+            shape = (x.shape[0] * group.size(), *x.shape[1:])
+            self._buffers[key] = torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+        return self._buffers[key]
+
+
+class Unsynchronised(NoCommunication):
+    """A backend that starts every collective's copies and waits for none."""
+
+    name = "busy-floor"
+
+    def __init__(self) -> None:
+        """Nothing is mapped before the first call."""
+        super().__init__()
+        self._targets: dict[tuple[str, int], tuple[list[torch.Tensor], Any]] = {}
+        self._side: torch.cuda.Stream | None = None
+
+    def clear(self) -> None:
+        """Free all buffers. Only when every rank has finished with them."""
+        super().clear()
+        self._targets.clear()
+
+    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        self._send([x] * (group.size() - 1), group)
+        return super()._gathered(x, group)
+
+    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        size, rank = group.size(), group.rank()
+        parts = y.chunk(size)
+        self._send([parts[(rank - step) % size] for step in range(1, size)], group)
+        return super()._scattered(y, group)
+
+    def _send(self, shards: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Start copying a shard to each peer, step ``d`` to rank ``r - d``, behind what the stream was given so far."""
+        nbytes, stream = shards[0].numel() * shards[0].element_size(), None
+        if shards[0].is_cuda:
+            self._side = stream = self._side or torch.cuda.Stream(priority=-1)
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step, shard in enumerate(shards, 1):
+                self._place(group, step, nbytes, shard.device).copy_(shard.reshape(-1).view(torch.uint8))
+                if stream is not None:
+                    shard.record_stream(stream)
+
+    def _place(self, group: dist.ProcessGroup, step: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Where rank ``r - step`` takes this rank's ``nbytes``."""
+        rank = group.rank()
+        return self._memory(group, group, nbytes, device)[(rank - step) % group.size()][rank * nbytes :][:nbytes]
+
+    def _memory(
+        self, group: dist.ProcessGroup, ranks: dist.ProcessGroup, nbytes: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        """By process of ``ranks``, a place of ``nbytes`` for every source in ``group``."""
+        key = (group.group_name, nbytes)
+        if key not in self._targets:
+            self._targets[key] = slab.memory(ranks, group.size() * nbytes, device)
+        return self._targets[key][0]
+
+
+FLOORS: dict[str, NoCommunication] = {"floor": NoCommunication(), "busy_floor": Unsynchronised()}
+"""By the arm that runs it."""
+
+
+def register(backend: NoCommunication) -> None:
+    """Make ``backend`` known under its name; harmless the second time."""
+    if backend.name not in backend_names():
+        register_backend(backend)

@@ -1,0 +1,93 @@
+"""``megatron-flux train`` and ``compare``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_flux.cli import start
+from megatron_flux.cli.options import DryRun, make_options, with_options
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+
+if TYPE_CHECKING:
+    from megatron_flux.train.config import RunConfig
+
+
+@with_options(TrainOptions, CheckpointOptions)
+def train(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+    """Pretrain a GPT with megatron-core, patched (or stock with --no-flux), on real text."""
+    _run("train", make_options(TrainOptions, options), CheckpointOptions, special, dry_run)
+
+
+@with_options(TrainOptions, CompareOptions)
+def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+    """Train stock and patched from the same seed, taking turns, and show both beside each other."""
+    _run("compare", make_options(TrainOptions, options), CompareOptions, special, dry_run)
+
+
+def resolved(given: TrainOptions, kind: type, special: dict[str, Any], *words: str) -> RunConfig:
+    """The run that options mean on this machine, checked.
+
+    Args:
+        given: those of all trainings.
+        kind: model of the ``special`` ones.
+        special: their values.
+        words: of the folder's default name.
+
+    Raises:
+        UserError: versions, sizes or data with which it could not run.
+    """
+    import torch
+
+    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.run import folder, launcher, rank
+    from megatron_flux.telemetry import environment
+    from megatron_flux.train import config, corpus
+
+    rank.quiet_megatron()
+    checked_versions()
+    device = environment.device_kind()
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
+    out = given.out or folder.default_folder(*words)
+    run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
+    corpus.find_sources(run.data)
+    return run
+
+
+def _run(command: str, given: TrainOptions, kind: type, special: dict[str, Any], dry_run: bool) -> None:
+    from megatron_flux.run import launcher, rank
+    from megatron_flux.train import checkpoint, config, corpus, run_folder, save_folder, worker
+
+    run = resolved(given, kind, special, command, given.preset)
+    checkpoint.check_resume(run)
+    first = rank.is_first()
+    if first:
+        save_folder.check(run)
+    resuming = run.load is not None
+    if start.described(
+        dry_run, lambda _: run_folder.description(run), run.out, overwrite=run.overwrite, resuming=resuming
+    ):
+        return
+    if launcher.launched() and not first:
+        worker.run(run)
+        return
+    # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
+    found = corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    text = config.Text(name=corpus.name_of(run.data), length=found.tokens, sha256=corpus.fingerprint(found))
+    run = run.model_copy(update={"text": text})
+    if (said := checkpoint.check_data(run)) is not None:
+        typer.echo(f"megatron-flux {command}: {said}", err=True)
+    with run_folder.made(run, default=given.out is None) as run:
+        start.on_ranks(
+            command,
+            f"{run.world_size} {run.device} process(es), tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
+            f"{run.precision}, run folder {run.out}",
+            worker.__name__,
+            str(run.out),
+            run.world_size,
+            left=f"what was recorded is in {run.out}",
+            here=lambda run=run: worker.run(run),
+            pass_on=run.exit_signal,
+        )

@@ -10,7 +10,7 @@ import torch
 from megatron_flux.megatron_lm.arguments import config_from
 from megatron_flux.megatron_lm.validation import validate
 from megatron_flux.patch import is_patched, patch, report, tune_model
-from megatron_flux.patch.registry import installed_megatron_core
+from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.version import __version__
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics import ARMS, strict_json
 from megatron_flux.metrics.statistics import median_of
-from megatron_flux.metrics.watch_view import STALL_S, STALL_STEPS, duration
+from megatron_flux.metrics.watch import STALL_S, STALL_STEPS, duration
 from megatron_flux.slurm import queue, runs
 
 START_S = 900.0

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from megatron_flux.metrics.redact import without_secrets
+from megatron_flux.metrics.strict_json import without_secrets
 
 
 def _matching(pattern: str, allowed: str) -> AfterValidator:

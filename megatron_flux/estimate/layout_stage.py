@@ -52,7 +52,7 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
     """
     import megatron_flux
     from megatron_flux.config import FluxConfig
-    from megatron_flux.train.cpu_shims import cpu_shims
+    from megatron_flux.train.shims import cpu_shims
 
     where = f"rank {rank}, pipeline stage {stage}"
     before = megatron_flux.report()["calls"]
@@ -86,7 +86,7 @@ def _run(job: Job, stage: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     """One layer of the stage: parameters, and after a forward and a backward its output's shape and flux's report."""
     import megatron_flux
     from megatron_flux.train import model as building
-    from megatron_flux.train.randomness import seed_everything
+    from megatron_flux.train.trainer import seed_everything
 
     changes = {"device": "cpu", "gradient_accumulation_fusion": False}
     run = _of_layers(job, job.run.pp).run.model_copy(update=changes)

@@ -152,7 +152,7 @@ def test_the_docs_state_the_errors_of_memory(from_table: dict[str, Any]) -> None
         assert f"| {name} | {row['arm']} | {numbers} |" in text
 
 
-def test_what_outputs_and_the_readme_say_of_errors(from_calls: dict[str, Any], from_table: dict[str, Any]) -> None:
+def test_what_outputs_and_the_docs_say_of_errors(from_calls: dict[str, Any], from_table: dict[str, Any]) -> None:
     both = (from_calls, from_table)
     largest = max(told["largest_absolute_error"] for told in both)
     off = max(told["speedup_errors"]["largest"] for told in both)
@@ -161,7 +161,7 @@ def test_what_outputs_and_the_readme_say_of_errors(from_calls: dict[str, Any], f
     said = (
         f"off by {mean:.1f} % in the mean and {100 * largest:.1f} % at most, of flux's speed-up by {off:.3f} at most;"
     )
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    assert said in " ".join((ROOT / "docs" / "slurm.md").read_text().split())
 
 
 def test_no_layer_of_stock_or_flux_goes_into_a_prediction(

@@ -1,18 +1,82 @@
-"""Types of what a user may put into a job: each is refused here, or inert wherever it ends up.
+"""What a user may put into a job: types of fields, and models that are read from YAML.
 
-Two kinds of places take values. ``#SBATCH`` lines are read by Slurm, which knows no quoting that all its versions
-share: what goes there is held to letters that mean nothing to it. Everything else is a shell word: any text without
-control characters is allowed, and the templates quote it.
+Each value is refused here, or inert wherever it ends up. Two kinds of places take values. ``#SBATCH`` lines are read by
+Slurm, which knows no quoting that all its versions share: what goes there is held to letters that mean nothing to it.
+Everything else is a shell word: any text without control characters is allowed, and the templates quote it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from megatron_flux.errors import UserError
 from megatron_flux.metrics.redact import without_secrets
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Checked(BaseModel):
+    """Unchangeable, and without other fields than its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
+    """``model(**values)``; ``what`` says in an error what the values are.
+
+    Raises:
+        UserError: the first thing wrong with them, in one line.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
+        message = first["msg"].removeprefix("Value error, ")
+        shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
+        raise UserError(f"{what}: {path}{shown}: {message[0].lower()}{message[1:]}") from None
+
+
+class FromYaml(Checked):
+    """A file of the package's folder ``profiles`` or ``jobs``, or a user's own."""
+
+    @classmethod
+    def packaged(cls) -> dict[str, str]:
+        """Texts of the files that come with this package, by name."""
+        folder = resources.files("megatron_flux.slurm") / f"{cls.__name__.lower()}s"
+        files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+        return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files}
+
+    @classmethod
+    def load(cls, given: str, overrides: dict[str, Any] | None = None) -> Self:
+        """The one of this name, or in the file of this path, with ``overrides`` in place of what it says.
+
+        Raises:
+            UserError: no such file, not YAML, or not what is allowed: the first problem, with file and field.
+        """
+        kind, packaged, path = cls.__name__.lower(), cls.packaged(), Path(given)
+        if given in packaged:
+            text = packaged[given]
+        elif path.suffix in (".yaml", ".yml"):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{kind} {given} cannot be read: {error}") from None
+        else:
+            raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(packaged)}, or the path of a .yaml file")
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"{kind} {given} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"{kind} {given} must hold fields and values, it holds a {type(values).__name__}")
+        return validated(cls, f"{kind} {given}", {**values, **(overrides or {})})
 
 
 def _matching(pattern: str, allowed: str) -> AfterValidator:
@@ -83,6 +147,9 @@ Memory = Annotated[str, _matching(r"\d{1,9}[KMGT]?", "0 (all of a node), or a nu
 Text = Annotated[str, AfterValidator(_printable)]
 """A variable's value, a description: quoted wherever it goes."""
 
+Value = bool | int | float | Text | list[Text]
+"""Of an option of ``megatron-flux train`` or ``compare``."""
+
 Module = Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._+/@:=-]{0,255}", "letters, digits and . _ + / @ : = -")]
 
 
@@ -96,10 +163,6 @@ Place = Annotated[Text, AfterValidator(_no_option)]
 """A path, an image, a mount: a word of a command of its own."""
 
 Variable = Annotated[str, AfterValidator(_variable)]
-
-
-SetupLine = Text
-"""A command of the profile's owner, for the script's shell: the one kind of text that is run as it is."""
 
 
 def secrets_set_in(line: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 import megatron_flux
 from megatron_flux import FluxConfig, UserError, set_backend
 from megatron_flux.config import Backends
-from megatron_flux.patch.choices import backends_of, check
+from megatron_flux.patch.layer_backends import backends_of, check_backends
 
 DEFAULT = Backends("auto", "auto", "auto")
 
@@ -83,7 +83,7 @@ def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPa
     risky = Backends("auto", "auto", "reference")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     with pytest.raises(UserError, match=r"wgrad='reference' gathers with NCCL .* CUDA_DEVICE_MAX_CONNECTIONS=1"):
-        check(risky)
-    check(Backends("auto", "reference", "reference"))
+        check_backends(risky)
+    check_backends(Backends("auto", "reference", "reference"))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    check(risky)
+    check_backends(risky)

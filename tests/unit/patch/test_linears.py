@@ -1,11 +1,12 @@
 """Which calls run flux and which run stock, decided from the layer and the call alone; every reason once.
 
-Covered: the table of reasons of both layers, at call time, what is passed on to flux when there is none, and the mode
-that a layer's CUDA graphs need.
+Covered: the table of reasons of both layers, at call time; that each is logged once, counted always, and an error when
+strict; what is passed on to flux when there is none; the mode that a layer's CUDA graphs need.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 
 from megatron_flux import FallbackError, FluxConfig
 from megatron_flux.config import Backends
-from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears as module
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.registry import LINES
+from megatron_flux.patch.megatron_core import LINES
 from tests.unit.groups import group_of
 
 GROUP = group_of(2)
@@ -143,7 +144,7 @@ COLUMN_CALLS = {
 def require_stock(seam: SimpleNamespace, kind: str, reason: str, call: Callable[[], Any]) -> None:
     seam.patch.config = FluxConfig()
     assert call() == "stock"
-    assert dict(seam.patch.fallbacks.counts) == {(kind, reason): 1}
+    assert dict(seam.patch.fallbacks) == {(kind, reason): 1}
     assert seam.calls == []
     assert seam.patch.active_layers == 0
     seam.patch.config = FluxConfig(strict=True)
@@ -151,6 +152,30 @@ def require_stock(seam: SimpleNamespace, kind: str, reason: str, call: Callable[
         call()
     assert f"{kind} layer" in str(error.value)
     assert reason in str(error.value)
+
+
+def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
+    patch = LinearPatch(FluxConfig(), LINES[0], Layer._forward_impl)
+    for kind, reason, layer in (
+        *3 * [("column", "tp = 1", "layer A")],
+        ("column", "tp = 1", "layer B"),
+        ("row", "tp = 1", "layer C"),
+        ("column", "autocast", "layer A"),
+    ):
+        patch.runs_stock(kind, reason, layer)
+    logged = [r.getMessage() for r in caplog.records if r.name == "megatron_flux" and r.levelno == logging.WARNING]
+    assert len(logged) == 3
+    assert all(fact in logged[0] for fact in ("column", "tp = 1", "layer A"))
+    assert dict(patch.fallbacks) == {("column", "tp = 1"): 4, ("row", "tp = 1"): 1, ("column", "autocast"): 1}
+
+
+def test_strict_names_layer_and_reason_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    patch = LinearPatch(FluxConfig(strict=True), LINES[0], Layer._forward_impl)
+    with pytest.raises(FallbackError) as error:
+        patch.runs_stock("row", "sequence parallelism is off", "RowParallelLinear(8, 4)")
+    facts = ("row layer RowParallelLinear(8, 4)", "sequence parallelism is off", "strict=False")
+    assert all(fact in str(error.value) for fact in facts)
+    assert (caplog.records, dict(patch.fallbacks)) == ([], {})
 
 
 @pytest.mark.parametrize("reason", list(COMMON))
@@ -209,10 +234,10 @@ def test_dtypes_and_autocast(seam: SimpleNamespace) -> None:
     layer = Layer()
     reason = "dtypes torch.bfloat16 and torch.float32"
     require_stock(seam, "row", reason, lambda: seam.row(layer, low_precision(X)))
-    seam.patch.fallbacks.counts.clear()
+    seam.patch.fallbacks.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         require_stock(seam, "row", "autocast", lambda: seam.row(layer, X))
-    seam.patch.fallbacks.counts.clear()
+    seam.patch.fallbacks.clear()
     layer.weight.data, x = layer.weight.double(), X.double()
     reason = "dtypes torch.float64 and torch.float64"
     require_stock(seam, "column", reason, lambda: seam.column(layer, x, layer.weight, **keywords()))
@@ -235,7 +260,7 @@ def test_attributes_of_a_line(seam: SimpleNamespace) -> None:
     ):
         layer = Layer(gtp_remat_size=2)
         require_stock(seam, kind, "unsupported layer attribute gtp_remat_size=2", lambda: call(layer))  # noqa: B023
-        seam.patch.fallbacks.counts.clear()
+        seam.patch.fallbacks.clear()
 
 
 @pytest.mark.parametrize("fusion", [False, True])
@@ -257,7 +282,7 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
         ((layer.weight, GROUP), options),
     ]
     assert seam.patch.active_layers == 1
-    assert not seam.patch.fallbacks.counts
+    assert not seam.patch.fallbacks
 
 
 # CUDA graphs
@@ -266,9 +291,9 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
 @pytest.fixture
 def mode() -> Iterator[None]:
     """Outside of the mode of captured calls before and after."""
-    assert not capture.capturing(X)
+    assert not cuda_graphs.capturing(X)
     yield
-    capture.always(False)
+    cuda_graphs.always(False)
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
@@ -283,39 +308,39 @@ def test_a_layer_that_asks_for_graphs_switches_the_mode_until_the_patch_is_undon
     }[kind]
     for config in ({}, {"cuda_graph_impl": "none"}, {"cuda_graph_impl": None}):
         run(configured(**config)())
-    assert (seam.patch.cuda_graphs, capture.capturing(X)) == (False, False)
+    assert (seam.patch.cuda_graphs, cuda_graphs.capturing(X)) == (False, False)
     seam.patch.close()
     layer = configured(cuda_graph_impl=impl)()
     run(layer)
-    assert (seam.patch.cuda_graphs, capture.capturing(X)) == (True, True)
-    with capture.captured_calls():
+    assert (seam.patch.cuda_graphs, cuda_graphs.capturing(X)) == (True, True)
+    with cuda_graphs.captured_calls():
         run(layer)
-    assert capture.capturing(X)
+    assert cuda_graphs.capturing(X)
     assert seam.patch.active_layers >= 1
     seam.patch.close()
-    assert not capture.capturing(X)
+    assert not cuda_graphs.capturing(X)
 
 
 @pytest.mark.usefixtures("mode")
 def test_a_warm_up_by_hand_in_which_it_is_switched_leaves_it_on(seam: SimpleNamespace) -> None:
-    with capture.captured_calls():
+    with cuda_graphs.captured_calls():
         seam.row(configured(cuda_graph_impl="local")(), X)
-    assert capture.capturing(X)
-    with capture.captured_calls():
+    assert cuda_graphs.capturing(X)
+    with cuda_graphs.captured_calls():
         seam.patch.close()
-        assert capture.capturing(X)
-    assert not capture.capturing(X)
+        assert cuda_graphs.capturing(X)
+    assert not cuda_graphs.capturing(X)
 
 
 @pytest.mark.usefixtures("mode")
 def test_a_stock_layer_does_not_switch_it(seam: SimpleNamespace) -> None:
     seam.row(configured(cuda_graph_impl="local", fp8="hybrid")(), X)
-    assert not capture.capturing(X)
+    assert not cuda_graphs.capturing(X)
 
 
 @pytest.mark.usefixtures("mode")
 def test_a_patch_without_graphs_leaves_the_mode_to_whoever_switched_it(seam: SimpleNamespace) -> None:
-    capture.always(True)
+    cuda_graphs.always(True)
     seam.row(Layer(), X)
     seam.patch.close()
-    assert capture.capturing(X)
+    assert cuda_graphs.capturing(X)

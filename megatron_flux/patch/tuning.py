@@ -22,7 +22,7 @@ from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.patch import te_seam
-from megatron_flux.patch.choices import backends_of
+from megatron_flux.patch.layer_backends import backends_of
 from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
 from megatron_flux.patch.te_linears import COLUMN, NORM_COLUMN, ROW, TELinearPatch
 

@@ -1,4 +1,4 @@
-"""Backends of single layers, chosen on a built model: :func:`set_backend`; and what patch() checks of a choice.
+"""Backends of single layers, chosen on a built model: :func:`set_backend`; and the check of any choice.
 
 A layer's choice lives in its ``__dict__``, where a lookup costs no search through parameters and submodules, is found
 by the replaced methods at every call, and goes with the layer.
@@ -14,17 +14,11 @@ import torch
 from megatron_flux.config import STOCK, Backends
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.patch.line import LAYERS, TE_LAYERS
+from megatron_flux.patch.megatron_core import LAYERS, REPLACED, TE_LAYERS, TE_REPLACED
 from megatron_flux.settings import one_queue
 
 _ATTRIBUTE = "_megatron_flux_backends"
-_LINEARS = {
-    (LAYERS, "ColumnParallelLinear"),
-    (LAYERS, "RowParallelLinear"),
-    (TE_LAYERS, "TELayerNormColumnParallelLinear"),
-    (TE_LAYERS, "TEColumnParallelLinear"),
-    (TE_LAYERS, "TERowParallelLinear"),
-}
+_LINEARS = {(LAYERS, name) for name, _ in REPLACED} | {(TE_LAYERS, name) for name, _ in TE_REPLACED}
 
 
 def set_backend(
@@ -64,7 +58,7 @@ def set_backend(
             raise UserError(f"set_backend: {', '.join(given)} cannot be combined with backend={backend!r}")
     else:
         choice = Backends(*(value or backend for value in directions.values()))
-        check(choice, f"; or {STOCK!r}")
+        check_backends(choice, f"; or {STOCK!r}")
     chosen, known = [], []
     for chunk in model if isinstance(model, list) else [model]:
         for name, module in chunk.named_modules():
@@ -89,7 +83,7 @@ def backends_of(layer: Any, default: Backends) -> Backends | str:
     return layer.__dict__.get(_ATTRIBUTE, default)
 
 
-def check(backends: Backends, more: str = "") -> None:
+def check_backends(backends: Backends, more: str = "") -> None:
     """Refuse what does not exist or could stand still.
 
     Raises:

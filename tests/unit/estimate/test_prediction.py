@@ -12,14 +12,13 @@ from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import DEVICES, device_named
+from megatron_flux.estimate.job import Job, PlanOptions, resolve
 from megatron_flux.estimate.layer import NOTHING, Layer, Phase, column_backward, predict_layer
 from megatron_flux.estimate.memory import flux_workspace, layer_activations, predict_memory, stage_parameters
-from megatron_flux.estimate.options import Job, PlanOptions, resolve
-from megatron_flux.estimate.prediction import inputs, predict, reached, why_stock
+from megatron_flux.estimate.prediction import predict_options, why_stock
 from megatron_flux.estimate.rates import Calibration, Rates
 from megatron_flux.estimate.report import PARTS
-from megatron_flux.estimate.stage import Stage, predict_stages
-from megatron_flux.estimate.step import predict_step
+from megatron_flux.estimate.step import Stage, add_up, predict_stages
 
 H100 = DEVICES["h100-sxm"]
 GPT = LAYER_MODELS["gpt3-175b"]
@@ -30,8 +29,7 @@ def job(**options: Any) -> Job:
 
 
 def plan(**options: Any) -> dict[str, Any]:
-    chosen = job(**options)
-    return predict(chosen, inputs(chosen))
+    return predict_options(PlanOptions(**{"host_ms_per_layer": 0.0, **options}))
 
 
 def flat_stages(pp: int, ms: float) -> list[Stage]:
@@ -45,23 +43,21 @@ def flat_stages(pp: int, ms: float) -> list[Stage]:
 @pytest.mark.parametrize(("chunks", "bubble"), [(1, 7 / 32), (3, 7 / 96)])
 def test_bubble_is_the_papers_share(chunks: int, bubble: float) -> None:
     chosen = job(virtual_pipeline=chunks, network_gb_per_s=1e9)
-    step = predict_step(chosen, Rates(device=H100), flat_stages(8, 30.0), 1e9)
+    step = add_up(chosen, Rates(device=H100, network_gb_per_s=1e9), flat_stages(8, 30.0))
     assert chosen.run.micro_batches == 32
     assert step.bubble / (32 * 30.0) == pytest.approx(bubble, rel=1e-6)  # (pp - 1)/(m v)
     assert step.pipeline == pytest.approx(32 * 30.0 * (1 + bubble), rel=1e-6)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    chosen, rates = job(), Rates(device=H100)
+    chosen, rates = job(), Rates(device=H100, network_gb_per_s=1e9)
     even, uneven = flat_stages(8, 30.0), flat_stages(7, 30.0) + flat_stages(1, 40.0)
-    fast, slow = (predict_step(chosen, rates, stages, 1e9).pipeline for stages in (even, uneven))
+    fast, slow = (add_up(chosen, rates, stages).pipeline for stages in (even, uneven))
     assert slow - fast == pytest.approx(32 * 10.0, rel=1e-3)
 
 
 def test_every_micro_batch_waits_for_its_neighbours_unless_interleaved() -> None:
-    plain, interleaved = (
-        predict_step(job(virtual_pipeline=v), Rates(device=H100), flat_stages(8, 30.0), 50.0) for v in (1, 3)
-    )
+    plain, interleaved = (add_up(job(virtual_pipeline=v), Rates(device=H100), flat_stages(8, 30.0)) for v in (1, 3))
     hop = 2 * 8192 * 12288 / 8 / (0.86 * 50e6)  # rows of a rank, bf16, over 86 % of 50 GB/s
     assert plain.point_to_point == pytest.approx(2 * 32 * hop)
     assert interleaved.point_to_point == pytest.approx(2 * 7 * hop)
@@ -72,7 +68,7 @@ def test_every_micro_batch_waits_for_its_neighbours_unless_interleaved() -> None
 
 def test_gradients_and_parameters_travel_as_a_ring() -> None:
     chosen = job(gpus=512)
-    step = predict_step(chosen, Rates(device=H100), flat_stages(8, 30.0), 50.0)
+    step = add_up(chosen, Rates(device=H100), flat_stages(8, 30.0))
     count = max(stage_parameters(chosen, index) for index in range(8))
     assert chosen.run.dp == 8
     assert step.data == pytest.approx(7 / 8 * count * (4 + 2) / (0.86 * 50e6))
@@ -80,10 +76,10 @@ def test_gradients_and_parameters_travel_as_a_ring() -> None:
 
 def test_overlap_hides_all_but_a_bucket() -> None:
     options: dict[str, Any] = {"gpus": 512, "pp": 8}
-    off = predict_step(job(**options), Rates(device=H100), flat_stages(8, 3000.0), 50.0)
+    off = add_up(job(**options), Rates(device=H100), flat_stages(8, 3000.0))
     overlapped = job(**options, overlap_grad_reduce=True, overlap_param_gather=True)
-    on = predict_step(overlapped, Rates(device=H100), flat_stages(8, 3000.0), 50.0)
-    short = predict_step(overlapped, Rates(device=H100), flat_stages(8, 30.0), 50.0)
+    on = add_up(overlapped, Rates(device=H100), flat_stages(8, 3000.0))
+    short = add_up(overlapped, Rates(device=H100), flat_stages(8, 30.0))
     assert short.data == pytest.approx(off.data - 30.0)  # one micro-batch's backward and one's forward
     assert on.data == pytest.approx(off.data * 40e6 / stage_parameters(overlapped, 1), rel=0.05)
     assert on.data < short.data < off.data
@@ -265,7 +261,7 @@ def test_slower_links_cost_time_and_the_own_link_is_in_the_table() -> None:
         assert faster["baseline_ms"] < slower["baseline_ms"]
         assert faster["flux_ms"] < slower["flux_ms"] <= slower["flux_low_ms"]
     assert min(row["reached_gb_per_s"] for row in rows) >= 35, "slower links are no NVLink, where flux runs stock"
-    own = reached(Rates(device=H100))
+    own = Rates(device=H100).reached
     assert next(r for r in rows if r["reached_gb_per_s"] == own)["baseline_ms"] == pytest.approx(
         found["arms"]["baseline"]["step"]["total"]
     )
@@ -292,10 +288,10 @@ def test_where_flux_runs_stock_nothing_is_gained(options: dict[str, Any], reason
 
 
 def test_a_slow_host_is_said() -> None:
-    chosen = job(micro_batch_size=1, device="h200")
-    slow = predict(chosen, inputs(chosen, host_ms_per_layer=20.0))["arms"]["baseline"]["step"]
+    found = plan(micro_batch_size=1, device="h200", host_ms_per_layer=20.0)
+    slow = found["arms"]["baseline"]["step"]
     assert slow["host"] > 0
-    assert slow["pipeline"] > 20.0 * 12 * chosen.run.micro_batches
+    assert slow["pipeline"] > 20.0 * 12 * found["job"]["micro_batches"]
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -7,20 +7,20 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.estimate import validate as plan_validate
 from megatron_flux.estimate.devices import DEVICES
+from megatron_flux.estimate.job import PlanOptions, resolve
 from megatron_flux.estimate.measured import MeasuredCalls, MeasuredLayers, read_layers, read_ops
-from megatron_flux.estimate.options import PlanOptions, resolve
-from megatron_flux.estimate.prediction import inputs, predict, reached
+from megatron_flux.estimate.prediction import predict
 from megatron_flux.estimate.rates import Calibration, Rates
-from megatron_flux.estimate.stage import predict_stages
-from megatron_flux.estimate.validate import calibrate, summary, validate, validate_memory, workloads
+from megatron_flux.estimate.step import predict_stages
+from megatron_flux.estimate.validation import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, calibrate, validate
 
 ROOT = Path(__file__).parents[3]
 OPS = [ROOT / "results/ops-h200x4-sustained" / name for name in ("m8192", "m2048")]
@@ -46,6 +46,16 @@ def rates(calls: MeasuredCalls) -> Rates:
     return Rates(device=H200, calls=calls)
 
 
+@pytest.fixture(scope="module")
+def from_calls(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
+    return validate(rates, layers)
+
+
+@pytest.fixture(scope="module")
+def from_table(layers: MeasuredLayers) -> dict[str, Any]:
+    return validate(Rates(device=H200), layers)
+
+
 def test_measured_calls_stand_for_themselves(calls: MeasuredCalls, rates: Rates) -> None:
     assert len(calls.calls) == 32
     for call in calls.calls:
@@ -65,7 +75,7 @@ def test_unmeasured_calls_are_like_their_neighbours(rates: Rates) -> None:
 
 def test_another_link_changes_the_collective_alone(rates: Rates) -> None:
     case = Case("all_gather_gemm", "", "fc1", "forward", 8192, 12288, 12288)
-    own, slow = rates.pair(case, 4), rates.at(H200.link_gb_per_s / 10).pair(case, 4)
+    own, slow = rates.pair(case, 4), replace(rates, link_gb_per_s=45.0).pair(case, 4)
     assert slow.gemm == own.gemm
     assert slow.collective == pytest.approx(10 * own.collective, rel=0.1)
 
@@ -82,33 +92,34 @@ def test_the_table_of_devices_has_what_was_measured(calls: MeasuredCalls) -> Non
     share = [2e3 * c.case.m * c.case.n * c.case.k / c.gemm_ms / H200.peak_flops for c in stock.calls]
     assert statistics.median(share) == pytest.approx(H200.gemm, abs=0.005)
     assert statistics.median(call.overlap for call in calls.calls) == pytest.approx(H200.overlap, abs=0.005)
-    assert reached(Rates(device=H200, calls=stock)) == pytest.approx(H200.nccl * H200.link_gb_per_s, rel=0.005)
+    assert Rates(device=H200, calls=stock).reached == pytest.approx(H200.nccl * H200.link_gb_per_s, rel=0.005)
     assert stock.step_ms * 1e3 == pytest.approx(H200.step_us, abs=0.05)
 
 
 def test_the_constants_are_those_of_the_layer_benchmark(layers: MeasuredLayers) -> None:
-    found = calibrate(layers, workloads(layers))
+    found = calibrate(layers, layers.workloads())
     assert Calibration() == Calibration(round(found.streamed, 2), round(found.gap_ms, 2), round(found.traffic, 1))
 
 
-def test_no_workload_is_its_own_input(rates: Rates, layers: MeasuredLayers) -> None:
-    before = validate(rates, layers)
+def test_no_workload_is_its_own_input(rates: Rates, layers: MeasuredLayers, from_calls: dict[str, Any]) -> None:
     changed = copy.deepcopy(layers.rows)
     for row in changed:
         if row["model"] == "llama-70b":
             row["ms_per_layer"] *= 2
             row["breakdown"] = {name: 3 * value for name, value in row["breakdown"].items()}
-    after = validate(rates, MeasuredLayers(changed, layers.tp, layers.device, layers.source))
-    same = [(b.predicted_ms == a.predicted_ms) for b, a in zip(before, after, strict=True) if b.model == "llama-70b"]
-    assert same == [True] * 4
-    assert any(b.predicted_ms != a.predicted_ms for b, a in zip(before, after, strict=True) if b.model != "llama-70b")
+    after = validate(rates, replace(layers, rows=changed))
+    own, others = [], []
+    for was, now in zip(from_calls["rows"], after["rows"], strict=True):
+        (own if was["model"] == "llama-70b" else others).append(was["predicted_ms"] == now["predicted_ms"])
+    assert own == [True] * 4
+    assert not all(others)
 
 
-@pytest.mark.parametrize("source", ["measured", "table"])
-def test_the_docs_state_the_errors(source: str, calls: MeasuredCalls, layers: MeasuredLayers) -> None:
-    told = summary(validate(Rates(device=H200, calls=calls if source == "measured" else None), layers))
+@pytest.mark.parametrize("source", ["from_calls", "from_table"])
+def test_the_docs_state_the_errors(source: str, request: pytest.FixtureRequest) -> None:
+    told = request.getfixturevalue(source)
     text = (ROOT / "slurm/PLAN.md").read_text()
-    start = "From `bench ops`" if source == "measured" else "From the table of devices"
+    start = "From `bench ops`" if source == "from_calls" else "From the table of devices"
     section = text.split(start)[1].split("\n\n###")[0]
     for row in told["rows"]:
         line = f"| {row['model']}, {row['seq']} {X} {row['micro_batch']} | {row['arm']} | {row['measured_ms']:.2f} | "
@@ -126,41 +137,42 @@ def test_the_docs_state_the_errors(source: str, calls: MeasuredCalls, layers: Me
 
 
 def test_the_docs_state_the_errors_with_other_operator_times(layers: MeasuredLayers) -> None:
-    told = summary(validate(Rates(device=H200, calls=read_ops(EARLIER)), layers))
+    told = validate(Rates(device=H200, calls=read_ops(EARLIER)), layers)
     text, gains = " ".join((ROOT / "slurm/PLAN.md").read_text().split()), told["speedup_errors"]
     said = f"off by {told['mean_absolute_error']:.1%} in the mean and {told['largest_absolute_error']:.1%} at most, "
     assert f"{said}the speed-up by {gains['mean']:.3f} and {gains['largest']:.3f}." in text
 
 
-def test_the_docs_state_the_errors_of_memory(layers: MeasuredLayers) -> None:
+def test_the_docs_state_the_errors_of_memory(from_table: dict[str, Any]) -> None:
     text = (ROOT / "slurm/PLAN.md").read_text()
-    checks = validate_memory(layers)
-    assert len(checks) == 8
-    for check in checks:
-        name = check.workload.replace(" x ", f" {X} ").replace(" ", ", ", 1)
-        numbers = f"{check.measured_gb:.2f} | {check.predicted_gb:.2f} | {check.error:+.1%}"
-        assert f"| {name} | {check.arm} | {numbers} |" in text
+    assert len(from_table["memory"]) == 8
+    for row in from_table["memory"]:
+        name = row["workload"].replace(" x ", f" {X} ").replace(" ", ", ", 1)
+        numbers = f"{row['measured_gb']:.2f} | {row['predicted_gb']:.2f} | {row['error']:+.1%}"
+        assert f"| {name} | {row['arm']} | {numbers} |" in text
 
 
-def test_what_outputs_and_the_docs_say_of_errors(rates: Rates, layers: MeasuredLayers) -> None:
-    measured, table = (summary(validate(given, layers)) for given in (rates, Rates(device=H200)))
-    largest = max(told["largest_absolute_error"] for told in (measured, table))
-    off = max(told["speedup_errors"]["largest"] for told in (measured, table))
-    assert (round(largest, 3), round(off, 3)) == (plan_validate.LARGEST_ERROR, plan_validate.LARGEST_SPEEDUP_ERROR)
-    mean = 100 * max(told["mean_absolute_error"] for told in (measured, table))
+def test_what_outputs_and_the_docs_say_of_errors(from_calls: dict[str, Any], from_table: dict[str, Any]) -> None:
+    both = (from_calls, from_table)
+    largest = max(told["largest_absolute_error"] for told in both)
+    off = max(told["speedup_errors"]["largest"] for told in both)
+    assert (round(largest, 3), round(off, 3)) == (LARGEST_ERROR, LARGEST_SPEEDUP_ERROR)
+    mean = 100 * max(told["mean_absolute_error"] for told in both)
     said = (
         f"off by {mean:.1f} % in the mean and {100 * largest:.1f} % at most, of flux's speed-up by {off:.3f} at most;"
     )
     assert said in " ".join((ROOT / "docs" / "slurm.md").read_text().split())
 
 
-def test_no_layer_of_stock_or_flux_goes_into_a_prediction(rates: Rates, layers: MeasuredLayers) -> None:
+def test_no_layer_of_stock_or_flux_goes_into_a_prediction(
+    rates: Rates, layers: MeasuredLayers, from_calls: dict[str, Any]
+) -> None:
     floors = ("floor", "busy_floor")
     slow = [row if row["arm"] in floors else row | {"ms_per_layer": 2 * row["ms_per_layer"]} for row in layers.rows]
-    after = validate(rates, MeasuredLayers(slow, layers.tp, layers.device, layers.source))
-    for was, now in zip(validate(rates, layers), after, strict=True):
-        assert now.predicted_ms == was.predicted_ms
-        assert now.measured_ms == was.measured_ms * (1 if was.arm == "floor" else 2)
+    after = validate(rates, replace(layers, rows=slow))
+    for was, now in zip(from_calls["rows"], after["rows"], strict=True):
+        assert now["predicted_ms"] == was["predicted_ms"]
+        assert now["measured_ms"] == was["measured_ms"] * (1 if was["arm"] == "floor" else 2)
 
 
 def test_measured_layers_replace_predicted_ones(rates: Rates, layers: MeasuredLayers) -> None:
@@ -176,7 +188,7 @@ def test_measured_layers_replace_predicted_ones(rates: Rates, layers: MeasuredLa
 
 def test_layers_of_another_layout_are_not_used_and_it_is_said(layers: MeasuredLayers) -> None:
     job = resolve(PlanOptions(device="h200"))
-    with_them, without = (predict(job, inputs(job, layers=given)) for given in (layers, None))
+    with_them, without = (predict(job, Rates(device=job.device), given) for given in (layers, None))
     assert with_them["arms"] == without["arms"]
     assert any("was not used" in note for note in with_them["notes"])
 

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.estimate import layout as topology
-from megatron_flux.estimate.layout import Rank, Topology, check, problems
-from megatron_flux.estimate.layout_flux import linears
-from megatron_flux.estimate.layout_report import show
-from megatron_flux.estimate.options import Job, PlanOptions, resolve
+from megatron_flux.estimate import layout
+from megatron_flux.estimate.job import Job, PlanOptions, resolve
+from megatron_flux.estimate.layout import Layout, check, linears, problems
 from megatron_flux.estimate.prediction import NO_NVLINK
+from megatron_flux.estimate.report import show_layout
 from megatron_flux.ops.backends.fused import limit
 from megatron_flux.patch.linears import LinearPatch
 
@@ -30,12 +29,12 @@ def small(**options: Any) -> Job:
 
 
 @pytest.fixture(scope="module")
-def paper() -> Topology:
+def paper() -> Layout:
     """TP 8 x PP 8 x DP 2, FLUX's layout."""
     return check(job(device="h200"))
 
 
-def test_all_128_ranks_are_where_they_belong(paper: Topology) -> None:
+def test_all_128_ranks_are_where_they_belong(paper: Layout) -> None:
     assert paper.problems == []
     assert [view.rank for view in paper.ranks] == list(range(128))
     for view in paper.ranks:
@@ -49,7 +48,7 @@ def test_all_128_ranks_are_where_they_belong(paper: Topology) -> None:
         assert (view.link, view.backend, view.reason) == ("nvlink", "tuned", None)
 
 
-def test_every_stage_is_built_and_runs_flux(paper: Topology) -> None:
+def test_every_stage_is_built_and_runs_flux(paper: Layout) -> None:
     assert [found.stage for found in paper.stages] == list(range(8))
     for found in paper.stages:
         last = found.stage == 7
@@ -61,7 +60,7 @@ def test_every_stage_is_built_and_runs_flux(paper: Topology) -> None:
         assert found.calls == {**gathers, "all_gather/reference": 3 if last else 2}
 
 
-def test_the_layers_calls_have_the_ranks_own_shapes(paper: Topology) -> None:
+def test_the_layers_calls_have_the_ranks_own_shapes(paper: Layout) -> None:
     shapes = {(c.layer, c.direction): (c.op, c.m, c.n, c.k) for c in paper.linears}
     assert shapes["qkv", "forward"] == ("all_gather_gemm", 8192, 3 * 12288 // 8, 12288)
     assert shapes["fc2", "forward"] == ("gemm_reduce_scatter", 8192, 12288, 49152 // 8)
@@ -69,7 +68,7 @@ def test_the_layers_calls_have_the_ranks_own_shapes(paper: Topology) -> None:
     assert {c.kernel for c in paper.linears} == {"hopper"}
 
 
-def test_the_process_is_left_as_it_was(paper: Topology) -> None:
+def test_the_process_is_left_as_it_was(paper: Layout) -> None:
     from megatron.core import parallel_state
 
     import megatron_flux
@@ -95,7 +94,7 @@ def test_what_flux_would_do_and_why(options: dict[str, Any], backend: str, reaso
     link = "none" if options.get("gpus_per_node") else "p2p" if "device" in options else "nvlink"
     assert {view.link for view in found.ranks} == {link}
     out = Console(file=io.StringIO(), width=300)
-    show(found, out)
+    show_layout(found, out)
     said = out.file.getvalue()
     assert ("before tuning" in said) is (reason is None)
     assert (f"flux runs stock: {reason}" in said) is (reason is not None)
@@ -139,7 +138,7 @@ def test_a_stage_that_megatron_cannot_build_is_named() -> None:
 
 
 def test_a_stage_with_other_parameters_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_flux.estimate.layout_stage.stage_parameters", lambda job, index: 1)
+    monkeypatch.setattr("megatron_flux.estimate.layout.stage_parameters", lambda job, index: 1)
     with pytest.raises(FluxError, match="rank 0, pipeline stage 0: megatron-core builds 247424 parameters, the plan"):
         check(small(gpus=4, tp=1, pp=2))
 
@@ -150,13 +149,9 @@ def test_a_layer_that_would_run_stock_is_an_error(monkeypatch: pytest.MonkeyPatc
         check(small())
 
 
-def views(chosen: Job) -> list[Rank]:
-    return check(chosen).ranks
-
-
 def test_ranks_that_disagree_are_found() -> None:
     chosen = small()
-    good = views(chosen)
+    good = check(chosen).ranks
     assert problems(chosen, good) == []
     wrong = list(good)
     wrong[3] = replace(good[3], groups={**good[3].groups, "tp": (1, 3)})
@@ -181,5 +176,5 @@ def test_more_ranks_than_can_be_visited_are_refused() -> None:
 
 
 def test_a_process_with_groups_is_refused() -> None:
-    with topology._world(0, small()), pytest.raises(UserError, match="has process groups already"):
+    with layout._world(0, small()), pytest.raises(UserError, match="has process groups already"):
         check(small())

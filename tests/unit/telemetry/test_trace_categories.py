@@ -1,4 +1,4 @@
-"""Kernel names, and where a step's time went, from traces made by hand."""
+"""Names of kernels and operators, intervals, and the busy time of categories in traces made by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.telemetry.intervals import length, overlap, union
-from megatron_flux.telemetry.kernel_names import CATEGORIES, category
-from megatron_flux.telemetry.trace_breakdown import breakdown, gpu_events
+from megatron_flux.telemetry.trace_categories import (
+    CATEGORIES,
+    breakdown,
+    category,
+    common,
+    cpu_category,
+    gpu_events,
+    length,
+    union,
+)
 
 NAMES = {
     "gemm": [
@@ -52,11 +59,30 @@ def test_kernels_are_known_by_name(expected: str, name: str) -> None:
     assert expected in CATEGORIES
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("aten::mm", "gemm"),
+        ("aten::addmm_", "gemm"),
+        ("aten::baddbmm", "attention"),
+        ("aten::_softmax_backward_data", "attention"),
+        ("aten::native_layer_norm_backward", "norm"),
+        ("gloo:reduce_scatter", "communication"),
+        ("c10d::_reduce_scatter_base_", "communication"),
+        ("aten::embedding", "other"),
+        ("_RowParallelLinearBackward", None),
+        ("flux::all_gather_gemm m=1", None),
+    ],
+)
+def test_operators_of_the_host_are_known_by_name(name: str, expected: str | None) -> None:
+    assert cpu_category(name) == expected
+
+
 def test_intervals() -> None:
     assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert length([(0, 4), (5, 6)]) == 5
-    assert overlap([(0, 4), (5, 8)], [(1, 2), (3, 6), (7, 9)]) == 1 + 1 + 1 + 1
-    assert overlap([], [(0, 1)]) == overlap([(0, 1)], [(1, 2)]) == 0
+    assert common([(0, 4), (5, 8)], [(1, 2), (3, 6), (7, 9)]) == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert common([], [(0, 1)]) == common([(0, 1)], [(1, 2)]) == []
 
 
 def event(name: str, start: float, end: float, stream: int, kind: str = "kernel") -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""What ``slurm plan`` can be asked for, and the job it is about once everything is decided and checked."""
+"""What ``slurm plan`` can be asked for, and the job that this describes, decided and checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import DEVICES, Device, device
 from megatron_flux.train.config import RunConfig
@@ -17,24 +17,6 @@ from megatron_flux.train.options import CheckpointOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
 
 MAX_GPUS = 16_384
-_SAME = (
-    "preset",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "seq_length",
-    "vocab_size",
-    "tp",
-    "pp",
-    "micro_batch_size",
-    "global_batch_size",
-    "dropout",
-    "recompute",
-    "distributed_optimizer",
-    "overlap_grad_reduce",
-)
 
 
 class PlanOptions(BaseModel):
@@ -119,6 +101,19 @@ class Job:
         return self.run.shape.num_layers // self.run.pp
 
     @property
+    def layer(self) -> Model:
+        """One layer's sizes, as the benchmarks have them."""
+        shape = self.run.shape
+        return Model(
+            hidden=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            groups=shape.num_query_groups,
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            ffn=shape.ffn_hidden_size,
+            gated=shape.activation == "swiglu",
+        )
+
+    @property
     def tp_in_node(self) -> bool:
         """Whether every tensor-parallel group is in one node: ranks are numbered tp first, then dp, then pp."""
         return self.gpus <= self.gpus_per_node or self.gpus_per_node % self.run.tp == 0
@@ -129,17 +124,17 @@ class Job:
         return max(1, min(self.run.dp, self.gpus_per_node // self.run.tp))
 
 
-def resolve(options: PlanOptions, chosen: Device | None = None) -> Job:
+def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
     """Decide what is open and check that it fits together.
 
     Args:
         options: as given.
-        chosen: the device where ``options`` name none (that of a measurement).
+        measured_on: the device of a measurement, for ``options`` that name none.
 
     Raises:
         UserError: a layout that cannot be, with what was given, what is allowed and what to do.
     """
-    gpu = device(options.device) if options.device else chosen or device("h100-sxm")
+    gpu = device(options.device) if options.device else measured_on or device("h100-sxm")
     tp, pp, gpus, per_node = options.tp, options.pp, options.gpus, options.gpus_per_node
     if gpus % (tp * pp):
         raise UserError(
@@ -151,11 +146,10 @@ def resolve(options: PlanOptions, chosen: Device | None = None) -> Job:
             f"{gpus} GPUs do not fill nodes of {per_node}; use --gpus with a multiple of {per_node}, or the right "
             "--gpus-per-node"
         )
-    dp = gpus // (tp * pp)
-    values = {name: getattr(options, name) for name in _SAME}
+    values = options.model_dump(include=set(TrainOptions.model_fields) - {"out"})
     if options.preset in PRESETS and options.global_batch_size is None:
         micro = options.micro_batch_size or PRESETS[options.preset].micro_batch_size
-        values["global_batch_size"] = micro * dp * 4 * pp
+        values["global_batch_size"] = micro * (gpus // (tp * pp)) * 4 * pp
     run = resolve_run(
         TrainOptions(**values, precision="bf16", gradient_accumulation_fusion=True),
         CheckpointOptions(),
@@ -182,7 +176,7 @@ def _check_virtual(chunks: int, run: RunConfig) -> None:
         )
     if run.shape.num_layers % (run.pp * chunks):
         per_stage = run.shape.num_layers // run.pp
-        allowed = [c for c in range(1, per_stage + 1) if gcd(per_stage, c) == c]
+        allowed = [c for c in range(1, per_stage + 1) if per_stage % c == 0]
         raise UserError(
             f"{run.shape.num_layers} layers cannot be split into pp {run.pp} x {chunks} chunks; use --virtual-pipeline "
             f"with one of {allowed}, or --num-layers with a multiple of {run.pp * chunks}"

@@ -16,7 +16,7 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
-* ``breakdown``: of :mod:`megatron_flux.telemetry.trace_breakdown`; rank 0, one step outside the timed rounds.
+* ``breakdown``: of :mod:`megatron_flux.telemetry.trace_categories`; rank 0, one step outside the timed rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_flux.run import rank
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.run.worker import set_environment
 from megatron_flux.telemetry import environment
-from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux.bench")
 
@@ -119,13 +119,13 @@ def work(folder: str) -> None:
 def measure(config: LayerConfig, out: Path) -> None:
     """:func:`run` on this rank, from process groups to the picture."""
     set_environment()
-    from megatron_flux.train.cpu_shims import cpu_shims
     from megatron_flux.train.distributed import process_groups
+    from megatron_flux.train.shims import cpu_shims
 
     if rank.is_first():
         _log_to(out / "log.txt")
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    with cpu_shims(), process_groups(config):
+    with cpu_shims(), process_groups(config.device, tp=config.tp, timeout=config.timeout):
         summary = run(config, out, log=logger.info)
         if rank.is_first():
             (out / "plot.svg").write_text(layer_report.svg(summary))

@@ -27,7 +27,7 @@ from megatron_flux.bench.layer_steps import capture, trace_step
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.comm import slab
 from megatron_flux.ops.timing import quartiles
-from megatron_flux.telemetry.trace_breakdown import breakdown
+from megatron_flux.telemetry.trace_categories import breakdown
 from megatron_flux.train.memory import forget_dummy_gradients
 
 WARMUP_STEPS = 3

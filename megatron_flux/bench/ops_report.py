@@ -12,9 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flux.metrics.conditions import connections, multicast
 from megatron_flux.metrics.numbers import milliseconds, percent
 from megatron_flux.metrics.statistics import overlap_efficiency
+from megatron_flux.metrics.table import connections, multicast
 
 LEFT = ("op", "model", "layer", "direction")
 ALONE = {"gemm_ms": "gemm", "nccl_ms": "nccl"}

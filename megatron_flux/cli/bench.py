@@ -172,7 +172,7 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
 
     from megatron_flux.bench import layer as layers
     from megatron_flux.bench.layer_arms import block_of
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank, worker
 
     rank.quiet_megatron()
@@ -210,7 +210,7 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
     """Measure what recording costs: steps with and without it, in turns, of one patched training (not --steps many)."""
     from megatron_flux.bench import metrics_cost
     from megatron_flux.run import launcher
-    from megatron_flux.train import corpus, run_folder
+    from megatron_flux.train import data, run_folder
 
     given, cost = make_options(TrainOptions, options), make_options(CostOptions, special)
     run = resolved(given, CheckpointOptions, {}, "bench", "metrics")
@@ -222,7 +222,7 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
         return
     out = start.make_folder(run.out, describe, default=given.out is None, overwrite=run.overwrite)
     if not launcher.launched():
-        corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+        data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
     start.on_ranks(
         "bench metrics",
         f"{run.world_size} {run.device} process(es), run folder {out}",

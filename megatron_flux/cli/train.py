@@ -40,10 +40,10 @@ def resolved(given: TrainOptions, kind: type, special: dict[str, Any], *words: s
     """
     import torch
 
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.telemetry import environment
-    from megatron_flux.train import config, corpus
+    from megatron_flux.train import config, data
 
     rank.quiet_megatron()
     checked_versions()
@@ -52,19 +52,19 @@ def resolved(given: TrainOptions, kind: type, special: dict[str, Any], *words: s
     world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
     out = given.out or folder.default_folder(*words)
     run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
-    corpus.find_sources(run.data)
+    data.find_sources(run.data)
     return run
 
 
 def _run(command: str, given: TrainOptions, kind: type, special: dict[str, Any], dry_run: bool) -> None:
     from megatron_flux.run import launcher, rank
-    from megatron_flux.train import checkpoint, config, corpus, run_folder, save_folder, worker
+    from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
 
     run = resolved(given, kind, special, command, given.preset)
-    checkpoint.check_resume(run)
+    checkpoint_access.check_resume(run)
     first = rank.is_first()
     if first:
-        save_folder.check(run)
+        checkpoint_access.check_save(run)
     resuming = run.load is not None
     if start.described(
         dry_run, lambda _: run_folder.description(run), run.out, overwrite=run.overwrite, resuming=resuming
@@ -74,10 +74,10 @@ def _run(command: str, given: TrainOptions, kind: type, special: dict[str, Any],
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
-    found = corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
-    text = config.Text(name=corpus.name_of(run.data), length=found.tokens, sha256=corpus.fingerprint(found))
+    found = data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    text = config.Text(name=data.name_of(run.data), length=found.tokens, sha256=data.fingerprint(found))
     run = run.model_copy(update={"text": text})
-    if (said := checkpoint.check_data(run)) is not None:
+    if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
     with run_folder.made(run, default=given.out is None) as run:
         start.on_ranks(

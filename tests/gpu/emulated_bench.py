@@ -160,12 +160,15 @@ def main() -> None:
             if rank.is_first():
                 ops_report.show(summary)
         return
-    from megatron_flux.train.cpu_shims import cpu_shims
     from megatron_flux.train.distributed import process_groups
+    from megatron_flux.train.shims import cpu_shims
 
     config = resolve(_options(LayerOptions, given), given.size)
-    pair_config = config.model_copy(update={"tp": 2})
-    with cpu_shims(), process_groups(pair_config) as device, tensor_parallel(given.size, device) as group:
+    with (
+        cpu_shims(),
+        process_groups(config.device, tp=2, timeout=config.timeout) as device,
+        tensor_parallel(given.size, device) as group,
+    ):
         summary = bench_layer(config, group, out)
         if rank.is_first():
             (out / "plot.svg").write_text(layer_report.svg(summary))

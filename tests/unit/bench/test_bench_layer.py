@@ -35,7 +35,7 @@ def test_defaults_are_the_documented_workloads() -> None:
     ]  # fmt: skip
     assert config.arms == ARMS
     assert (config.tp, config.device) == (8, "cuda")
-    assert (config.tp, config.pp) == (8, 1)
+    assert config.tp == 8
 
 
 def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:

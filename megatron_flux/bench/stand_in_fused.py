@@ -23,7 +23,7 @@ from megatron_flux.ops import backend_names, register_backend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.kernel_config import Plan, ag_plan, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, cdiv
 
 FUSED, TUNED = "stand-in-fused", "stand-in"
 
@@ -51,11 +51,11 @@ class StandInFused(FusedBackend):
         self.clear()
 
     @staticmethod
-    def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
-        return ag_plan(mp, n, k, tp, sms, ws) if ws else Plan()
+    def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+        return ag_plan(mp, n, k, tp, sms, ws) if ws else KernelConfig()
 
     def _gather_slab(
-        self, x: torch.Tensor, group: dist.ProcessGroup, plan: Plan, ws: bool, captured: bool
+        self, x: torch.Tensor, group: dist.ProcessGroup, plan: KernelConfig, ws: bool, captured: bool
     ) -> slab.Slab:
         words = _gather_flags(plan, *x.shape, ws and plan.ws)
         return self._slab("gemm", group, x.numel() * x.element_size(), words, x.device, captured)
@@ -80,7 +80,7 @@ class StandInFused(FusedBackend):
         return self._slabs[key]
 
 
-def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
+def _gather_flags(plan: KernelConfig, mp: int, k: int, ws: bool) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch.plain` counts them."""
     if not ws:
         if plan.comm or plan.pace:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.estimate.options import Job
 from megatron_flux.estimate.stage import layer_model
-from megatron_flux.ops.kernel_config import Plan, ag_plan, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan
 
 HOPPER = (9, 0)
 
@@ -42,7 +42,7 @@ def linears(job: Job) -> list[Linear]:
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
         make = ag_plan if gathers else rs_plan
-        plan: Plan = make(rows, case.n, case.k, tp, job.device.sms, hopper)
+        plan: KernelConfig = make(rows, case.n, case.k, tp, job.device.sms, hopper)
         found.append(
             Linear(
                 layer=case.layer,

@@ -25,7 +25,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Edges(NamedTuple):
-    """Shards that the copy engine sends in two pieces of columns, each with its flag; see :attr:`Plan.early`."""
+    """Shards that the copy engine sends in two pieces of columns, each with a flag: :attr:`KernelConfig.early`."""
 
     early: bool = False
     late: bool = False
@@ -42,7 +42,7 @@ WHOLE = Edges()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class KernelConfig:
     """One way to run a fused call. Sizes are in elements."""
 
     bm: int = 128
@@ -102,26 +102,26 @@ class Plan:
 
     def label(self) -> str:
         """Differences from the defaults, short."""
-        base = asdict(Plan())
+        base = asdict(KernelConfig())
         return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value != base[key]) or "default"
 
 
-def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
-    """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`Plan`."""
+def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+    """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`KernelConfig`."""
     if ws:
         return _fewest_rounds(mp * tp, n, sms)[0]
     if mp * tp >= 4096 and n >= 2048:
-        return Plan()
+        return KernelConfig()
     if n < 2048:
-        return Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128)
-    return Plan(comm=12, skip=1, block=_block(mp, 128))
+        return KernelConfig(comm=24, skip=-1, block=_block(mp, 128), bn=128)
+    return KernelConfig(comm=12, skip=1, block=_block(mp, 128))
 
 
-def rs_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
-    """The plan of a gemm_reduce_scatter with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`Plan`."""
+def rs_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+    """As :func:`ag_plan`, of a gemm_reduce_scatter."""
     if ws:
-        return Plan(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
-    return Plan(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
+        return KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
+    return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
 
 
 def _link_bound(k: int, tp: int) -> bool:
@@ -129,11 +129,11 @@ def _link_bound(k: int, tp: int) -> bool:
     return k < 2500 * (tp - 1) / tp
 
 
-def _fewest_rounds(m: int, n: int, sms: int) -> list[Plan]:
+def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
     """Both tile widths, first the one with less time in rounds: half a tile takes 0.53 of a whole one's time."""
     tiles = cdiv(m, 128) * cdiv(n, 256), cdiv(m, 128) * cdiv(n, 128)
     times = cdiv(tiles[0], sms), cdiv(tiles[1], sms) * 0.53
-    plans = [Plan(ws=True, group=16), Plan(ws=True, group=16, bn=128, stages=6)]
+    plans = [KernelConfig(ws=True, group=16), KernelConfig(ws=True, group=16, bn=128, stages=6)]
     return plans if times[0] <= times[1] else plans[::-1]
 
 
@@ -142,7 +142,7 @@ def _block(mp: int, rows: int) -> int:
     return rows if mp % rows == 0 and mp > rows else 0
 
 
-def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[Plan]:
+def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[KernelConfig]:
     """Plans worth measuring, the likeliest first; none where a slab has too few flags for any of them."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
@@ -155,10 +155,10 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     elif op == "all_gather_gemm":
         found = [
             ag_plan(mp, n, k, tp, sms),
-            Plan(),
-            Plan(pace=True),
-            Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128),
-            Plan(comm=12, skip=1, block=_block(mp, 128)),
+            KernelConfig(),
+            KernelConfig(pace=True),
+            KernelConfig(comm=24, skip=-1, block=_block(mp, 128), bn=128),
+            KernelConfig(comm=12, skip=1, block=_block(mp, 128)),
         ]
     elif ws:
         first = rs_plan(mp, n, k, tp, sms, ws)
@@ -176,7 +176,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     return [plan for plan in dict.fromkeys(found) if _flags(op, plan, mp, n, tp) <= CALL_FLAGS]
 
 
-def _flags(op: str, plan: Plan, mp: int, n: int, tp: int) -> int:
+def _flags(op: str, plan: KernelConfig, mp: int, n: int, tp: int) -> int:
     """How many flags a call of one of :func:`candidates` needs; :mod:`ops.launch.plain` raises with more."""
     if op == "gemm_reduce_scatter":  # one for each tile
         return cdiv(mp, plan.bm) * cdiv(n, plan.bn) * tp

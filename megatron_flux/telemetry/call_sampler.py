@@ -22,7 +22,7 @@ from megatron_flux.ops import call_events as observe
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.telemetry.baseline_times import Alone, AloneTimes
 
 _TUNED = "tuned"
@@ -172,7 +172,7 @@ def _answer(call: Call) -> dict[str, Any] | None:
 
 
 def _chosen(answer: Mapping[str, Any]) -> str:
-    return answer["backend"] if answer["plan"] is None else f"fused {Plan(**answer['plan']).label()}"
+    return answer["backend"] if answer["plan"] is None else f"fused {KernelConfig(**answer['plan']).label()}"
 
 
 def choices() -> dict[str, dict[str, Any]]:

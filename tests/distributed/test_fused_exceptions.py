@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
 
@@ -39,7 +39,7 @@ Call = tuple[Callable[[], torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def fresh(plan: Plan, seconds: float) -> Iterator[Any]:
+def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
     """The backend on new workspaces, whose waits are bounded by about so many seconds."""
     from megatron_flux.comm import slab
 
@@ -126,7 +126,7 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def no_kernel_everywhere(operator: str, plan: Plan) -> str:
+def no_kernel_everywhere(operator: str, plan: KernelConfig) -> str:
     """Returns what the next call is told, and goes on with new workspaces."""
     with fresh(plan, 20) as backend:
         for _ in range(2):
@@ -319,7 +319,7 @@ def test_a_rank_that_ran_out_of_memory_may_try_again(world2: WorkerPool, operato
     [("all_gather_gemm", COPIES), ("all_gather_gemm", PUSHES), ("gemm_reduce_scatter", COPIES), ("all_gather", COPIES)],
     ids=["all_gather_gemm by copies", "all_gather_gemm by pushes", "gemm_reduce_scatter", "all_gather"],
 )
-def test_a_call_broken_off_is_the_last_on_its_workspace(world2: WorkerPool, operator: str, plan: Plan) -> None:
+def test_a_call_broken_off_is_the_last_on_its_workspace(world2: WorkerPool, operator: str, plan: KernelConfig) -> None:
     for rank, said in enumerate(world2.run(no_kernel_everywhere, operator, plan)):
         for part in (f"rank {rank} (tp rank {rank} of 2)", operator, "RuntimeError", MESSAGE, "start the job again"):
             assert part in said, said

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 
 pytestmark = [
@@ -31,11 +31,11 @@ pytestmark = [
 
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
 PLANS = {
-    "copy engine": Plan(**TINY),
-    "copy engine, blocks": Plan(**TINY, block=16),
-    "pushes, chunks, join": Plan(**TINY, comm=1, skip=1, block=16, chunks=2),
-    "pushes, never join": Plan(**TINY, comm=2, skip=-1, band=2),
-    "pushes, whole tiles": Plan(**TINY, comm=1, split=False, reducers=2),
+    "copy engine": KernelConfig(**TINY),
+    "copy engine, blocks": KernelConfig(**TINY, block=16),
+    "pushes, chunks, join": KernelConfig(**TINY, comm=1, skip=1, block=16, chunks=2),
+    "pushes, never join": KernelConfig(**TINY, comm=2, skip=-1, band=2),
+    "pushes, whole tiles": KernelConfig(**TINY, comm=1, split=False, reducers=2),
 }
 
 
@@ -68,7 +68,7 @@ def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transpose
     assert torch.equal(pending.wait(), stock.all_gather(x, group, async_op=False).wait())
 
 
-def all_shapes(plan: Plan, tma: bool) -> None:
+def all_shapes(plan: KernelConfig, tma: bool) -> None:
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     backend = twin()
     from megatron_flux.ops.launch import plain as launch
@@ -183,7 +183,7 @@ def outgrown() -> None:
 
     slab.pool.clear()
     backend = twin()
-    backend.plan = Plan(**TINY)
+    backend.plan = KernelConfig(**TINY)
     for rows, kept in ((16, 0), (3 << 14, 0), (1 << 17, 1)):  # 4 MiB are the least
         x, w = integers(rows, 32, torch.float16), integers(1, 32, torch.float16)
         with captured_calls():
@@ -285,7 +285,7 @@ def captured_gather_stays_open() -> None:
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend, group = twin(), dist.group.WORLD
-    backend.plan = Plan(**TINY)
+    backend.plan = KernelConfig(**TINY)
     rounds = []
     for late in (0, 1, None):
         x = integers(16, 32, torch.float16)
@@ -355,7 +355,7 @@ def with_tma(function: Any, tma: bool) -> None:
 
 def one_rank_late() -> None:
     backend = twin()
-    backend.plan = Plan(**TINY, comm=1)
+    backend.plan = KernelConfig(**TINY, comm=1)
     for late in range(dist.get_world_size()):
         if dist.get_rank() == late:
             time.sleep(0.5)
@@ -367,7 +367,7 @@ def epochs_wrap() -> None:
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend = twin()
-    backend.plan = Plan(**TINY)
+    backend.plan = KernelConfig(**TINY)
     compare(backend, 16, 32, 32, torch.float16, False)
     with captured_calls():
         compare(backend, 16, 32, 32, torch.float16, False)
@@ -412,7 +412,7 @@ def peer_never_comes() -> str | None:
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
     slab.pool.clear()
     backend = twin()
-    backend.plan = Plan(**TINY)
+    backend.plan = KernelConfig(**TINY)
     group = dist.group.WORLD
     x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     said = None
@@ -442,13 +442,13 @@ def different_shapes() -> str:
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: Plan, tma: bool) -> None:
+def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma: bool) -> None:
     world2.run(all_shapes, plan, tma)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes, chunks, join"]], ids=["copy engine", "pushes"])
-def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: Plan) -> None:
+def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: KernelConfig) -> None:
     world4.run(all_shapes, plan, True)
 
 

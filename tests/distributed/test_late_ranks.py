@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, integers, twin
 
@@ -26,9 +26,9 @@ pytestmark = [
 
 LATE_S = 0.15
 PLANS = {
-    "copy engine": Plan(**TINY),
-    "copy engine, blocks": Plan(**TINY, block=16),
-    "pushes": Plan(**TINY, comm=1, skip=1, block=16, chunks=2),
+    "copy engine": KernelConfig(**TINY),
+    "copy engine, blocks": KernelConfig(**TINY, block=16),
+    "pushes": KernelConfig(**TINY, comm=1, skip=1, block=16, chunks=2),
 }
 DTYPE = torch.float16
 
@@ -67,7 +67,7 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
     assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
 
 
-def rank_late(plan: Plan) -> None:
+def rank_late(plan: KernelConfig) -> None:
     """Both halves of both workspaces, and each of them again."""
     backend = twin()
     backend.plan = plan
@@ -76,11 +76,11 @@ def rank_late(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: Plan) -> None:
+def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: KernelConfig) -> None:
     world2.run(rank_late, plan)
 
 
-def rank_wraps(plan: Plan) -> None:
+def rank_wraps(plan: KernelConfig) -> None:
     """Two rounds before the largest int32, two behind it: what flags hold then is far above the epoch as a number."""
     from megatron_flux.comm import slab
 
@@ -101,7 +101,7 @@ def rank_wraps(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes"]], ids=["copy engine", "pushes"])
-def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: Plan) -> None:
+def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelConfig) -> None:
     world2.run(rank_wraps, plan)
 
 

@@ -24,20 +24,20 @@ from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import RankError, WorkerPool
 
 pytestmark = pytest.mark.distributed
 
 SHAPE = (8, 6, 4)
-PLANS = (Plan(), Plan(reducers=7))
+PLANS = (KernelConfig(), KernelConfig(reducers=7))
 
 
 class Fused(ReferenceBackend):
     """Right results by stock's way, under a plan; fails with plans that a rank is told to fail with."""
 
-    def __init__(self, failing: dict[int, tuple[Plan, ...]]) -> None:
-        self.plan: Plan | None = None
+    def __init__(self, failing: dict[int, tuple[KernelConfig, ...]]) -> None:
+        self.plan: KernelConfig | None = None
         self._failing = failing.get(dist.get_rank(), ())
         self._alone = bool(failing)  # as a kernel that is enqueued: it does not hold up the host
 
@@ -86,7 +86,9 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
             logger.removeHandler(said)
 
 
-def tune_once(cache: Path, failing: dict[int, tuple[Plan, ...]]) -> tuple[dict[str, Any], list[str], list[float]]:
+def tune_once(
+    cache: Path, failing: dict[int, tuple[KernelConfig, ...]]
+) -> tuple[dict[str, Any], list[str], list[float]]:
     """The answer for one call, what was logged, and that call's result."""
     group = dist.group.WORLD
     m, n, k = SHAPE

@@ -35,7 +35,7 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends import fused
 from megatron_flux.ops.backends.registry import _backends
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.kernel_config import Plan, candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # for tests.ptx
 
@@ -176,12 +176,18 @@ def plans(group):
 def more_plans(group):
     """What the tuner does not try, but a person may."""
     return with_plans(
-        group, Plan(block=128, reducers=20, band=2), Plan(comm=4, skip=-1), Plan(comm=16, skip=1, chunks=4),
-        Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(bm=64, bn=128, split=False), Plan(bn=128, band=4),
-        Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
-        Plan(ws=True, stages=3, ring=3, bk=32, spread=90, band=5), Plan(ws=True, comm=1, chunks=3, group=1),
-        Plan(ws=True, early=True, late=True, group=3),
-    )  # fmt: skip
+        group,
+        KernelConfig(block=128, reducers=20, band=2),
+        KernelConfig(comm=4, skip=-1),
+        KernelConfig(comm=16, skip=1, chunks=4),
+        KernelConfig(comm=5, skip=2, block=128, chunks=2, bn=128),
+        KernelConfig(bm=64, bn=128, split=False),
+        KernelConfig(bn=128, band=4),
+        KernelConfig(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
+        KernelConfig(ws=True, stages=3, ring=3, bk=32, spread=90, band=5),
+        KernelConfig(ws=True, comm=1, chunks=3, group=1),
+        KernelConfig(ws=True, early=True, late=True, group=3),
+    )
 
 
 def repeated(group):
@@ -222,7 +228,7 @@ def many_rows(group):
         return "no Hopper"
     xs, _, w = operands(group, 16384 // group.size(), 512, 1024, torch.bfloat16, False)
     want, before = gather(xs, group), None
-    backend().plan = Plan(ws=True, comm=1, chunks=8)
+    backend().plan = KernelConfig(ws=True, comm=1, chunks=8)
     try:
         for call in range(4):
             _, full = ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME)
@@ -319,9 +325,13 @@ def graphs(group):
     if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
         return "left out: beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     b, done = backend(), []
-    chosen = [None, Plan(), Plan(block=128), Plan(comm=4, skip=1, chunks=2)]
+    chosen = [None, KernelConfig(), KernelConfig(block=128), KernelConfig(comm=4, skip=1, chunks=2)]
     if torch.cuda.get_device_capability() == (9, 0):
-        chosen += [Plan(ws=True, early=True, late=True), Plan(ws=True, pace=True), Plan(ws=True, comm=1, chunks=4)]
+        chosen += [
+            KernelConfig(ws=True, early=True, late=True),
+            KernelConfig(ws=True, pace=True),
+            KernelConfig(ws=True, comm=1, chunks=4),
+        ]
     try:
         for plan in chosen:
             b.plan = plan
@@ -499,7 +509,7 @@ def across_streams(group):
     a, b, late = torch.cuda.Stream(), torch.cuda.Stream(), random.Random(group.rank())
     torch.cuda.synchronize()
     try:
-        for plan in (None, Plan()):  # while a plan is set, no call is made ready
+        for plan in (None, KernelConfig()):  # while a plan is set, no call is made ready
             backend().plan = plan
             for call in range(60):
                 first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
@@ -549,7 +559,7 @@ def exceptions(group):
 
     late = random.Random(group.rank())
     try:
-        for plan in (None, Plan(ws=True)):  # while a plan is set, no call is made ready
+        for plan in (None, KernelConfig(ws=True)):  # while a plan is set, no call is made ready
             backend().plan = plan
             for name, call in calls.items():
                 for _ in range(5):
@@ -729,16 +739,16 @@ def late_hopper(group, wrap=False):
     if torch.cuda.get_device_capability() != (9, 0):
         return "no Hopper"
     sizes = (256, 1024, 512)
-    chosen = [(Plan(ws=True), sizes, False), (Plan(ws=True, comm=1, chunks=2), sizes, False)]
+    chosen = [(KernelConfig(ws=True), sizes, False), (KernelConfig(ws=True, comm=1, chunks=2), sizes, False)]
     if not wrap:
-        chosen += [(Plan(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
+        chosen += [(KernelConfig(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
     return late_calls(group, chosen, wrap)
 
 
 def late_plain(group, wrap=False):
     """The same for the plain kernels, with and without TMA, and for gathers by themselves."""
-    chosen = [(Plan(), (256, 512, 256), True), (Plan(comm=4, skip=1, chunks=2), (256, 512, 256), False)]
-    return late_calls(group, [*chosen, *([] if wrap else [(Plan(), (37, 100, 77), False)])], wrap)
+    chosen = [(KernelConfig(), (256, 512, 256), True), (KernelConfig(comm=4, skip=1, chunks=2), (256, 512, 256), False)]
+    return late_calls(group, [*chosen, *([] if wrap else [(KernelConfig(), (37, 100, 77), False)])], wrap)
 
 
 def wrapping_hopper(group):
@@ -839,10 +849,10 @@ def fences(group):
     slab.pool.clear()  # what has been launched from it would not be launched by Triton again
     try:
         with mock.patch.object(relaunch, "by_triton", spying), mock.patch.object(launch, "by_triton", spying):
-            for plan in (Plan(), Plan(comm=4, skip=1, chunks=2)):
+            for plan in (KernelConfig(), KernelConfig(comm=4, skip=1, chunks=2)):
                 backend().plan = plan
                 compare(group, 256, 512, 256)
-            for plan in (Plan(ws=True), Plan(ws=True, comm=1, chunks=2)) if hopper else ():
+            for plan in (KernelConfig(ws=True), KernelConfig(ws=True, comm=1, chunks=2)) if hopper else ():
                 backend().plan = plan
                 compare(group, 256, 1024, 512)
     finally:

@@ -41,7 +41,7 @@ from megatron_flux.ops.alignment import aligned
 from megatron_flux.ops.checks import agree
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.fast_path.replay import ReadyCall
-from megatron_flux.ops.kernel_config import Plan, ag_plan, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan
 from megatron_flux.settings import one_queue, sm_margin
 
 
@@ -56,7 +56,7 @@ class FusedBackend:
         """Nothing is allocated or imported before the first call."""
         self.name = name
         self.twin = twin
-        self.plan: Plan | None = None
+        self.plan: KernelConfig | None = None
         """Overrides the choice of plan (the tuner and tests set it)."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
@@ -105,7 +105,9 @@ class FusedBackend:
         work, plan = self._gather_work(x, group, n, capturing(x))
         return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
 
-    def _gather_work(self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool) -> tuple[slab.Slab, Plan]:
+    def _gather_work(
+        self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
+    ) -> tuple[slab.Slab, KernelConfig]:
         """Slab and plan of an all_gather_gemm."""
         from megatron_flux.ops.launch import plain as launch
 
@@ -118,7 +120,7 @@ class FusedBackend:
     _gather_plan = staticmethod(ag_plan)
 
     def _gather_slab(
-        self, x: torch.Tensor, group: dist.ProcessGroup, plan: Plan, ws: bool, captured: bool
+        self, x: torch.Tensor, group: dist.ProcessGroup, plan: KernelConfig, ws: bool, captured: bool
     ) -> slab.Slab:
         """``ws``: whether warp-specialised kernels can run the call."""
         return slab.pool.get(group, "gemm", group.size() * x.numel() * x.element_size(), x.device, captured)
@@ -140,7 +142,7 @@ class FusedBackend:
 
     def _scatter_work(
         self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
-    ) -> tuple[slab.Slab, Plan]:
+    ) -> tuple[slab.Slab, KernelConfig]:
         """Slab and plan of a gemm_reduce_scatter."""
         from megatron_flux.ops.launch import plain as launch
 

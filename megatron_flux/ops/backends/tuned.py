@@ -48,7 +48,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path.replay import ReadyCall
-from megatron_flux.ops.kernel_config import Plan, candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.telemetry.baseline_times import GemmAlone
 
 logger = logging.getLogger("megatron_flux")
@@ -126,7 +126,7 @@ class TunedBackend:
         self.fused = fused
         self.answers: dict[tuple[str, str], dict[str, Any]] = {}
         """By group and key; filled as shapes come."""
-        self._quick: dict[tuple[Any, ...], tuple[str, Plan | None]] = {}
+        self._quick: dict[tuple[Any, ...], tuple[str, KernelConfig | None]] = {}
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Whatever keeps ``fused`` from running."""
@@ -231,19 +231,19 @@ class TunedBackend:
             return call.run(self.pipelined)
         return call.run(self.reference)
 
-    def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
+    def _with_plan(self, run: Callable[[Any], Any], plan: KernelConfig) -> Any:
         before, self.fused.plan = self.fused.plan, plan
         try:
             return run(self.fused)
         finally:
             self.fused.plan = before
 
-    def _choice(self, call: _Call) -> tuple[str, Plan | None]:
+    def _choice(self, call: _Call) -> tuple[str, KernelConfig | None]:
         """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
         choice = self._quick.get(call.kind)
         if choice is None:
             found = self._find(call)
-            choice = found["backend"], Plan(**found["plan"]) if found["plan"] is not None else None
+            choice = found["backend"], KernelConfig(**found["plan"]) if found["plan"] is not None else None
             if not torch.cuda.is_current_stream_capturing():
                 self._quick[call.kind] = choice
         return choice
@@ -328,7 +328,9 @@ class TunedBackend:
         op, run, x, m, n, k, group = call.op, call.run, call.x, call.m, call.n, call.k, call.group
         device, mp, tp = x.device, m // group.size(), group.size()
         ws = hopper_kernels(x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
-        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
+        ways: dict[str, tuple[KernelConfig | None, Callable[[], Any]]] = {
+            "reference": (None, lambda: run(self.reference))
+        }
         if call.pipelines and not capturing(x):
             way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
             if way is not None:

@@ -11,7 +11,7 @@ import torch
 from megatron_flux.comm.copy_engine import buffers_of
 from megatron_flux.comm.slab import Slab
 from megatron_flux.ops.fast_path.replay import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
-from megatron_flux.ops.kernel_config import WHOLE, Edges, Plan
+from megatron_flux.ops.kernel_config import WHOLE, Edges, KernelConfig
 from megatron_flux.ops.launch import hopper as launch_hopper
 from megatron_flux.ops.launch.plain import hopper_kernels, sm_count
 
@@ -22,7 +22,7 @@ def all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     work: Slab,
-    plan: Plan,
+    plan: KernelConfig,
     transposed: bool,
     shape: tuple[int, ...],
     bias: bool = False,
@@ -51,7 +51,7 @@ def all_gather_gemm(
 
 
 def gemm_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, transposed: bool, shape: tuple[int, ...]
+    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: KernelConfig, transposed: bool, shape: tuple[int, ...]
 ) -> ReadyGemmReduceScatter | None:
     """As :func:`all_gather_gemm`."""
     k = x.shape[-1]

@@ -13,7 +13,7 @@ from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.ops.fast_path import kernel_launch as relaunch
-from megatron_flux.ops.kernel_config import Plan, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 PIECE = 64
@@ -28,7 +28,7 @@ def all_gather_gemm(
     work: Slab,
     turn: Turn,
     gathered: torch.Tensor,
-    plan: Plan,
+    plan: KernelConfig,
     sms: int,
     transposed: bool,
     bias: torch.Tensor | None = None,
@@ -111,7 +111,7 @@ def gemm_reduce_scatter(
     out: torch.Tensor,
     work: Slab,
     turn: Turn,
-    plan: Plan,
+    plan: KernelConfig,
     sms: int,
     transposed: bool,
 ) -> None:
@@ -163,7 +163,7 @@ def gemm_reduce_scatter(
     relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
 
 
-def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:
+def _sinks(work: Slab, plan: KernelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:
     """The rank's workspace ``[rows, bn]``, and every step's destination as a descriptor (None beyond ``tp``)."""
     key = ("hopper sinks", plan.bm, plan.bn, dtype)
     found = work.views.get(key)
@@ -176,7 +176,7 @@ def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, li
     return found
 
 
-def _weight(weight: torch.Tensor, plan: Plan, transposed: bool) -> TensorDescriptor:
+def _weight(weight: torch.Tensor, plan: KernelConfig, transposed: bool) -> TensorDescriptor:
     return _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
 
 

@@ -21,7 +21,7 @@ from megatron_flux.kernels.plain.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.plain.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.alignment import BYTES
 from megatron_flux.ops.fast_path.kernel_launch import by_triton
-from megatron_flux.ops.kernel_config import Plan, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 from megatron_flux.ops.launch.barrier import begin
 from megatron_flux.settings import sm_margin
 
@@ -44,12 +44,12 @@ def sm_count(device: torch.device) -> int:
     return count - margin
 
 
-def rs_tiles(mp: int, n: int, plan: Plan) -> int:
+def rs_tiles(mp: int, n: int, plan: KernelConfig) -> int:
     """Tiles of a rank's own rows."""
     return cdiv(mp, plan.bm) * cdiv(n, plan.bn)
 
 
-def within_flags(plan: Plan, m: int) -> Plan:
+def within_flags(plan: KernelConfig, m: int) -> KernelConfig:
     """The plan with no more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
 
     Args:
@@ -72,7 +72,7 @@ def all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     work: Slab,
-    plan: Plan,
+    plan: KernelConfig,
     *,
     transposed: bool,
     bias: torch.Tensor | None = None,
@@ -195,7 +195,7 @@ def _hopper_all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     work: Slab,
-    plan: Plan,
+    plan: KernelConfig,
     sms: int,
     transposed: bool,
     bias: torch.Tensor | None,
@@ -220,7 +220,7 @@ def _hopper_all_gather_gemm(
 
 
 def gemm_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: Plan, *, transposed: bool
+    x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: KernelConfig, *, transposed: bool
 ) -> torch.Tensor:
     """``[mp, n]`` for x ``[m, k]``."""
     m, k = x.shape

@@ -13,7 +13,7 @@ import torch
 from megatron_flux.comm import copies
 from megatron_flux.comm import cuda_driver as driver
 from megatron_flux.comm.slab import FLAG_WORDS, Turn
-from megatron_flux.ops.kernel_config import Edges, Plan
+from megatron_flux.ops.kernel_config import Edges, KernelConfig
 
 pytest.importorskip("triton")
 
@@ -72,10 +72,10 @@ def test_two_ranks_have_one_other_shard_first_and_last() -> None:
 @pytest.mark.parametrize(("k", "columns"), [(8192, 2048), (200, 64), (512, 128), (64, 0), (40, 0)])
 def test_a_quarter_of_the_columns_in_whole_blocks(k: int, columns: int) -> None:
     """A shard of one block is not cut."""
-    assert Plan(ws=True, early=True).edges(k) == (Edges(early=True, columns=columns) if columns else Edges())
-    assert Plan(ws=True).edges(k) == Edges()
-    assert Plan(ws=True, early=True, pace=True).edges(k) == Edges()  # steps are counted by whole shards
-    assert Plan(ws=True, early=True, comm=1).edges(k) == Edges()  # SMs have chunks of their own
+    assert KernelConfig(ws=True, early=True).edges(k) == (Edges(early=True, columns=columns) if columns else Edges())
+    assert KernelConfig(ws=True).edges(k) == Edges()
+    assert KernelConfig(ws=True, early=True, pace=True).edges(k) == Edges()  # steps are counted by whole shards
+    assert KernelConfig(ws=True, early=True, comm=1).edges(k) == Edges()  # SMs have chunks of their own
 
 
 @pytest.mark.parametrize("edges", EDGES.values(), ids=list(EDGES))

@@ -16,7 +16,7 @@ import torch
 from megatron_flux.bench.shapes import MODELS, cases
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.kernel_config import Plan, ag_plan, candidates, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, candidates, rs_plan
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -37,8 +37,8 @@ def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
 
 
 def test_label_names_what_differs() -> None:
-    assert Plan().label() == "default"
-    assert Plan(comm=4, bn=128).label() == "bn=128 comm=4"
+    assert KernelConfig().label() == "default"
+    assert KernelConfig(comm=4, bn=128).label() == "bn=128 comm=4"
 
 
 def test_shapes_of_gpt3() -> None:
@@ -149,10 +149,10 @@ def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
 
 def test_warp_specialised_plans_for_hopper() -> None:
     # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
-    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == Plan(ws=True, group=16, bn=128, stages=6)
-    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == Plan(ws=True, group=16)
+    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16, bn=128, stages=6)
+    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16)
     # Short products are bound by the link: no pacing.
-    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == Plan(ws=True, stages=3, ring=4, spread=75)
+    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == KernelConfig(ws=True, stages=3, ring=4, spread=75)
     assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
 
 

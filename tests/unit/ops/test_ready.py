@@ -22,7 +22,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import call_cache as again
 from megatron_flux.ops.fast_path import replay as ready
 from megatron_flux.ops.fast_path.replay import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 
 STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
 
@@ -111,7 +111,7 @@ def test_a_plan_set_later_is_not_passed_by(done: list[tuple[Any, ...]], monkeypa
     call = backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6))
     assert call is made
     assert call.usable()
-    backend.plan = Plan()
+    backend.plan = KernelConfig()
     assert not call.usable()
     assert backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6)) is None
     backend.plan = None

@@ -20,7 +20,7 @@ from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 
 
 class Group:
@@ -70,7 +70,7 @@ def call(backend: TunedBackend) -> Any:
     return backend.log[-1]
 
 
-def keep(backend: str, plan: Plan | None) -> None:
+def keep(backend: str, plan: KernelConfig | None) -> None:
     key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink")
     store(tuning_cache.cache_path(), key, {"backend": backend, "plan": plan and asdict(plan), "ms": {backend: 1.0}})
 
@@ -86,8 +86,8 @@ def test_a_kept_answer_is_taken(tuned: TunedBackend, name: str) -> None:
 
 
 def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
-    keep("fused", Plan(reducers=7))
-    assert call(tuned) == ("fused", Plan(reducers=7))
+    keep("fused", KernelConfig(reducers=7))
+    assert call(tuned) == ("fused", KernelConfig(reducers=7))
     assert tuned.fused.plan is None
 
 
@@ -134,7 +134,7 @@ def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:
 
 
 def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
-    keep("fused", Plan())
+    keep("fused", KernelConfig())
     call(tuned)
     tuning_cache.cache_path().unlink()
     assert call(tuned)[0] == "fused"
@@ -143,7 +143,7 @@ def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
 def test_capture_measures_nothing_and_remembers_nothing(
     tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keep("fused", Plan())
+    keep("fused", KernelConfig())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert call(tuned)[0] == "reference"
     assert "gemm_reduce_scatter m=8 n=6 k=4 was never run before this CUDA graph's capture" in caplog.text
@@ -154,9 +154,9 @@ def test_capture_measures_nothing_and_remembers_nothing(
 
 
 def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: TunedBackend) -> None:
-    keep("fused", Plan(reducers=7))
+    keep("fused", KernelConfig(reducers=7))
     with captured_calls():
-        assert call(tuned) == ("fused", Plan(reducers=7))
+        assert call(tuned) == ("fused", KernelConfig(reducers=7))
         assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, Group())["backend"] == "fused"
     tuning_cache.cache_path().unlink()
     tuned.answers.clear()
@@ -169,15 +169,15 @@ def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: Tuned
 
 def test_calls_that_will_be_captured_keep_their_answer_for_themselves(tuned: TunedBackend) -> None:
     key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink", captured=True)
-    store(tuning_cache.cache_path(), key, {"backend": "fused", "plan": asdict(Plan(reducers=3)), "ms": {}})
+    store(tuning_cache.cache_path(), key, {"backend": "fused", "plan": asdict(KernelConfig(reducers=3)), "ms": {}})
     assert call(tuned) == ("reference", None)
-    keep("fused", Plan(reducers=7))
+    keep("fused", KernelConfig(reducers=7))
     with captured_calls():
         assert call(tuned) == ("reference", None)  # as before in this process
         tuned.answers.clear()
         tuned._quick.clear()
-        assert call(tuned) == ("fused", Plan(reducers=3))
-    assert call(tuned) == ("fused", Plan(reducers=7))
+        assert call(tuned) == ("fused", KernelConfig(reducers=3))
+    assert call(tuned) == ("fused", KernelConfig(reducers=7))
 
 
 def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_flux.comm import cuda_driver as driver
+from megatron_flux import cuda_driver as driver
 from megatron_flux.ops.kernel_config import Edges
 
 

@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
-from megatron_flux.comm import cuda_driver as driver
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.copies import Copy, enqueue, order
+from megatron_flux.comm.graph_capture import begin, capture_of, waited_elsewhere
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.poison import unbroken
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.gather import gather_wait_kernel
-from megatron_flux.ops.cuda_graphs import waited_elsewhere
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
 from megatron_flux.ops.kernel_config import WHOLE, Edges, cdiv
-from megatron_flux.ops.launch.barrier import begin, capture_of
 
 TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
 

@@ -199,18 +199,17 @@ def outgrown() -> None:
 @contextlib.contextmanager
 def one_capture(number: int | None) -> Iterator[None]:
     """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
+    from megatron_flux.comm import graph_capture
     from megatron_flux.ops.cuda_graphs import captured_calls
-    from megatron_flux.ops.launch import barrier as launch_enter
 
-    with captured_calls(), mock.patch.object(launch_enter, "capture_id", return_value=number):
+    with captured_calls(), mock.patch.object(graph_capture, "capture_id", return_value=number):
         yield
 
 
 def replays_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import graph_capture, slab
     from megatron_flux.ops.cuda_graphs import captured_calls
-    from megatron_flux.ops.launch import barrier as launch_enter
 
     backend, group = twin(), dist.group.WORLD
     rng = random.Random(dist.get_rank())
@@ -240,8 +239,8 @@ def replays_in_any_order() -> None:
                 assert torch.equal(part.float(), z)
 
     entered: list[int] = []
-    once = launch_enter._enter
-    with mock.patch.object(launch_enter, "_enter", lambda work: (entered.append(1), once(work))):
+    once = graph_capture._enter
+    with mock.patch.object(graph_capture, "_enter", lambda work: (entered.append(1), once(work))):
         for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
             backend.plan = plan
             for number, count in enumerate((3, 1, 1, 2, 3, 3, 1, 2)):

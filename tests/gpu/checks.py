@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux import ops, settings
 from megatron_flux.bench import stand_in, stand_in_fused
-from megatron_flux.comm import cuda_driver as driver
 from megatron_flux.comm import slab
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
@@ -831,7 +831,7 @@ def slowest_rank(group):
 
 def fences(group):
     """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
-    from megatron_flux.ops.fast_path import kernel_launch as relaunch
+    from megatron_flux.kernels import launch as relaunch
     from megatron_flux.ops.launch import plain as launch
     from tests.ptx import missing_fences, missing_in_plain
 

@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_flux.comm import cuda_driver as driver
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import slab
 from megatron_flux.comm.copies import Copy, enqueue
+from megatron_flux.comm.graph_capture import waited_elsewhere
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.poison import broken_off
-from megatron_flux.ops.cuda_graphs import capturing_on_gpu, waited_elsewhere
+from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 
 if TYPE_CHECKING:
-    from megatron_flux.ops.fast_path.kernel_launch import Relaunch
+    from megatron_flux.kernels.launch import Relaunch
 
 
 class Push(NamedTuple):

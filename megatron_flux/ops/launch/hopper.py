@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
 from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

@@ -14,15 +14,15 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_flux.comm.copy_engine import buffers_of, copy_engine_push, view
+from megatron_flux.comm.graph_capture import begin
 from megatron_flux.comm.poison import unbroken
 from megatron_flux.comm.slab import CALL_FLAGS, ENTER_WORDS, FLAG_WORDS, Slab
 from megatron_flux.errors import UserError
+from megatron_flux.kernels.launch import by_triton
 from megatron_flux.kernels.plain.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.plain.gemm_rs import gemm_rs_kernel
 from megatron_flux.ops.alignment import BYTES
-from megatron_flux.ops.fast_path.kernel_launch import by_triton
 from megatron_flux.ops.kernel_config import KernelConfig, cdiv
-from megatron_flux.ops.launch.barrier import begin
 from megatron_flux.settings import sm_margin
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copies
-from megatron_flux.comm import cuda_driver as driver
 from megatron_flux.comm.slab import FLAG_WORDS, Turn
 from megatron_flux.ops.kernel_config import Edges, KernelConfig
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_flux.comm import cuda_driver as driver
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.slab import Turn
 from megatron_flux.ops.kernel_config import WHOLE, Edges
 from tests.unit.comm.test_copies import EDGES, FLAGS, MP, ranks, shard

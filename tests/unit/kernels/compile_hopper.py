@@ -23,10 +23,10 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from megatron_flux.comm import cuda_driver as driver
+from megatron_flux import cuda_driver as driver
+from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
 
 POINTERS = {
     "x": "*bf16", "bias": "*bf16", "recv": "*bf16", "out": "*bf16", "data_table": "*i64", "flag_table": "*i64",

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_flux
-from megatron_flux.ops.launch.signals import kept
+from megatron_flux.kernels.signals import kept
 from megatron_flux.train.stop import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -32,7 +32,7 @@ COMPILES = """
 import os, signal, sys
 sys.path.insert(0, {folder!r})
 import compile_hopper
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
+from megatron_flux.kernels import launch as relaunch
 heard = []
 signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 for number in signals:
@@ -211,4 +211,4 @@ def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:
         for file in package.rglob("*.py")
         for match in re.finditer(r"\w*kernel\[.+?\](?=\()", file.read_text())
     }
-    assert launches == {("ops/fast_path/kernel_launch.py", "kernel[(grid,)]")}
+    assert launches == {("kernels/launch.py", "kernel[(grid,)]")}

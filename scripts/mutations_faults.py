@@ -183,13 +183,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/comm/test_pushes.py::test_only_eager_pushes_are_paced",),
     ),
     _fault(
-        "a destroyed group's slab is taken",
-        "megatron_flux/comm/slab.py",
-        "slab.half_bytes >= nbytes and slab.group is group",
-        "slab.half_bytes >= nbytes",
+        "a destroyed group's state is kept",
+        "megatron_flux/comm/group_state.py",
+        "weakref.finalize(group, _states.pop, key, None)",
+        "weakref.finalize(state, _states.pop, key, group)",
         (
-            f"{LATE}::test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own",
-            "tests/unit/comm/test_slab_turns.py::test_a_slab_belongs_to_one_group_whatever_its_name",
+            f"{LATE}::test_a_group_made_again_under_the_same_name_starts_clean",
+            "tests/unit/comm/test_slab_turns.py::test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it",
         ),
     ),
     _fault(
@@ -204,9 +204,9 @@ FAULTS: tuple[Fault, ...] = (
         "a gather is waited for before the streams are in order",
         "megatron_flux/comm/copy_engine.py",
         """                    work.end()
-                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+                    relaunch.first_or_again(work.kernels, ("wait", turn.half, tp), 1, launch, x.device.index)
 """,
-        """                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+        """                    relaunch.first_or_again(work.kernels, ("wait", turn.half, tp), 1, launch, x.device.index)
                     work.end()
 """,
         checks=("across_streams",),
@@ -229,7 +229,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/fast_path/call_cache.py",
         "        x.dtype,\n",
         "",
-        ("tests/unit/ops/test_ready_keys.py::test_calls_of_another_kind_have_another_key",),
+        ("tests/unit/ops/test_call_keys.py::test_calls_of_another_kind_have_another_key",),
         ("kinds",),
     ),
     _fault(

@@ -19,8 +19,7 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.copies import Copy, enqueue, order
 from megatron_flux.comm.graph_capture import begin, capture_of, waited_elsewhere
 from megatron_flux.comm.pending import Pending
-from megatron_flux.comm.poison import unbroken
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, Turn, unbroken
 from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.gather import gather_wait_kernel
 from megatron_flux.ops.kernel_config import WHOLE, Edges, cdiv
@@ -38,7 +37,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     """
     _finish_open(work)
     mp, k = x.shape
-    tp, rank, cuda = work.group.size(), work.rank, x.is_cuda
+    tp, rank, cuda = work.tp, work.rank, x.is_cuda
     with unbroken(work, "all_gather"):
         turn = begin(work)
         capture = work.capture
@@ -71,19 +70,19 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
                 if cuda:
                     # First the order of the streams: the kernel reads the number that the call before leaves.
                     work.end()
-                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+                    relaunch.first_or_again(work.kernels, ("wait", turn.half, tp), 1, launch, x.device.index)
                     finish()
                     if torch.cuda.current_stream() != begun:
                         # The stream whose memory x may be does not wait for the copies.
-                        x.record_stream(work.views["side",][0])
+                        x.record_stream(work.side.stream)
                 else:
                     launch()
                     work.end()
-                if work.views.get("open") is pending:
-                    del work.views["open"]
+                if work.open_gather is pending:
+                    work.open_gather = None
 
         pending = Pending(buffers[rank], wait, keep=(x,))
-        work.views["open"] = pending
+        work.open_gather = pending
     return pending
 
 
@@ -92,13 +91,13 @@ def _finish_open(work: Slab) -> None:
 
     One that was begun in another capture is forgotten: that capture failed, and nothing of it has run or will.
     """
-    unfinished = work.views.get("open")
+    unfinished = work.open_gather
     if unfinished is None:
         return
     if work.capture is None or work.capture == capture_of(work):
         unfinished.wait()
     else:
-        del work.views["open"]
+        work.open_gather = None
 
 
 def copy_engine_push(
@@ -121,7 +120,7 @@ def copy_engine_push(
     current stream wait for the copies.
     """
     mp, k = x.shape
-    tp, rank = work.group.size(), work.rank
+    tp, rank = work.tp, work.rank
     blocks = cdiv(mp, block)
     pace = pace and x.is_cuda and blocks == 1 and tp > 2 and not work.captured
     base = turn.half * FLAG_WORDS + TOKENS
@@ -139,8 +138,8 @@ def copy_engine_push(
                 found.append((target, (rows, columns), work.flags[peer][word : word + 1], mine, theirs))
         return found
 
-    epoch = view(work, ("epoch", turn.half), lambda: work.epochs[turn.half : turn.half + 1])
-    moves = view(work, ("ce", turn.half, mp, k, x.dtype, block, edges), views)
+    epoch = work.epochs[turn.half : turn.half + 1]
+    moves = view(work.moves, (turn.half, mp, k, x.dtype, block, edges), views)
 
     def push(side: torch.cuda.Stream | None) -> None:
         for i, (target, part, flag, mine, theirs) in enumerate(moves):
@@ -154,12 +153,14 @@ def copy_engine_push(
     if not x.is_cuda:
         push(None)
         return lambda: None
-    side, before, after = view(work, ("side",), lambda: _side(x.device))
+    if work.side is None:
+        work.side = CopyStream(torch.cuda.Stream(x.device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+    side, before, after = work.side
     before.record()
     side.wait_event(before)
     if not pace:
-        key = ("addresses", turn.half, mp, k, x.dtype, block, edges)
-        enqueue(view(work, key, lambda: _copies(moves, x)), x.data_ptr(), epoch.data_ptr(), side.cuda_stream)
+        key = (turn.half, mp, k, x.dtype, block, edges)
+        enqueue(view(work.copies, key, lambda: _copies(moves, x)), x.data_ptr(), epoch.data_ptr(), side.cuda_stream)
     else:
         with torch.cuda.stream(side):
             push(side)
@@ -183,23 +184,18 @@ def _copies(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[Copy]:
     ]
 
 
-def _side(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
-    """The stream of the copies, and events to put it behind and before the caller's stream."""
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
-
-
 def buffers_of(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """The gather buffer ``[m, k]`` of every rank."""
 
     def make() -> list[torch.Tensor]:
-        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())]
+        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.tp)]
 
-    return view(work, ("gather", half, m, k, dtype), make)
+    return view(work.buffers, (half, m, k, dtype), make)
 
 
-def view(work: Slab, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, kept with the slab under ``key``."""
-    found = work.views.get(key)
+def view(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, kept in ``known`` (of a slab) under ``key``."""
+    found = known.get(key)
     if found is None:
-        found = work.views[key] = make()
+        found = known[key] = make()
     return found

@@ -179,13 +179,13 @@ def choices() -> dict[str, dict[str, Any]]:
     """What the tuner has chosen in this process, by call (its key up to the bar, without device and versions)."""
     return {
         key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "ms")}
-        for (_, key), answer in _tuner().answers.items()
+        for key, answer in _tuner().all_answers()
     }
 
 
 def choices_made() -> int:
     """How many there are."""
-    return len(_tuner().answers)
+    return len(_tuner().all_answers())
 
 
 def _tuner() -> TunedBackend:

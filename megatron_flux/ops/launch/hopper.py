@@ -31,15 +31,17 @@ def all_gather_gemm(
     plan: KernelConfig,
     sms: int,
     transposed: bool,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    return_gathered: bool,
 ) -> None:
     """Fill ``c`` ``[m, n]`` for x ``[mp, k]``; ``mp`` must be a multiple of the tile's rows.
 
-    The caller allocates, takes the turn and enqueues the copies.
+    The caller allocates, takes the turn and enqueues the copies. Without ``return_gathered`` the rank's own rows
+    are not copied into ``gathered``: the kernel reads them from x.
     """
     mp, k = x.shape
-    tp, rank, n = work.group.size(), work.rank, c.shape[1]
-    key = ag_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms, bias is not None)
+    tp, rank, n = work.tp, work.rank, c.shape[1]
+    key = ag_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms, bias is not None, return_gathered)
 
     def launch() -> relaunch.Launch:
         push = plan.comm > 0
@@ -81,7 +83,7 @@ def all_gather_gemm(
             "SPAN": plan.span,
             "EARLY": edges.early,
             "LATE": edges.late,
-            "KEEP": True,
+            "KEEP": return_gathered,
             "CTAS": sms,
             "STAGES": plan.stages,
             "RING": plan.ring,
@@ -92,16 +94,18 @@ def all_gather_gemm(
         return relaunch.by_triton(hopper_ag_gemm_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
     operands = {"xd": x, "b": weight, "c": c, "x": x} | ({} if bias is None else {"bias": bias})
-    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, **operands)
+    relaunch.first_or_again(work.kernels, key, sms, launch, x.device.index, **operands)
 
 
 def ag_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs, whether it adds a bias."""
+    """Of a kernel's relaunch in ``work.kernels``; others: dtype, transposed, plan, SMs, whether it adds a bias,
+    whether it copies the own rows.
+    """
     return ("ag", half, mp, n, k, *others)
 
 
 def rs_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """As :func:`ag_key`; never a bias."""
+    """As :func:`ag_key`, without the last two."""
     return ("rs", half, mp, n, k, *others)
 
 
@@ -117,7 +121,7 @@ def gemm_reduce_scatter(
 ) -> None:
     """Fill ``out`` ``[mp, n]`` for x ``[m, k]``; as :func:`all_gather_gemm`."""
     k = x.shape[1]
-    tp, rank = work.group.size(), work.rank
+    tp, rank = work.tp, work.rank
     mp, n = out.shape
     key = rs_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms)
 
@@ -160,19 +164,19 @@ def gemm_reduce_scatter(
         }
         return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
 
-    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
+    relaunch.first_or_again(work.kernels, key, sms, launch, x.device.index, a=x, b=weight, out=out)
 
 
 def _sinks(work: Slab, plan: KernelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:
     """The rank's workspace ``[rows, bn]``, and every step's destination as a descriptor (None beyond ``tp``)."""
     key = ("hopper sinks", plan.bm, plan.bn, dtype)
-    found = work.views.get(key)
+    found = work.descriptors.get(key)
     if found is None:
-        tp = work.group.size()
+        tp = work.tp
         rows = 2 * work.half_bytes // (plan.bn * dtype.itemsize)
         spaces = [data.view(dtype).view(rows, plan.bn) for data in work.data]
         sinks = [_desc(spaces[(work.rank + 1 + step) % tp], plan.bm, PIECE) for step in range(tp)]
-        found = work.views[key] = (spaces[work.rank], sinks + [None] * (8 - tp))
+        found = work.descriptors[key] = (spaces[work.rank], sinks + [None] * (8 - tp))
     return found
 
 

@@ -15,13 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_flux.comm.copy_engine import buffers_of, copy_engine_push, view
 from megatron_flux.comm.graph_capture import begin
-from megatron_flux.comm.poison import unbroken
-from megatron_flux.comm.slab import CALL_FLAGS, ENTER_WORDS, FLAG_WORDS, Slab
+from megatron_flux.comm.slab import CALL_FLAGS, ENTER_WORDS, FLAG_WORDS, Slab, unbroken
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.launch import by_triton
 from megatron_flux.kernels.plain.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.plain.gemm_rs import gemm_rs_kernel
-from megatron_flux.ops.alignment import BYTES
+from megatron_flux.ops.checks import ALIGNMENT
 from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 from megatron_flux.settings import sm_margin
 
@@ -76,15 +75,20 @@ def all_gather_gemm(
     *,
     transposed: bool,
     bias: torch.Tensor | None = None,
+    return_gathered: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding."""
+    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding.
+
+    Without ``return_gathered`` the warp-specialised kernel, which reads the rank's own rows from x, does not copy them
+    into the second result. The plain one reads them there, and copies them in any case.
+    """
     mp, k = x.shape
-    tp, rank = work.group.size(), work.rank
+    tp, rank = work.tp, work.rank
     m, n = mp * tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
-    if plan.ws and hopper_kernels(x, n, k) and mp % plan.bm == 0:
-        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias)
+    if plan.ws:
+        return _hopper_all_gather_gemm(x, weight, work, plan, sms, transposed, bias, return_gathered)
     plan = replace(plan, comm=min(plan.comm, sms - 1))
     block = plan.block or mp
     blocks = cdiv(mp, block)
@@ -121,13 +125,17 @@ def all_gather_gemm(
         peers = [x] * 8
         if tma_push:
             ordered = view(
-                work,
+                work.descriptors,
                 ("push", turn.half, m, k, x.dtype),
                 lambda: [_desc(buffers[(rank - step) % tp], push_rows, push_cols) for step in range(1, tp)],
             )
             peers = [_desc(x, push_rows, push_cols), *ordered, *[ordered[0]] * (8 - tp)]
         if tma:
-            a = view(work, ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk), lambda: _desc(gathered, plan.bm, plan.bk))
+            a = view(
+                work.descriptors,
+                ("a", turn.half, m, k, x.dtype, plan.bm, plan.bk),
+                lambda: _desc(gathered, plan.bm, plan.bk),
+            )
             b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
             cd = _desc(c, plan.bm, plan.bn // 2 if plan.split else plan.bn)
         else:
@@ -199,20 +207,23 @@ def _hopper_all_gather_gemm(
     sms: int,
     transposed: bool,
     bias: torch.Tensor | None,
+    return_gathered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron_flux.ops.launch import hopper as launch_hopper
 
     mp, k = x.shape
     n = weight.shape[1] if transposed else weight.shape[0]
-    c = torch.empty((mp * work.group.size(), n), dtype=x.dtype, device=x.device)
+    c = torch.empty((mp * work.tp, n), dtype=x.dtype, device=x.device)
     with unbroken(work, "all_gather_gemm"):
         turn = begin(work)
-        buffers = buffers_of(work, turn.half, mp * work.group.size(), k, x.dtype)
+        buffers = buffers_of(work, turn.half, mp * work.tp, k, x.dtype)
         finish = None
         if plan.comm == 0:
             flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
             finish = copy_engine_push(x, work, turn, buffers, flag_off, mp, plan.pace, plan.edges(k))
-        launch_hopper.all_gather_gemm(x, weight, c, work, turn, buffers[work.rank], plan, sms, transposed, bias)
+        launch_hopper.all_gather_gemm(
+            x, weight, c, work, turn, buffers[work.rank], plan, sms, transposed, bias, return_gathered
+        )
         if finish is not None:
             finish()
         work.end()
@@ -224,7 +235,7 @@ def gemm_reduce_scatter(
 ) -> torch.Tensor:
     """``[mp, n]`` for x ``[m, k]``."""
     m, k = x.shape
-    tp, rank = work.group.size(), work.rank
+    tp, rank = work.tp, work.rank
     mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
     cuda = x.is_cuda
     sms = sm_count(x.device)
@@ -232,7 +243,7 @@ def gemm_reduce_scatter(
     if rs_tiles(mp, n, plan) * tp > CALL_FLAGS:
         raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {plan.label()}")
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
-    if plan.ws and hopper_kernels(x, n, k):
+    if plan.ws:
         from megatron_flux.ops.launch import hopper as launch_hopper
 
         with unbroken(work, "gemm_reduce_scatter"):
@@ -245,13 +256,15 @@ def gemm_reduce_scatter(
         tma = _tma(x, n, k)
         width = plan.bn // 2 if plan.split else plan.bn
         rows = 2 * work.half_bytes // (plan.bn * x.element_size())
-        spaces = view(work, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data])
+        spaces = view(
+            work.descriptors, ("rs", plan.bn, x.dtype), lambda: [d.view(x.dtype).view(rows, plan.bn) for d in work.data]
+        )
         a, b, sinks = x, weight, [out] * 8
         if tma:
             a = _desc(x, plan.bm, plan.bk)
             b = _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
             by_rank = view(
-                work,
+                work.descriptors,
                 ("rs-desc", plan.bm, plan.bn, width, x.dtype),
                 lambda: [_desc(s, plan.bm, width) for s in spaces],
             )
@@ -313,9 +326,21 @@ def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
-def hopper_kernels(x: torch.Tensor, n: int, k: int) -> bool:
-    """Whether the warp-specialised kernels can take these operands."""
-    return x.is_cuda and _capability(x.device) == (9, 0) and _tma(x, n, k)
+def hopper_kernels(operator: str, x: torch.Tensor, n: int, bm: int = 128) -> bool:
+    """Whether the warp-specialised kernels can run a call; nothing else decides it.
+
+    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
+    tiles of ``bm`` rows of a shard.
+
+    Args:
+        operator: its name.
+        x: ``[..., k]``.
+        n: columns of the result.
+        bm: rows of a tile.
+    """
+    k = x.shape[-1]
+    whole_tiles = operator != "all_gather_gemm" or x.numel() // k % bm == 0
+    return x.is_cuda and _capability(x.device) == (9, 0) and _tma(x, n, k) and whole_tiles
 
 
 @functools.cache
@@ -333,4 +358,4 @@ def _hopper(device: torch.device) -> bool:
 def _tma(x: torch.Tensor, n: int, k: int) -> bool:
     """Whether TMA can address aligned operands: Hopper, rows of whole 16 bytes."""
     size = x.element_size()
-    return _hopper(x.device) and n * size % BYTES == 0 and k * size % BYTES == 0
+    return _hopper(x.device) and n * size % ALIGNMENT == 0 and k * size % ALIGNMENT == 0

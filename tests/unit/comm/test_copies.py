@@ -12,7 +12,7 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copies
-from megatron_flux.comm.slab import FLAG_WORDS, Turn
+from megatron_flux.comm.slab import FLAG_WORDS, CopyStream, Turn
 from megatron_flux.ops.kernel_config import Edges, KernelConfig
 
 pytest.importorskip("triton")
@@ -25,10 +25,10 @@ def ranks(tp: int) -> tuple[list[Any], list[torch.Tensor]]:
     """A slab as every rank sees it, and all ranks' buffers ``[tp * MP, K]``."""
     buffers = [torch.full((tp * MP, K), -1, dtype=torch.int16) for _ in range(tp)]
     flags = [torch.zeros(2 * FLAG_WORDS, dtype=torch.int32) for _ in range(tp)]
-    group = SimpleNamespace(size=lambda: tp)
     epochs = torch.tensor([7, 9], dtype=torch.int32)
     return [
-        SimpleNamespace(group=group, rank=rank, flags=flags, epochs=epochs, views={}, calls=0) for rank in range(tp)
+        SimpleNamespace(tp=tp, rank=rank, flags=flags, epochs=epochs, moves={}, copies={}, calls=0)
+        for rank in range(tp)
     ], buffers
 
 
@@ -110,7 +110,7 @@ def test_addresses_are_those_of_the_same_blocks(edges: Edges, monkeypatch: pytes
     for rank, work in enumerate(slabs):
         x = shard(rank)
         launch_copies.copy_engine_push(x, work, Turn(0, 1, False), buffers, FLAGS, MP, edges=edges)
-        found = launch_copies._copies(work.views["ce", 0, MP, K, x.dtype, MP, edges], x)
+        found = launch_copies._copies(work.moves[0, MP, K, x.dtype, MP, edges], x)
         again = x + 5  # the call is made again with another x
         copies.enqueue(found, again.data_ptr(), work.epochs[1:].data_ptr(), 0)
     for rank, buffer in enumerate(buffers):
@@ -143,8 +143,9 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(m
     )
     alarm = SimpleNamespace(words=None, limit=1)
     work: Any = SimpleNamespace(
-        group=SimpleNamespace(size=lambda: 2), rank=0, captured=False, capture=None, flags=[None], ctrl=None,
-        epochs=None, alarm=alarm, views={("side",): ("copies", None, None)}, end=lambda: done.append("order"),
+        tp=2, rank=0, captured=False, capture=None, flags=[None], ctrl=None,
+        epochs=None, alarm=alarm, side=CopyStream("copies", None, None), kernels={}, open_gather=None,
+        end=lambda: done.append("order"),
     )  # fmt: skip
     monkeypatch.setattr(launch_copies, "begin", lambda work: Turn(0, 1, False))
     monkeypatch.setattr(launch_copies, "capture_of", lambda work: None)
@@ -159,4 +160,4 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(m
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "second")
     pending.wait()
     assert done == ["order", "kernel", "copies are done", "copies"]
-    assert "open" not in work.views
+    assert work.open_gather is None

@@ -205,7 +205,7 @@ def test_no_candidate_needs_more_flags_than_there_are(
     pytest.importorskip("triton")
     from megatron_flux.ops.launch import plain as launch
 
-    work = SimpleNamespace(rank=0, group=SimpleNamespace(size=lambda: tp))
+    work = SimpleNamespace(rank=0, tp=tp)
 
     def begin(_: object) -> None:
         raise StopIteration("the checks are behind")

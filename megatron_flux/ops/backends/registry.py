@@ -14,7 +14,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.pipelined import PipelinedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.counters import stats
+from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 
 logger = logging.getLogger("megatron_flux")

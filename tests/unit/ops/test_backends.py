@@ -11,7 +11,7 @@ import torch
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
 from megatron_flux.ops.backends import pipelined, registry
-from megatron_flux.ops.counters import OpStats
+from megatron_flux.ops.call_events import OpStats
 from tests.unit.groups import group_of
 
 

@@ -26,9 +26,8 @@ pytestmark = [
 
 LATE_S = 0.15
 PLANS = {
-    "copy engine": KernelConfig(**TINY),
-    "copy engine, blocks": KernelConfig(**TINY, block=16),
-    "pushes": KernelConfig(**TINY, comm=1, skip=1, block=16, chunks=2),
+    "halves of tiles": KernelConfig(**TINY),
+    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
 }
 DTYPE = torch.float16
 
@@ -100,7 +99,7 @@ def rank_wraps(plan: KernelConfig) -> None:
     slab.pool.clear()
 
 
-@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes"]], ids=["copy engine", "pushes"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelConfig) -> None:
     world2.run(rank_wraps, plan)
 
@@ -110,7 +109,7 @@ def rank_world_made_again(folder: Path) -> None:
     from megatron_flux.comm import slab
 
     backend = twin()
-    backend.plan = PLANS["copy engine"]
+    backend.plan = PLANS["halves of tiles"]
     first, rank = dist.group.WORLD, dist.get_rank()
     round_of_calls(backend, first, 0)
     name, workspace = first.group_name, slab.pool.get(first, "gemm", 1, torch.device("cpu"), False)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_flux.comm.copy_engine import buffers_of
+from megatron_flux.comm.copy_engine import WHOLE, Edges, Push, buffers_of
 from megatron_flux.comm.slab import Slab
-from megatron_flux.ops.fast_path.replay import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
-from megatron_flux.ops.kernel_config import WHOLE, Edges, KernelConfig
+from megatron_flux.ops.fast_path.replay import ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
+from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.launch import hopper as launch_hopper
 from megatron_flux.ops.launch.plain import hopper_kernels, sm_count
 
@@ -41,7 +41,7 @@ def all_gather_gemm(
     k = x.shape[-1]
     mp, tp, sms = x.numel() // k, work.group.size(), sm_count(x.device)
     n = weight.shape[1] if transposed else weight.shape[0]
-    if not plan.ws or plan.pace or not hopper_kernels(x, n, k) or mp % plan.bm:
+    if not plan.ws or not hopper_kernels(x, n, k) or mp % plan.bm:
         return None
     keys = [launch_hopper.ag_key(half, mp, n, k, x.dtype, transposed, plan, sms, bias) for half in HALVES]
     launches = [work.views.get(key) or None for key in keys]
@@ -74,8 +74,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> ReadyAllGather | None:
 
 def _pushes(work: Slab, mp: int, k: int, dtype: torch.dtype, edges: Edges = WHOLE) -> list[Push | None]:
     """What the copy engine is given for whole shards, by half."""
-    found = [work.views.get(("addresses", half, mp, k, dtype, mp, edges)) for half in HALVES]
-    return [None if copies is None else Push(copies, work.epochs[half].data_ptr()) for half, copies in enumerate(found)]
+    return [work.views.get(("push", half, mp, k, dtype, edges)) for half in HALVES]
 
 
 def _side(work: Slab) -> Side:

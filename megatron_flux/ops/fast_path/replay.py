@@ -20,7 +20,7 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import slab
-from megatron_flux.comm.copies import Copy, enqueue
+from megatron_flux.comm.copy_engine import Push
 from megatron_flux.comm.graph_capture import waited_elsewhere
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.poison import broken_off
@@ -28,13 +28,6 @@ from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
-
-
-class Push(NamedTuple):
-    """What the copy engine is given for one half: the copies, and where the epoch lies."""
-
-    copies: list[Copy]
-    epoch: int
 
 
 class Side(NamedTuple):
@@ -181,5 +174,5 @@ def _push(source: int, push: Push, side: Side, stream: int) -> None:
     """Enqueue the copies behind what ``stream`` has been given so far, and ``side.after`` behind them."""
     driver.record(side.before, stream)
     driver.wait(side.stream, side.before)
-    enqueue(push.copies, source, push.epoch, side.stream)
+    push.enqueue(source, side.stream)
     driver.record(side.after, side.stream)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.copies import Copy
+from megatron_flux.comm.copy_engine import Copy
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events as observe

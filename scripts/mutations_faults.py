@@ -123,11 +123,11 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/ops/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
     ),
     _fault(
-        "stock layers do not end an offer",
+        "stock layers do not end a prefetch",
         "megatron_flux/patch/linears.py",
-        "        ahead.forget()\n",
+        "        prefetch.clear()\n",
         "",
-        ("tests/distributed/test_offers.py::test_a_stock_layer_ends_an_offer",),
+        ("tests/distributed/test_prefetch_ends.py::test_a_stock_layer_ends_a_prefetch",),
     ),
     # Epochs, flags and workspaces.
     _fault(
@@ -176,13 +176,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(
-        "a destroyed group's slab is taken",
-        "megatron_flux/comm/slab.py",
-        "slab.half_bytes >= nbytes and slab.group is group",
-        "slab.half_bytes >= nbytes",
+        "a destroyed group's state is kept",
+        "megatron_flux/comm/group_state.py",
+        "weakref.finalize(group, _states.pop, key, None)",
+        "weakref.finalize(state, _states.pop, key, group)",
         (
-            f"{LATE}::test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own",
-            "tests/unit/comm/test_slab_turns.py::test_a_slab_belongs_to_one_group_whatever_its_name",
+            f"{LATE}::test_a_group_made_again_under_the_same_name_starts_clean",
+            "tests/unit/comm/test_slab_turns.py::test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it",
         ),
     ),
     _fault(
@@ -224,7 +224,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/fast_path/call_cache.py",
         "        x.dtype,\n",
         "",
-        ("tests/unit/ops/test_ready_keys.py::test_calls_of_another_kind_have_another_key",),
+        ("tests/unit/ops/test_call_keys.py::test_calls_of_another_kind_have_another_key",),
         ("kinds",),
     ),
     _fault(

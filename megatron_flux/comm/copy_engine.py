@@ -32,8 +32,7 @@ import torch
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.graph_capture import begin, capture_of, turn_arguments, waited_elsewhere
 from megatron_flux.comm.pending import Pending
-from megatron_flux.comm.poison import unbroken
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, unbroken
 
 
 class Edges(NamedTuple):
@@ -113,7 +112,7 @@ def push_of(work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: E
     """What :func:`push` enqueues for shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab."""
 
     def make() -> Push:
-        rank, tp, size = work.rank, work.group.size(), dtype.itemsize
+        rank, tp, size = work.rank, work.tp, dtype.itemsize
         pitch, copies = k * size, []
         for step, piece, columns in order(tp, k, edges):
             peer = (rank - step) % tp
@@ -131,7 +130,7 @@ def push_of(work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: E
             )
         return Push(copies, work.epochs.data_ptr() + 4 * half)
 
-    return view(work, ("push", half, mp, k, dtype, edges), make)
+    return view(work.pushes, (half, mp, k, dtype, edges), make)
 
 
 def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callable[[], None]:
@@ -143,17 +142,14 @@ def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callab
     if not x.is_cuda:
         found.by_processor(x.data_ptr())
         return lambda: None
-    side, before, after = view(work, ("side",), lambda: _side(x.device))
+    if work.side is None:
+        work.side = CopyStream(torch.cuda.Stream(x.device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+    side, before, after = work.side
     before.record()
     side.wait_event(before)
     found.enqueue(x.data_ptr(), side.cuda_stream)
     after.record(side)
     return after.wait
-
-
-def _side(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
-    """The stream of the copies, and events to put it behind and before the caller's stream."""
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
 
 
 def all_gather(x: torch.Tensor, work: Slab) -> Pending:
@@ -169,7 +165,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
 
     _finish_open(work)
     mp, k = x.shape
-    tp, rank, cuda = work.group.size(), work.rank, x.is_cuda
+    tp, rank, cuda = work.tp, work.rank, x.is_cuda
     with unbroken(work, "all_gather"):
         turn = begin(work)
         capture = work.capture
@@ -190,19 +186,19 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
                 if cuda:
                     # First the order of the streams: the kernel reads the number that the call before leaves.
                     work.end()
-                    kernel_launch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+                    kernel_launch.first_or_again(work.kernels, ("wait", turn.half, tp), 1, launch, x.device.index)
                     finish()
                     if torch.cuda.current_stream() != begun:
                         # The stream whose memory x may be does not wait for the copies.
-                        x.record_stream(work.views["side",][0])
+                        x.record_stream(work.side.stream)
                 else:
                     launch()
                     work.end()
-                if work.views.get("open") is pending:
-                    del work.views["open"]
+                if work.open_gather is pending:
+                    work.open_gather = None
 
         pending = Pending(gathered, wait, keep=(x,))
-        work.views["open"] = pending
+        work.open_gather = pending
     return pending
 
 
@@ -211,27 +207,27 @@ def _finish_open(work: Slab) -> None:
 
     One that was begun in another capture is forgotten: that capture failed, and nothing of it has run or will.
     """
-    unfinished = work.views.get("open")
+    unfinished = work.open_gather
     if unfinished is None:
         return
     if work.capture is None or work.capture == capture_of(work):
         unfinished.wait()
     else:
-        del work.views["open"]
+        work.open_gather = None
 
 
 def buffers_of(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """The gather buffer ``[m, k]`` of every rank."""
 
     def make() -> list[torch.Tensor]:
-        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())]
+        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.tp)]
 
-    return view(work, ("gather", half, m, k, dtype), make)
+    return view(work.buffers, (half, m, k, dtype), make)
 
 
-def view(work: Slab, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, kept with the slab under ``key``."""
-    found = work.views.get(key)
+def view(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, kept in ``known`` (of a slab) under ``key``."""
+    found = known.get(key)
     if found is None:
-        found = work.views[key] = make()
+        found = known[key] = make()
     return found

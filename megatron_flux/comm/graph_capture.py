@@ -56,7 +56,7 @@ def _enter(work: Slab) -> None:
     from megatron_flux.kernels import launch as kernel_launch  # Triton, which slabs without captured calls do not need
     from megatron_flux.kernels.barrier import enter_kernel
 
-    tp, cuda = work.group.size(), work.data_table.is_cuda
+    tp, cuda = work.tp, work.data_table.is_cuda
     arguments = (
         work.flag_table, work.flags[work.rank], work.epochs, work.alarm.words, work.alarm.limit, work.rank,
     )  # fmt: skip
@@ -66,6 +66,6 @@ def _enter(work: Slab) -> None:
         return kernel_launch.by_triton(enter_kernel, 1, *arguments, **constants, num_warps=1), arguments
 
     if cuda:
-        kernel_launch.first_or_again(work.views, ("enter", tp), 1, launch, work.data_table.device.index)
+        kernel_launch.first_or_again(work.kernels, ("enter", tp), 1, launch, work.data_table.device.index)
     else:
         launch()

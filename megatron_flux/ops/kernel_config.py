@@ -13,10 +13,13 @@ four of 132 SMs are free for adding partials at no cost in rounds.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
+from megatron_flux.errors import UserError
 
 
 def cdiv(a: int, b: int) -> int:
@@ -80,8 +83,49 @@ class KernelConfig:
 
     def label(self) -> str:
         """Differences from the defaults, short."""
-        base = asdict(KernelConfig())
-        return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value != base[key]) or "default"
+        return label_of(asdict(self))
+
+
+_EARLIER = {"skip": 0, "pace": False, "block": 0}
+"""Fields that configurations in older tuning caches have behind ``comm``, with their defaults."""
+
+
+def label_of(kept: Mapping[str, Any]) -> str:
+    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them.
+
+    Raises:
+        TypeError: a field that no version so far has had.
+    """
+    base: dict[str, Any] = {}
+    for known in fields(KernelConfig):
+        base |= {known.name: known.default} | (_EARLIER if known.name == "comm" else {})
+    if unknown := kept.keys() - base.keys():
+        raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
+    return " ".join(f"{name}={kept[name]}" for name in base if kept.get(name, base[name]) != base[name]) or "default"
+
+
+def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
+    """Tiles of a rank's own rows."""
+    return cdiv(mp, config.bm) * cdiv(n, config.bn)
+
+
+def within_flags(config: KernelConfig, m: int) -> KernelConfig:
+    """No more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
+
+    Args:
+        config: of an all_gather_gemm.
+        m: gathered rows.
+
+    Raises:
+        UserError: there are more rows than flags.
+    """
+    if not config.ws or config.comm == 0 or m * config.chunks <= CALL_FLAGS:
+        return config
+    if m > CALL_FLAGS:
+        raise UserError(
+            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {CALL_FLAGS}; shorten the sequence"
+        )
+    return replace(config, chunks=CALL_FLAGS // m)
 
 
 def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
@@ -140,6 +184,6 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
 def _flags(op: str, config: KernelConfig, mp: int, n: int, tp: int) -> int:
     """How many flags a call of one of :func:`candidates` needs; :mod:`ops.launch.plain` raises with more."""
     if op == "gemm_reduce_scatter":  # one for each tile
-        return cdiv(mp, config.bm) * cdiv(n, config.bn) * tp
+        return rs_tiles(mp, n, config) * tp
     # One for each row that SMs push, of whose chunks there are as many as there are flags left; else for each piece.
     return mp * tp if config.ws and config.comm else 2 * tp

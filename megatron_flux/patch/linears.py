@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from megatron_flux.config import STOCK, FluxConfig
-from megatron_flux.layers import column_parallel_linear, row_parallel_linear
-from megatron_flux.layers import prefetch as ahead
+from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs as capture
 from megatron_flux.ops.operators import DTYPES
 from megatron_flux.patch.choices import backends_of
@@ -167,7 +166,7 @@ class LinearPatch:
             FallbackError: with ``strict``, unless it was chosen.
         """
         self.fallbacks.take(kind, reason, layer, strict=self.config.strict and reason != CHOSEN)
-        ahead.forget()
+        prefetch.clear()
 
     def activate(self, layer: torch.nn.Module) -> None:
         """Count ``layer`` as one that runs flux. It must do so on all ranks of a group at the same call."""

@@ -31,56 +31,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call_events import Call
 
 ROUNDS = 5
 """Of every call; on GPUs one at each sample."""
 BURST_MS, MOST_CALLS = 2.0, 20
 """Of one burst: about how long, and how many calls at most."""
-
-
-class GemmAlone:
-    """A stand-in for a backend that leaves communication out: its results are wrong, its time is the GEMM's."""
-
-    def __init__(self) -> None:
-        """The gathered operand is made once and kept."""
-        self._gathered: torch.Tensor | None = None
-
-    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
-        try:
-            self._gathered = x.repeat(group.size(), 1)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GEMM over this rank's rows, repeated to the gathered size."""
-        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
-
-    def gemm_reduce_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        async_op: bool = False,
-    ) -> Pending:
-        """The GEMM, nothing summed."""
-        return Pending(gemm(x, weight, transposed=transposed))
 
 
 @dataclass(frozen=True)
@@ -208,7 +166,7 @@ def _burst(
     return start.elapsed_time(end) / count, None if reading is None else reading.sm_clock_mhz
 
 
-def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None:
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, timing.GemmAlone] | None:
     """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
 
     Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
@@ -220,7 +178,7 @@ def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=call.device, dtype=call.dtype)
 
-    alone = GemmAlone()
+    alone = timing.GemmAlone()
     try:
         x = random(rows, call.k)
         weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)

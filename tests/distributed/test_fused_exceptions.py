@@ -41,15 +41,15 @@ Call = tuple[Callable[[], torch.Tensor], torch.Tensor]
 @contextmanager
 def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
     """The backend on new workspaces, whose waits are bounded by about so many seconds."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
 
     with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S=str(seconds)):
-        slab.pool.clear()
+        group_state.drop_slabs()
         backend = twin()
-        backend.plan = plan
+        backend.config = plan
         yield backend
         dist.barrier()
-        slab.pool.clear()
+        group_state.drop_slabs()
 
 
 def call_of(backend: Any, operator: str, rows: int = 32) -> Call:
@@ -85,13 +85,11 @@ def out_of_memory() -> Iterator[None]:
 
 
 @contextmanager
-def no_compiler(
-    error: BaseException | None = None, kernels: tuple[str, ...] = ("launch", "relaunch")
-) -> Iterator[None]:
-    """Kernels of this rank cannot be compiled; ``kernels``: the modules that launch them."""
+def no_compiler(error: BaseException | None = None) -> Iterator[None]:
+    """Kernels of this rank cannot be compiled."""
     with ExitStack() as all_of_them:
-        for name in kernels:
-            module = importlib.import_module(f"megatron_flux.ops.{name}")
+        for name in ("ops.launch.plain", "kernels.launch"):  # the modules that call by_triton
+            module = importlib.import_module(f"megatron_flux.{name}")
             failing = mock.Mock(side_effect=error or RuntimeError(MESSAGE))
             all_of_them.enter_context(mock.patch.object(module, "by_triton", failing))
         yield
@@ -212,9 +210,9 @@ def larger_calls_come_next() -> None:
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
             run()
         assert "gemm_reduce_scatter" in refusal(run)
-        from megatron_flux.comm import slab
+        from megatron_flux.comm import group_state
 
-        slab.pool.get(dist.group.WORLD, "gemm", 5 << 20, torch.device("cpu"), False)
+        group_state.state_of(dist.group.WORLD).slab("gemm", 5 << 20, torch.device("cpu"), False)
         for late in (True, False):
             right(call_of(backend, "gemm_reduce_scatter"), late=late)
 
@@ -263,6 +261,7 @@ def patched_again() -> None:
 def a_candidate_cannot_be_compiled() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
     from megatron_flux.ops.backends import tuned as tuner
+    from megatron_flux.ops.backends.base import OperatorCall
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
     with fresh(HALVES, 20) as backend:
@@ -271,7 +270,7 @@ def a_candidate_cannot_be_compiled() -> None:
             right(call_of(backend, operator))
             run, _ = call_of(backend, operator)
             x = torch.zeros(32, 32)
-            call = tuner._Call(operator, lambda backend: None, x, 64, 32, 32, dist.group.WORLD, False, False)
+            call = OperatorCall(operator, x, x, dist.group.WORLD)
             with no_compiler():
                 assert tuned._tried(call, "fused of no use", run) is None
             run, want = call_of(backend, operator)

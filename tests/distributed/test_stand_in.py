@@ -90,7 +90,7 @@ def operators(size: int) -> None:
     stock = ReferenceBackend()
     torch.manual_seed(dist.get_rank())
     for plan in (KernelConfig(**TINY), KernelConfig(**TINY, split=False, reducers=2)):
-        twin.plan = plan
+        twin.config = plan
         for mp, n, k, transposed in ((32, 32, 48, False), (16, 48, 32, True)):
             w = integers(*((k, n) if transposed else (n, k)), torch.bfloat16)
             x = integers(mp, k, torch.bfloat16)
@@ -105,7 +105,7 @@ def operators(size: int) -> None:
             assert torch.equal(z, exact.wait().to(z.dtype))
         twin.renew(group)  # the next plan's calls have workspaces of their own
         assert not twin._slabs
-    twin.plan = None
+    twin.config = None
     with pytest.raises(UserError, match="stand-in groups only"):
         twin.all_gather(x, dist.group.WORLD, async_op=True)
     group.clear()

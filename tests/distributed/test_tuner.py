@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
@@ -74,7 +75,7 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
     logger = logging.getLogger("megatron_flux")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        patch.setattr(tuner.topology, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(tuner.links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(tuner, "candidates", lambda *_: list(PLANS))
         patch.setattr(timing, "interleaved", timed)
@@ -96,10 +97,9 @@ def tune_once(
     with without_gpus(cache) as said:
         tuned = TunedBackend(ReferenceBackend(), None, Fused(failing))  # type: ignore[arg-type]
         for _ in range(2):  # the second call of another tuner's life: what is wrong is said once
-            tuned.answers.clear()
-            tuned._quick.clear()
+            state_of(dist.group.WORLD).tuned.clear()
             y = tuned.gemm_reduce_scatter(x, weight, group, transposed=False, async_op=False).wait()
-        (answer,) = tuned.answers.values()
+        (answer,) = tuned.decisions(dist.group.WORLD).answers.values()
     return answer, said, y.flatten().tolist()
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron_flux import cuda_driver as driver
 from megatron_flux import ops, settings
 from megatron_flux.bench import stand_in, stand_in_fused
-from megatron_flux.comm import slab
+from megatron_flux.comm import group_state, slab
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends import fused
@@ -50,7 +50,7 @@ def backend() -> fused.FusedBackend:
 def slabs(group: dist.ProcessGroup) -> list[slab.Slab]:
     if isinstance(group, stand_in.StandInGroup):
         return list(backend()._slabs.values())
-    return [work for (name, *_), work in slab.pool._slabs.items() if name == group.group_name]
+    return list(group_state.state_of(group).slabs.values())
 
 
 def poison(group: dist.ProcessGroup) -> None:
@@ -148,12 +148,12 @@ def with_plans(group, *chosen):
     b, done = backend(), []
     try:
         for plan in chosen:
-            b.plan = plan
+            b.config = plan
             compare(group, 512, 1280, 1024)
             compare(group, 256, 520, 1032, transposed=True)
             done.append(plan.label())
     finally:
-        b.plan = None
+        b.config = None
     return "; ".join(done)
 
 
@@ -225,7 +225,7 @@ def many_rows(group):
         return "no Hopper"
     xs, _, w = operands(group, 16384 // group.size(), 512, 1024, torch.bfloat16, False)
     want, before = gather(xs, group), None
-    backend().plan = KernelConfig(ws=True, comm=1, chunks=8)
+    backend().config = KernelConfig(ws=True, comm=1, chunks=8)
     try:
         for call in range(4):
             _, full = ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME)
@@ -235,7 +235,7 @@ def many_rows(group):
             assert before is None or torch.equal(before, want), f"call {call} wrote into what the one before gathered"
             before = full
     finally:
-        backend().plan = None
+        backend().config = None
     return "4 calls of 16384 rows"
 
 
@@ -330,11 +330,11 @@ def graphs(group):
         ]
     try:
         for plan in chosen:
-            b.plan = plan
+            b.config = plan
             replays(group)
             done.append("default" if plan is None else plan.label())
     finally:
-        b.plan = None
+        b.config = None
     return "; ".join(done)
 
 
@@ -506,7 +506,7 @@ def across_streams(group):
     torch.cuda.synchronize()
     try:
         for plan in (None, KernelConfig()):  # while a plan is set, no call is made ready
-            backend().plan = plan
+            backend().config = plan
             for call in range(60):
                 first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
                 torch.cuda.synchronize()
@@ -522,7 +522,7 @@ def across_streams(group):
                 torch.cuda.synchronize()
                 assert torch.equal(got, gather(second, group)), f"call {call} with plan {plan}: stale data"
     finally:
-        backend().plan = None
+        backend().config = None
     return "2 x 60"
 
 
@@ -556,7 +556,7 @@ def exceptions(group):
     late = random.Random(group.rank())
     try:
         for plan in (None, KernelConfig(ws=True)):  # while a plan is set, no call is made ready
-            backend().plan = plan
+            backend().config = plan
             for name, call in calls.items():
                 for _ in range(5):
                     call()
@@ -577,13 +577,13 @@ def exceptions(group):
                 for _ in range(2):
                     said = refused(call)
                     assert f"a call of {name} was broken off here by OperatorError: no launch" in said, said
-                slab.pool.renew(group)
+                group_state.state_of(group).renew_slabs()
                 for _ in range(3):
                     torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
                     compare(group, 256, 1024, 512, integer=True)
                     assert torch.equal(calls["all_gather"](), gather(xs, group))
     finally:
-        backend().plan = None
+        backend().config = None
     return f"{len(calls)} operators, made ready and not"
 
 
@@ -705,7 +705,7 @@ def late_calls(group, chosen, wrap):
     b, top, done = backend(), 2**31 - 2, []
     try:
         for plan, sizes, gathers in chosen:
-            b.plan = plan
+            b.config = plan
             if wrap:
                 round_of_late_calls(group, None, *sizes, gathers=gathers)
                 torch.cuda.synchronize()
@@ -722,7 +722,7 @@ def late_calls(group, chosen, wrap):
                 used = [work for work in slabs(group) if work.calls]
                 assert any((work.epochs < 0).all() for work in used), "no epoch has wrapped: nothing was tested"
     finally:
-        b.plan = None
+        b.config = None
     return "; ".join(done)
 
 
@@ -838,16 +838,16 @@ def fences(group):
     hopper = torch.cuda.get_device_capability() == (9, 0)
     torch.cuda.synchronize()
     dist.barrier(group=group)
-    slab.pool.clear()  # what has been launched from it would not be launched by Triton again
+    group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
     try:
         with mock.patch.object(relaunch, "by_triton", spying), mock.patch.object(launch, "by_triton", spying):
-            backend().plan = KernelConfig()
+            backend().config = KernelConfig()
             compare(group, 256, 512, 256)
             for plan in (KernelConfig(ws=True), KernelConfig(ws=True, comm=1, chunks=2)) if hopper else ():
-                backend().plan = plan
+                backend().config = plan
                 compare(group, 256, 1024, 512)
     finally:
-        backend().plan = None
+        backend().config = None
     missing = {}
     for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
         ptx, tma = seen[name]

@@ -41,6 +41,7 @@ class ReferenceBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         gathered = collectives.all_gather(x, group).wait()

@@ -29,11 +29,13 @@ SM_FLOP_PER_NS = 5300
 def all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
     """Fill ``call.out``; the rows of x must be a multiple of the tile's.
 
-    The caller allocates, takes the turn and enqueues the copies.
+    The caller allocates, takes the turn and enqueues the copies. Without ``return_gathered`` the rank's own rows are
+    not copied into ``gathered``: the kernel reads them from x.
     """
     x, work, turn, config, bias = call.x, call.work, call.turn, call.config, call.bias
     (mp, k), n = x.shape, call.out.shape[1]
-    key = ag_key(turn.half, mp, n, k, x.dtype, call.transposed, config, call.sms, bias is not None)
+    variant = (x.dtype, call.transposed, config, call.sms, bias is not None, call.return_gathered)
+    key = ag_key(turn.half, mp, n, k, *variant)
 
     def launch() -> kernel_launch.Launch:
         pushes, edges = config.comm > 0, config.edges(k)
@@ -65,7 +67,7 @@ def all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
             "SPAN": config.span,
             "EARLY": edges.early,
             "LATE": edges.late,
-            "KEEP": True,
+            "KEEP": call.return_gathered,
             "STAGES": config.stages,
             "RING": config.ring,
             "BIAS": bias is not None,
@@ -73,7 +75,7 @@ def all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
         return kernel_launch.by_triton(hopper_ag_gemm_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
     operands = {"xd": x, "b": call.weight, "c": call.out, "x": x} | ({} if bias is None else {"bias": bias})
-    kernel_launch.first_or_again(work.views, key, call.sms, launch, x.device.index, **operands)
+    kernel_launch.first_or_again(work.kernels, key, call.sms, launch, x.device.index, **operands)
 
 
 def gemm_reduce_scatter(call: Call) -> None:
@@ -110,29 +112,31 @@ def gemm_reduce_scatter(call: Call) -> None:
         return kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
     operands = {"a": x, "b": call.weight, "out": call.out}
-    kernel_launch.first_or_again(work.views, key, call.sms, launch, x.device.index, **operands)
+    kernel_launch.first_or_again(work.kernels, key, call.sms, launch, x.device.index, **operands)
 
 
 def ag_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """Of a kernel that has been launched on a slab; others: dtype, transposed, config, SMs, whether it adds a bias."""
+    """Of a kernel that has been launched on a slab; others: dtype, transposed, config, SMs, whether it adds a bias,
+    whether it copies the own rows.
+    """
     return ("ag", half, mp, n, k, *others)
 
 
 def rs_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """As :func:`ag_key`; never a bias."""
+    """As :func:`ag_key`, without the last two."""
     return ("rs", half, mp, n, k, *others)
 
 
 def _sinks(call: Call) -> list[Any]:
     """Every step's destination as a descriptor, None beyond the group's ranks."""
     work, config = call.work, call.config
-    tp = work.group.size()
+    tp = work.tp
 
     def make() -> list[Any]:
         spaces = call.workspaces()
         return [_descriptor(spaces[(work.rank + 1 + step) % tp], config.bm, PIECE) for step in range(tp)]
 
-    return view(work, ("partials by step", config.bm, config.bn, call.x.dtype), make) + [None] * (8 - tp)
+    return view(work.descriptors, ("partials by step", config.bm, config.bn, call.x.dtype), make) + [None] * (8 - tp)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from megatron_flux.comm.copy_engine import view
 from megatron_flux.comm.slab import Slab, Turn
 from megatron_flux.errors import UserError
-from megatron_flux.ops.alignment import BYTES
+from megatron_flux.ops.checks import ALIGNMENT
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.settings import sm_margin
 
@@ -37,12 +37,13 @@ class Call:
     sms: int
     transposed: bool
     bias: torch.Tensor | None = None
+    return_gathered: bool = True
 
     def constants(self) -> dict[str, Any]:
         """The constants that all kernels have."""
         config = self.config
         return {
-            "TP": self.work.group.size(),
+            "TP": self.work.tp,
             "BM": config.bm,
             "BN": config.bn,
             "BK": config.bk,
@@ -60,7 +61,8 @@ class Call:
         """The partials of a gemm_reduce_scatter on every rank: both halves, ``[rows, bn]``."""
         work, bn, dtype = self.work, self.config.bn, self.x.dtype
         rows = 2 * work.half_bytes // (bn * dtype.itemsize)
-        return view(work, ("partials", bn, dtype), lambda: [data.view(dtype).view(rows, bn) for data in work.data])
+        key = ("partials", bn, dtype)
+        return view(work.descriptors, key, lambda: [data.view(dtype).view(rows, bn) for data in work.data])
 
 
 @functools.cache
@@ -78,15 +80,27 @@ def sm_count(device: torch.device) -> int:
     return count - margin
 
 
-def hopper_kernels(x: torch.Tensor, n: int, k: int) -> bool:
-    """Whether the warp-specialised kernels can take these operands."""
-    return x.is_cuda and _capability(x.device) == (9, 0) and uses_tma(x, n, k)
+def hopper_kernels(operator: str, x: torch.Tensor, n: int, bm: int = 128) -> bool:
+    """Whether the warp-specialised kernels can run a call; nothing else decides it.
+
+    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
+    tiles of ``bm`` rows of a shard.
+
+    Args:
+        operator: its name.
+        x: ``[..., k]``.
+        n: columns of the result.
+        bm: rows of a tile.
+    """
+    k = x.shape[-1]
+    whole_tiles = operator != "all_gather_gemm" or x.numel() // k % bm == 0
+    return x.is_cuda and _capability(x.device) == (9, 0) and uses_tma(x, n, k) and whole_tiles
 
 
 def uses_tma(x: torch.Tensor, n: int, k: int) -> bool:
     """Whether TMA can address aligned operands: Hopper, rows of whole 16 bytes."""
     size = x.element_size()
-    return _has_tma(x.device) and n * size % BYTES == 0 and k * size % BYTES == 0
+    return _has_tma(x.device) and n * size % ALIGNMENT == 0 and k * size % ALIGNMENT == 0
 
 
 @functools.cache

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_flux.comm.copy_engine import WHOLE, buffers_of, push, view
 from megatron_flux.comm.graph_capture import begin, turn_arguments
-from megatron_flux.comm.poison import unbroken
-from megatron_flux.comm.slab import CALL_FLAGS, Slab
+from megatron_flux.comm.slab import CALL_FLAGS, Slab, unbroken
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.launch import by_triton
 from megatron_flux.kernels.plain.ag_gemm import ag_gemm_kernel
 from megatron_flux.kernels.plain.gemm_rs import gemm_rs_kernel
-from megatron_flux.ops.kernel_config import KernelConfig, cdiv
-from megatron_flux.ops.launch.operands import Call, hopper_kernels, sm_count, uses_tma
-
-
-def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
-    """Tiles of a rank's own rows."""
-    return cdiv(mp, config.bm) * cdiv(n, config.bn)
-
-
-def within_flags(config: KernelConfig, m: int) -> KernelConfig:
-    """No more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
-
-    Args:
-        config: of an all_gather_gemm.
-        m: gathered rows.
-
-    Raises:
-        UserError: there are more rows than flags.
-    """
-    if not config.ws or config.comm == 0 or m * config.chunks <= CALL_FLAGS:
-        return config
-    if m > CALL_FLAGS:
-        raise UserError(
-            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {CALL_FLAGS}; shorten the sequence"
-        )
-    return replace(config, chunks=CALL_FLAGS // m)
+from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
+from megatron_flux.ops.launch.operands import Call, sm_count, uses_tma
 
 
 def all_gather_gemm(
@@ -51,21 +24,25 @@ def all_gather_gemm(
     *,
     transposed: bool,
     bias: torch.Tensor | None = None,
+    return_gathered: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding."""
-    (mp, k), tp = x.shape, work.group.size()
+    """``([m, n], gathered x [m, k])`` for x ``[mp, k]``; ``bias`` ``[n]`` is added before rounding.
+
+    Without ``return_gathered`` the warp-specialised kernel, which reads the rank's own rows from x, does not copy them
+    into the second result. The plain one reads them there, and copies them in any case.
+    """
+    (mp, k), tp = x.shape, work.tp
     n = weight.shape[1] if transposed else weight.shape[0]
     sms = sm_count(x.device)
-    hopper = plan.ws and hopper_kernels(x, n, k) and mp % plan.bm == 0
     out = torch.empty((mp * tp, n), dtype=x.dtype, device=x.device)
     with unbroken(work, "all_gather_gemm"):
         turn = begin(work)
         gathered = buffers_of(work, turn.half, mp * tp, k, x.dtype)[work.rank]
-        call = Call(x, weight, out, work, turn, plan, sms, transposed, bias)
+        call = Call(x, weight, out, work, turn, plan, sms, transposed, bias, return_gathered)
         finish = None
-        if not (hopper and plan.comm):  # before the kernel: see the copy engine's hazards
-            finish = push(x, work, turn.half, plan.edges(k) if hopper else WHOLE)
-        if hopper:
+        if not (plan.ws and plan.comm):  # before the kernel: see the copy engine's hazards
+            finish = push(x, work, turn.half, plan.edges(k) if plan.ws else WHOLE)
+        if plan.ws:
             from megatron_flux.ops.launch import hopper as launch_hopper
 
             launch_hopper.all_gather_gemm(call, gathered)
@@ -81,7 +58,7 @@ def gemm_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, work: Slab, plan: KernelConfig, *, transposed: bool
 ) -> torch.Tensor:
     """``[mp, n]`` for x ``[m, k]``."""
-    (m, k), tp = x.shape, work.group.size()
+    tp, m = work.tp, x.shape[0]
     mp, n = m // tp, weight.shape[1] if transposed else weight.shape[0]
     sms = sm_count(x.device)
     if rs_tiles(mp, n, plan) * tp > CALL_FLAGS:
@@ -89,7 +66,7 @@ def gemm_reduce_scatter(
     out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
     with unbroken(work, "gemm_reduce_scatter"):
         call = Call(x, weight, out, work, begin(work), plan, sms, transposed)
-        if plan.ws and hopper_kernels(x, n, k):
+        if plan.ws:
             from megatron_flux.ops.launch import hopper as launch_hopper
 
             launch_hopper.gemm_reduce_scatter(call)
@@ -107,7 +84,7 @@ def _all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
     a, b, c = gathered, weight, out
     if tma:
         key = ("a", half, m, k, x.dtype, config.bm, config.bk)
-        a = view(work, key, lambda: _descriptor(gathered, config.bm, config.bk))
+        a = view(work.descriptors, key, lambda: _descriptor(gathered, config.bm, config.bk))
         b = _descriptor(weight, *call.weight_box())
         if not mask_rows:
             c = _descriptor(out, config.bm, config.bn // 2 if config.split else config.bn)
@@ -140,14 +117,14 @@ def _all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
 
 def _gemm_reduce_scatter(call: Call) -> None:
     x, weight, out, work, config = call.x, call.weight, call.out, call.work, call.config
-    (m, k), (mp, n), rank, tp = x.shape, out.shape, work.rank, work.group.size()
+    (m, k), (mp, n), rank, tp = x.shape, out.shape, work.rank, work.tp
     tma, width = uses_tma(x, n, k), config.bn // 2 if config.split else config.bn
     spaces = call.workspaces()
     a, b, sinks = x, weight, [out] * 8
     if tma:
         a, b = _descriptor(x, config.bm, config.bk), _descriptor(weight, *call.weight_box())
         key = ("partials by TMA", config.bm, config.bn, width, x.dtype)
-        by_rank = view(work, key, lambda: [_descriptor(space, config.bm, width) for space in spaces])
+        by_rank = view(work.descriptors, key, lambda: [_descriptor(space, config.bm, width) for space in spaces])
         sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
     by_triton(
         gemm_rs_kernel,

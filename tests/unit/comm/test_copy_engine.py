@@ -18,7 +18,6 @@ from megatron_flux.comm import copy_engine
 from megatron_flux.comm.copy_engine import Edges
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Turn
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.unit.groups import group_of
 
 MP, K, HALF = 4, 24, 1
 EDGES = {
@@ -37,7 +36,7 @@ def slabs(tp: int) -> list[Any]:
     epochs = torch.tensor([7, 9], dtype=torch.int32)
     return [
         SimpleNamespace(
-            group=group_of(tp), rank=rank, data=data, flags=flags, epochs=epochs, half_bytes=size, views={}
+            tp=tp, rank=rank, data=data, flags=flags, epochs=epochs, half_bytes=size, pushes={}, side=None
         )
         for rank in range(tp)
     ]  # fmt: skip
@@ -151,7 +150,7 @@ def test_on_a_gpu_the_copies_go_into_a_stream_of_their_own(monkeypatch: pytest.M
     after = SimpleNamespace(
         record=lambda side: done.append(f"after {len(told.order)}"), wait=lambda: done.append("wait")
     )
-    work.views["side",] = (stream, before, after)
+    work.side = (stream, before, after)
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -187,8 +186,8 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(m
     )
     alarm = SimpleNamespace(words=None, limit=1)
     work: Any = SimpleNamespace(
-        group=group_of(2), rank=0, captured=False, capture=None, flags=[None], ctrl=None, epochs=None, alarm=alarm,
-        views={("side",): ("copies", None, None)}, end=lambda: done.append("order"),
+        tp=2, rank=0, captured=False, capture=None, flags=[None], ctrl=None, epochs=None, alarm=alarm,
+        side=SimpleNamespace(stream="copies"), kernels={}, open_gather=None, end=lambda: done.append("order"),
     )  # fmt: skip
     monkeypatch.setattr(copy_engine, "begin", lambda work: Turn(0, 1, False))
     monkeypatch.setattr(copy_engine, "capture_of", lambda work: None)
@@ -203,4 +202,4 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(m
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "second")
     pending.wait()
     assert done == ["order", "kernel", "copies are done", "copies"]
-    assert "open" not in work.views
+    assert work.open_gather is None

@@ -142,7 +142,7 @@ def test_the_docs_state_the_errors_of_memory(layers: MeasuredLayers) -> None:
         assert f"| {name} | {check.arm} | {numbers} |" in text
 
 
-def test_what_outputs_and_the_readme_say_of_errors(rates: Rates, layers: MeasuredLayers) -> None:
+def test_what_outputs_and_the_docs_say_of_errors(rates: Rates, layers: MeasuredLayers) -> None:
     measured, table = (summary(validate(given, layers)) for given in (rates, Rates(device=H200)))
     largest = max(told["largest_absolute_error"] for told in (measured, table))
     off = max(told["speedup_errors"]["largest"] for told in (measured, table))
@@ -151,7 +151,7 @@ def test_what_outputs_and_the_readme_say_of_errors(rates: Rates, layers: Measure
     said = (
         f"off by {mean:.1f} % in the mean and {100 * largest:.1f} % at most, of flux's speed-up by {off:.3f} at most;"
     )
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    assert said in " ".join((ROOT / "docs" / "slurm.md").read_text().split())
 
 
 def test_no_layer_of_stock_or_flux_goes_into_a_prediction(rates: Rates, layers: MeasuredLayers) -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron_flux.bench.shapes import MODELS, cases
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, candidates, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, candidates, rs_plan, within_flags
 
 
 def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
@@ -193,7 +193,7 @@ def test_no_candidate_needs_more_flags_than_there_are(
     pytest.importorskip("triton")
     from megatron_flux.ops.launch import plain as launch
 
-    work = SimpleNamespace(rank=0, group=SimpleNamespace(size=lambda: tp))
+    work = SimpleNamespace(rank=0, tp=tp)
 
     def begin(_: object) -> None:
         raise StopIteration("the checks are behind")
@@ -201,12 +201,11 @@ def test_no_candidate_needs_more_flags_than_there_are(
     monkeypatch.setattr(launch, "begin", begin)
     monkeypatch.setattr(launch, "unbroken", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
-    monkeypatch.setattr(launch, "hopper_kernels", lambda *_: ws)
     x = torch.empty((m // tp if op == "all_gather_gemm" else m, k), device="meta", dtype=torch.bfloat16)
     weight = torch.empty((n, k), device="meta", dtype=torch.bfloat16)
     found = candidates(op, m // tp, n, k, tp, 132, ws)
     for plan in found:
-        plan = launch.within_flags(plan, m) if op == "all_gather_gemm" else plan
+        plan = within_flags(plan, m) if op == "all_gather_gemm" else plan
         with pytest.raises(StopIteration):
             getattr(launch, op)(x, weight, work, plan, transposed=False)
     if (op, m, n) == ("gemm_reduce_scatter", 131072, 16384):

@@ -25,7 +25,7 @@ from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 
 FUSED, TUNED = "stand-in-fused", "stand-in"
 
@@ -51,10 +51,6 @@ class StandInFused(FusedBackend):
             torch.cuda.synchronize()
         dist.barrier(group=group.pair if isinstance(group, StandInGroup) else group)
         self.clear()
-
-    @staticmethod
-    def _gather_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
-        return ag_plan(mp, n, k, tp, sms, ws) if ws else KernelConfig()
 
     def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> slab.Slab:
         """The slab of calls in which sources are as many bytes and flags apart as in this one."""
@@ -82,9 +78,7 @@ class StandInTuned(TunedBackend):
 def _gather_flags(plan: KernelConfig, mp: int, k: int) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch.plain` counts them."""
     if not plan.ws:
-        if plan.comm or plan.pace:
-            raise UserError(f"a stand-in group's plain kernels gather by copy engine, unpaced; not {plan.label()}")
-        return cdiv(mp, plan.block or mp)
+        return 1
     if plan.comm == 0:
         return plan.edges(k).flags
     return mp * cdiv(k, plan.chunk_k(k))

@@ -1,4 +1,4 @@
-"""Calls on a slab and CUDA graphs: which capture a call is part of, and the barrier that captured calls begin with.
+"""How a call begins on a slab: its turn, which CUDA graph it is part of, the barrier that captured calls begin with.
 
 Why captured calls need a barrier: :mod:`megatron_flux.comm.slab`, *CUDA graphs*.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.slab import Slab, Turn
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
 from megatron_flux.errors import UserError
 
 
@@ -44,6 +44,12 @@ def begin(work: Slab) -> Turn:
     if turn.enter:
         _enter(work)
     return turn
+
+
+def turn_arguments(work: Slab, turn: Turn) -> tuple[object, ...]:
+    """What every kernel takes of its call: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
+    alarm, flag_off = work.alarm, turn.half * FLAG_WORDS + ENTER_WORDS
+    return (work.ctrl, work.epochs, alarm.words, alarm.limit, turn.half, turn.next_half, flag_off)
 
 
 def _enter(work: Slab) -> None:

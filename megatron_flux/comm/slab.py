@@ -75,7 +75,7 @@ from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
 
 if TYPE_CHECKING:
-    from megatron_flux.comm.copies import Copy
+    from megatron_flux.comm.copy_engine import Push
     from megatron_flux.comm.pending import Pending
     from megatron_flux.kernels.launch import Relaunch
 
@@ -142,15 +142,13 @@ class Slab:
     side: CopyStream | None = None
     buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
     """Gather buffers of all ranks."""
-    moves: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """What the copy engine moves in a call, as tensors."""
-    copies: dict[tuple[Any, ...], list[Copy]] = field(default_factory=dict)
-    """The same as addresses."""
+    pushes: dict[tuple[Any, ...], Push] = field(default_factory=dict)
+    """What the copy engine moves in a call."""
     descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Of the slab's memory, for TMA."""
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Kernels that have been launched on this slab; False where Triton has to launch one every time. The keys of all
-    five determine everything but the operands' addresses."""
+    four determine everything but the operands' addresses."""
     _stream: torch.cuda.Stream | None = None
     _raw: int = -1
     """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs

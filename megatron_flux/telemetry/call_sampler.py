@@ -22,7 +22,7 @@ from megatron_flux.ops import call_events
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
-from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.kernel_config import label_of
 from megatron_flux.telemetry.baseline_times import Baseline, BaselineTimes
 
 FIELDS = (
@@ -167,7 +167,7 @@ def _backend(call: Call) -> str:
     answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group)
     if answer is None:
         return call.backend
-    chosen = answer["backend"] if answer["plan"] is None else f"fused {KernelConfig(**answer['plan']).label()}"
+    chosen = answer["backend"] if answer["plan"] is None else f"fused {label_of(answer['plan'])}"
     return f"{call.backend}: {chosen}"
 
 

@@ -31,11 +31,8 @@ pytestmark = [
 
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
 PLANS = {
-    "copy engine": KernelConfig(**TINY),
-    "copy engine, blocks": KernelConfig(**TINY, block=16),
-    "pushes, chunks, join": KernelConfig(**TINY, comm=1, skip=1, block=16, chunks=2),
-    "pushes, never join": KernelConfig(**TINY, comm=2, skip=-1, band=2),
-    "pushes, whole tiles": KernelConfig(**TINY, comm=1, split=False, reducers=2),
+    "halves of tiles": KernelConfig(**TINY),
+    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
 }
 
 
@@ -71,9 +68,9 @@ def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transpose
 def all_shapes(plan: KernelConfig, tma: bool) -> None:
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     backend = twin()
-    from megatron_flux.ops.launch import plain as launch
+    from megatron_flux.ops.launch import operands
 
-    launch._hopper.cache_clear()
+    operands._has_tma.cache_clear()
     backend.config = plan
     for mp, n, k, transposed, dtype in (
         (32, 64, 48, False, torch.float16),
@@ -82,16 +79,15 @@ def all_shapes(plan: KernelConfig, tma: bool) -> None:
         (32, 64, 48, False, torch.float16),
     ):
         compare(backend, mp, n, k, dtype, transposed)
-    if plan.block == 0:
-        compare(backend, 7, 33, 19, torch.float16, True)
-        compare(backend, 1, 8, 8, torch.bfloat16, False)
+    compare(backend, 7, 33, 19, torch.float16, True)
+    compare(backend, 1, 8, 8, torch.bfloat16, False)
 
 
 def bias_before_rounding() -> None:
     """257 is no number of bf16 and becomes 256, to which 1 cannot be added; 258 is one."""
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
-    for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
+    for plan in PLANS.values():
         backend = twin()
         backend.config = plan
         for transposed in (False, True):
@@ -110,7 +106,7 @@ def bias_that_is_a_column() -> None:
     from megatron_flux.ops.backends import registry
 
     backend = twin()
-    backend.config = PLANS["copy engine"]
+    backend.config = PLANS["halves of tiles"]
     ops.register_backend(backend)
     try:
         x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
@@ -138,10 +134,10 @@ def operands_of_one_rank_lie_elsewhere() -> None:
     group, stock = dist.group.WORLD, ReferenceBackend()
     backend = twin()
     chosen = []
-    tma = launch._tma
+    tma = launch.uses_tma
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
-        for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
+        patch.setattr(launch, "uses_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
+        for plan in PLANS.values():
             backend.config = plan
             x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
             if group.rank() == 0:
@@ -163,7 +159,7 @@ def captured_between_eager() -> None:
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend = twin()
-    for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
+    for plan in PLANS.values():
         backend.config = plan
         for late in (0, 1, None):
             with captured_calls():
@@ -241,7 +237,7 @@ def replays_in_any_order() -> None:
     entered: list[int] = []
     once = graph_capture._enter
     with mock.patch.object(graph_capture, "_enter", lambda work: (entered.append(1), once(work))):
-        for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
+        for plan in PLANS.values():
             backend.config = plan
             for number, count in enumerate((3, 1, 1, 2, 3, 3, 1, 2)):
                 if rng.random() < 0.3:
@@ -265,7 +261,7 @@ def failed_capture() -> None:
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
-    nothing_runs = {"begin": lambda work: work.begin_captured(1), "copy_engine_push": lambda *_: lambda: None}
+    nothing_runs = {"begin": lambda work: work.begin_captured(1), "push": lambda *_: lambda: None}
     with one_capture(1), mock.patch.multiple(launch_copies, **nothing_runs):
         backend.all_gather(x, group, async_op=True)
     for number in (2, None):
@@ -345,16 +341,16 @@ def gather_across_captures() -> None:
 
 
 def with_tma(function: Any, tma: bool) -> None:
-    from megatron_flux.ops.launch import plain as launch
+    from megatron_flux.ops.launch import operands
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    launch._hopper.cache_clear()
+    operands._has_tma.cache_clear()
     function()
 
 
 def one_rank_late() -> None:
     backend = twin()
-    backend.config = KernelConfig(**TINY, comm=1)
+    backend.config = KernelConfig(**TINY)
     for late in range(dist.get_world_size()):
         if dist.get_rank() == late:
             time.sleep(0.5)
@@ -448,7 +444,7 @@ def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: KernelCon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes, chunks, join"]], ids=["copy engine", "pushes"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: KernelConfig) -> None:
     world4.run(all_shapes, plan, True)
 

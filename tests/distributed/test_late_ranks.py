@@ -28,9 +28,8 @@ pytestmark = [
 
 LATE_S = 0.15
 PLANS = {
-    "copy engine": KernelConfig(**TINY),
-    "copy engine, blocks": KernelConfig(**TINY, block=16),
-    "pushes": KernelConfig(**TINY, comm=1, skip=1, block=16, chunks=2),
+    "halves of tiles": KernelConfig(**TINY),
+    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
 }
 DTYPE = torch.float16
 
@@ -104,7 +103,7 @@ def rank_wraps(plan: KernelConfig) -> None:
     group_state.drop_slabs()
 
 
-@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes"]], ids=["copy engine", "pushes"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelConfig) -> None:
     world2.run(rank_wraps, plan)
 
@@ -114,7 +113,7 @@ def rank_world_made_again(folder: Path) -> None:
     from megatron_flux.comm import group_state, links, rank_errors
 
     backend = twin()
-    backend.config = PLANS["copy engine"]
+    backend.config = PLANS["halves of tiles"]
     first, rank = dist.group.WORLD, dist.get_rank()
     round_of_calls(backend, first, 0)
     name, state, held = first.group_name, weakref.ref(group_state.state_of(first)), group_state.slab_bytes()

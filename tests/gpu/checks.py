@@ -177,13 +177,10 @@ def more_plans(group):
     """What the tuner does not try, but a person may."""
     return with_plans(
         group,
-        KernelConfig(block=128, reducers=20, band=2),
-        KernelConfig(comm=4, skip=-1),
-        KernelConfig(comm=16, skip=1, chunks=4),
-        KernelConfig(comm=5, skip=2, block=128, chunks=2, bn=128),
+        KernelConfig(reducers=20, band=2),
         KernelConfig(bm=64, bn=128, split=False),
         KernelConfig(bn=128, band=4),
-        KernelConfig(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
+        KernelConfig(reducers=12, stages=3, split=False),
         KernelConfig(ws=True, stages=3, ring=3, bk=32, spread=90, band=5),
         KernelConfig(ws=True, comm=1, chunks=3, group=1),
         KernelConfig(ws=True, early=True, late=True, group=3),
@@ -325,11 +322,10 @@ def graphs(group):
     if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
         return "left out: beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     b, done = backend(), []
-    chosen = [None, KernelConfig(), KernelConfig(block=128), KernelConfig(comm=4, skip=1, chunks=2)]
+    chosen = [None, KernelConfig()]
     if torch.cuda.get_device_capability() == (9, 0):
         chosen += [
             KernelConfig(ws=True, early=True, late=True),
-            KernelConfig(ws=True, pace=True),
             KernelConfig(ws=True, comm=1, chunks=4),
         ]
     try:
@@ -727,10 +723,6 @@ def late_calls(group, chosen, wrap):
                 assert any((work.epochs < 0).all() for work in used), "no epoch has wrapped: nothing was tested"
     finally:
         b.config = None
-    if wrap:  # paced pushes count calls, not epochs
-        torch.cuda.synchronize()
-        dist.barrier(group=group)
-        group_state.drop_slabs()
     return "; ".join(done)
 
 
@@ -747,7 +739,7 @@ def late_hopper(group, wrap=False):
 
 def late_plain(group, wrap=False):
     """The same for the plain kernels, with and without TMA, and for gathers by themselves."""
-    chosen = [(KernelConfig(), (256, 512, 256), True), (KernelConfig(comm=4, skip=1, chunks=2), (256, 512, 256), False)]
+    chosen = [(KernelConfig(), (256, 512, 256), True)]
     return late_calls(group, [*chosen, *([] if wrap else [(KernelConfig(), (37, 100, 77), False)])], wrap)
 
 
@@ -849,16 +841,15 @@ def fences(group):
     group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
     try:
         with mock.patch.object(relaunch, "by_triton", spying), mock.patch.object(launch, "by_triton", spying):
-            for plan in (KernelConfig(), KernelConfig(comm=4, skip=1, chunks=2)):
-                backend().config = plan
-                compare(group, 256, 512, 256)
+            backend().config = KernelConfig()
+            compare(group, 256, 512, 256)
             for plan in (KernelConfig(ws=True), KernelConfig(ws=True, comm=1, chunks=2)) if hopper else ():
                 backend().config = plan
                 compare(group, 256, 1024, 512)
     finally:
         backend().config = None
     missing = {}
-    for name in ("ag_gemm_kernel", "ag_gemm_kernel pushing", "gemm_rs_kernel"):
+    for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
         ptx, tma = seen[name]
         missing[name] = missing_in_plain(ptx, tma=tma, sums=name.startswith("gemm_rs"))
     copied, pushed, sums = "hopper_ag_gemm_kernel", "hopper_ag_gemm_kernel pushing", "hopper_gemm_rs_kernel"

@@ -43,7 +43,7 @@ from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.checks import aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.fast_path import replay
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan, rs_tiles, within_flags
 from megatron_flux.settings import one_queue, sm_margin
 
 
@@ -134,24 +134,22 @@ class FusedBackend:
 
     def _placed(self, call: OperatorCall, config: KernelConfig | None, captured: bool) -> tuple[Slab, KernelConfig]:
         """Slab and configuration of a call with a GEMM; ``ws`` is set in the latter where Hopper's kernels run it."""
-        from megatron_flux.ops.launch import plain as launch
+        from megatron_flux.ops.launch import operands
 
         operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
-        sms, config = launch.sm_count(x.device), config or self.config
-        hopper = launch.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
+        sms, config = operands.sm_count(x.device), config or self.config
+        hopper = operands.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
         if config is None:
-            choose = self._gather_config if operator == "all_gather_gemm" else rs_plan
+            choose = ag_plan if operator == "all_gather_gemm" else rs_plan
             config = choose(m // tp, n, k, tp, sms, hopper)
         elif config.ws and not hopper:
             config = replace(config, ws=False)
         if operator == "all_gather_gemm":
-            config = launch.within_flags(config, m)
+            config = within_flags(config, m)
             elements = x.numel()
         else:
-            elements = launch.rs_tiles(m // tp, n, config) * config.bm * config.bn
+            elements = rs_tiles(m // tp, n, config) * config.bm * config.bn
         return self._slab(call, elements * x.element_size(), config, captured), config
-
-    _gather_config = staticmethod(ag_plan)
 
     def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> Slab:
         """The slab of a call in which one source sends ``nbytes``; ``config``: None of an all_gather."""

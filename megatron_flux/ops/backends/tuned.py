@@ -265,7 +265,7 @@ class TunedBackend:
         if limit <= 0:
             return {"backend": "reference", "plan": None, "ms": {}}
         began = time.monotonic()
-        from megatron_flux.ops.launch.plain import hopper_kernels, sm_count
+        from megatron_flux.ops.launch.operands import hopper_kernels, sm_count
 
         op, run, x, m, n, k, group = call.operator, call.run, call.x, call.m, call.n, call.k, call.group
         device, tp = x.device, group.size()

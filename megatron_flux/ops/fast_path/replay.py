@@ -24,23 +24,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.copies import Copy, enqueue
+from megatron_flux.comm.copy_engine import WHOLE, Edges, Push
 from megatron_flux.comm.graph_capture import waited_elsewhere
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream, Slab, broken_off
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
-from megatron_flux.ops.kernel_config import WHOLE, Edges, KernelConfig
+from megatron_flux.ops.kernel_config import KernelConfig
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
     from megatron_flux.ops.backends.base import OperatorCall
-
-
-class Push(NamedTuple):
-    """What the copy engine is given for one half: the copies, and where the epoch lies."""
-
-    copies: list[Copy]
-    epoch: int
 
 
 class Side(NamedTuple):
@@ -178,7 +171,7 @@ def _push(source: int, push: Push, side: Side, stream: int) -> None:
     """Enqueue the copies behind what ``stream`` has been given so far, and ``side.after`` behind them."""
     driver.record(side.before, stream)
     driver.wait(side.stream, side.before)
-    enqueue(push.copies, source, push.epoch, side.stream)
+    push.enqueue(source, side.stream)
     driver.record(side.after, side.stream)
 
 
@@ -192,12 +185,19 @@ def prepare_all_gather_gemm(
 
     None where plain kernels run it.
     """
-    from megatron_flux.ops.launch import hopper, plain
+    from megatron_flux.ops.launch import hopper, operands
 
-    if not config.ws or config.pace:
+    if not config.ws:
         return None
     x, mp = call.x, call.m // work.tp
-    variant = (x.dtype, call.transposed, config, plain.sm_count(x.device), call.bias is not None, call.return_gathered)
+    variant = (
+        x.dtype,
+        call.transposed,
+        config,
+        operands.sm_count(x.device),
+        call.bias is not None,
+        call.return_gathered,
+    )
     kernels = [work.kernels.get(hopper.ag_key(half, mp, call.n, call.k, *variant)) or None for half in HALVES]
     gathered = _gathered(work, x)
     if config.comm:
@@ -210,11 +210,11 @@ def prepare_gemm_reduce_scatter(
     call: OperatorCall, work: Slab, config: KernelConfig, shape: tuple[int, ...]
 ) -> PreparedGemmReduceScatter | None:
     """As :func:`prepare_all_gather_gemm`."""
-    from megatron_flux.ops.launch import hopper, plain
+    from megatron_flux.ops.launch import hopper, operands
 
     if not config.ws:
         return None
-    variant = (call.x.dtype, call.transposed, config, plain.sm_count(call.x.device))
+    variant = (call.x.dtype, call.transposed, config, operands.sm_count(call.x.device))
     keys = [hopper.rs_key(half, call.m // work.tp, call.n, call.k, *variant) for half in HALVES]
     return PreparedGemmReduceScatter(work, [work.kernels.get(key) or None for key in keys], shape)
 
@@ -236,8 +236,7 @@ def _gathered(work: Slab, x: torch.Tensor) -> list[torch.Tensor]:
 def _pushes(work: Slab, x: torch.Tensor, edges: Edges) -> list[Push | None]:
     """What the copy engine is given for whole shards, by half."""
     mp, k = x.numel() // x.shape[-1], x.shape[-1]
-    found = [work.copies.get((half, mp, k, x.dtype, mp, edges)) for half in HALVES]
-    return [None if copies is None else Push(copies, work.epochs[half].data_ptr()) for half, copies in enumerate(found)]
+    return [work.pushes.get((half, mp, k, x.dtype, edges)) for half in HALVES]
 
 
 def _side(work: Slab) -> Side:

@@ -12,11 +12,12 @@ from megatron_flux.comm import slab
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.kernel_config import KernelConfig, candidates, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig, candidates, cdiv, within_flags
 from tests.unit.groups import group_of
 
 pytest.importorskip("triton")
 
+from megatron_flux.ops.launch import operands
 from megatron_flux.ops.launch import plain as launch
 
 ROWS = (8192, 16384, 16384 + 128, 65536, 131072 - 128)
@@ -30,8 +31,9 @@ def flags(plan: KernelConfig, m: int, k: int) -> int:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "hopper_kernels", lambda *_: True)
-    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
+    monkeypatch.setattr(operands, "hopper_kernels", lambda *_: True)
+    for module in (operands, launch):
+        monkeypatch.setattr(module, "sm_count", lambda _: 132)
     monkeypatch.setattr(FusedBackend, "_slab", lambda *_: None)
 
 
@@ -51,9 +53,9 @@ def test_rows_that_are_pushed_have_flags(on_hopper: None, m: int, k: int) -> Non
 def test_more_rows_than_flags_are_refused_and_not_proposed() -> None:
     assert all(plan.comm == 0 for plan in candidates("all_gather_gemm", 65536, 4608, 12288, 2, 132, True))
     with pytest.raises(UserError, match="131072 gathered rows cannot be pushed by SMs, at most 131008"):
-        launch.within_flags(KernelConfig(ws=True, comm=1), 131072)
+        within_flags(KernelConfig(ws=True, comm=1), 131072)
     copied = KernelConfig(ws=True, chunks=4)
-    assert launch.within_flags(copied, 131072) is copied
+    assert within_flags(copied, 131072) is copied
 
 
 def test_tiles_have_flags(on_hopper: None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm.copies import Copy
+from megatron_flux.comm.copy_engine import Copy
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream

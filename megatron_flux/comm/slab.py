@@ -197,9 +197,8 @@ class Slab:
         return Turn(half, 1 - half, enter)
 
     def _check(self) -> None:
-        reason = self.alarm.message()
-        if reason is not None:
-            raise OperatorError(reason)
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
 
     def poison(self, operator: str, error: BaseException) -> None:
         """``error`` broke a call of ``operator`` off after it had taken its turn: every further call is refused."""

@@ -20,14 +20,11 @@ ALIGNMENT = 16
 """Bytes: TMA's, and what pointers are compiled for."""
 
 
-def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether it is contiguous and begins at a multiple of :data:`ALIGNMENT`."""
-    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
-
-
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` if :func:`is_aligned`, else a copy that is."""
-    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    """``tensor`` if it is contiguous and begins at a multiple of :data:`ALIGNMENT`, else a copy that does."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def compare_calls(group: dist.ProcessGroup, call: tuple[object, ...], device: torch.device) -> None:

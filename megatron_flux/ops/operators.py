@@ -26,8 +26,8 @@ from megatron_flux.ops import call_events
 from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import aligned
-from megatron_flux.ops.counters import stats
 from megatron_flux.ops.fast_path import call_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

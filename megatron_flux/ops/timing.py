@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops.backends.reference import gemm
 
 ROUNDS, BURST = 7, 4
 
@@ -113,39 +112,3 @@ def finish(result: Any) -> None:
     """Wait for what an asynchronous call has begun."""
     if isinstance(result, Pending):
         result.wait()
-
-
-class GemmAlone:
-    """In place of a backend: leaves communication out. Its results are wrong, its time is the GEMM's."""
-
-    def __init__(self) -> None:
-        """The gathered operand is made once and kept."""
-        self._gathered: torch.Tensor | None = None
-
-    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
-        try:
-            self._gathered = x.repeat(group.size(), 1)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GEMM over this rank's rows, repeated to the gathered size."""
-        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
-
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """The GEMM, nothing summed."""
-        return Pending(gemm(x, weight, transposed=transposed))

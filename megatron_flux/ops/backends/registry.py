@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
+from megatron_flux.ops.backends.async_tp import PipelinedBackend
 from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.pipelined import PipelinedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.counters import stats
+from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 
 logger = logging.getLogger("megatron_flux")

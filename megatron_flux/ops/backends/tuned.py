@@ -42,10 +42,10 @@ from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.async_tp import PipelinedBackend
 from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.pipelined import PipelinedBackend
-from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path.replay import PreparedCall
@@ -284,9 +284,9 @@ class TunedBackend:
             if way is not None:
                 ways[name] = (plan, way)
         timed = {name: way for name, (_, way) in ways.items()}
-        gemm = timing.GemmAlone()
-        if timing.all_agree(op != "all_gather_gemm" or gemm.prepare(x, group), group, device):
-            timed["gemm"] = lambda: run(gemm)
+        alone = GemmOnly()
+        if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):
+            timed["gemm"] = lambda: run(alone)
         ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
         gemm_ms = ms.pop("gemm", None)
         close = finalists(ms)

@@ -15,7 +15,7 @@ import torch
 from megatron_flux.comm.group_state import GroupState
 from megatron_flux.ops import call_events
 from megatron_flux.ops.backends.base import Backend, OperatorCall
-from megatron_flux.ops.checks import is_aligned
+from megatron_flux.ops.checks import ALIGNMENT
 
 _ATTEMPTS = 8
 """Calls of a kind after which a backend that has not prepared it is not asked any more."""
@@ -71,7 +71,11 @@ def find(state: GroupState, key: Hashable | None, x: torch.Tensor, weight: torch
     if found is None or found.call is None or not found.call.usable():
         return None
     # Another layer's operands may lie where TMA cannot address them: the way through the backend copies those.
-    return found if is_aligned(x) and (weight is None or is_aligned(weight)) else None
+    if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
+        return None
+    if weight is not None and (weight.data_ptr() % ALIGNMENT or not weight.is_contiguous()):
+        return None
+    return found
 
 
 def remember(

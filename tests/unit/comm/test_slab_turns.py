@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def eager_slab() -> Slab:
     device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
-    alarm: Any = SimpleNamespace(message=lambda: None)
+    alarm: Any = SimpleNamespace(view=[0])
     empty = torch.empty(0)
     return Slab(2, 0, 0, False, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
 

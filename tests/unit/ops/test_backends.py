@@ -10,8 +10,8 @@ import torch
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import pipelined, registry
-from megatron_flux.ops.counters import OpStats
+from megatron_flux.ops.backends import async_tp, registry
+from megatron_flux.ops.call_events import OpStats
 from tests.unit.groups import group_of
 
 
@@ -132,9 +132,9 @@ def test_counters() -> None:
 
 def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a warm-up, when nobody asks for its limits any more."""
-    monkeypatch.setattr(pipelined.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
-    monkeypatch.setattr(pipelined.importlib, "import_module", lambda name: pytest.fail("it ran"))
-    monkeypatch.setattr(pipelined.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
+    monkeypatch.setattr(async_tp.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
+    monkeypatch.setattr(async_tp.importlib, "import_module", lambda name: pytest.fail("it ran"))
+    monkeypatch.setattr(async_tp.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
     x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     group = group_of(2)
     for capturing in (False, True):

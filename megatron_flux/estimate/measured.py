@@ -15,6 +15,8 @@ from megatron_flux.bench.shapes import Case, Model
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import Device, device_named
 
+_TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -32,10 +34,6 @@ class Call:
         """FLUX's overlap efficiency of the tuned call (arXiv 2406.06858, equation 2)."""
         return 1 - (self.tuned_ms - self.gemm_ms) / (self.serial_ms - self.gemm_ms)
 
-    def distance(self, m: int, n: int, k: int) -> float:
-        """How unlike a GEMM is, in powers of two."""
-        return math.dist([math.log2(v) for v in (self.case.m, self.case.n, self.case.k)], map(math.log2, (m, n, k)))
-
 
 class MeasuredCalls:
     """The calls of one or more summaries of one kind of GPU, and what they say about calls that were not measured."""
@@ -52,14 +50,19 @@ class MeasuredCalls:
 
     def flops(self, m: int, n: int, k: int) -> float:
         """FLOP/s of the GEMM most like this one."""
-        best = min(self.calls, key=lambda call: call.distance(m, n, k))
+        best = _nearest(self.calls, m, n, k)
         return 2e3 * best.case.m * best.case.n * best.case.k / best.gemm_ms
 
     def overlap(self, case: Case) -> float:
         """Overlap efficiency of the same operator's call most like this one, between 0 and 1."""
         same = [call for call in self.calls if call.case.op == case.op] or self.calls
-        best = min(same, key=lambda call: call.distance(case.m, case.n, case.k))
-        return min(1.0, max(0.0, best.overlap))
+        return min(1.0, max(0.0, _nearest(same, case.m, case.n, case.k).overlap))
+
+
+def _nearest(calls: list[Call], *sizes: int) -> Call:
+    """The call whose GEMM is most like that of ``sizes`` m, n, k, in powers of two."""
+    like = [math.log2(size) for size in sizes]
+    return min(calls, key=lambda call: math.dist(map(math.log2, (call.case.m, call.case.n, call.case.k)), like))
 
 
 def _fit(calls: list[Call]) -> tuple[float, float]:
@@ -80,11 +83,11 @@ def read_ops(paths: list[Path]) -> MeasuredCalls:
     """
     calls, devices = [], []
     for path in paths:
-        summary = _read_summary(path, "bench ops", ("op", "m", "n", "k", "gemm_ms", "nccl_ms", "serial_ms", "tuned_ms"))
-        devices.append(_device(path, summary))
+        summary, device = _read_summary(path, "bench ops", ("op", "m", "n", "k", *_TIMES))
+        devices.append(device)
         for row in summary["rows"]:
             case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
-            times = [row[name] for name in ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")]
+            times = [row[name] for name in _TIMES]
             if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
                 calls.append(Call(case, summary["tp"], *times))
     if len({found.key for found in devices}) > 1:
@@ -140,8 +143,7 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
     kinds: dict[tuple[str, int], Device] = {}
     seen: dict[Workload, Path] = {}
     for path in paths:
-        summary = _read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
-        found = _device(path, summary)
+        summary, found = _read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
         kinds[found.key, summary["tp"]] = found
         here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
         for model, seq, micro_batch in here.keys() & seen.keys():
@@ -158,12 +160,8 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
     return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))
 
 
-def _read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    """A summary with these columns in every row; a folder means the ``summary.json`` in it.
-
-    Raises:
-        UserError: it cannot be read, or is something else.
-    """
+def _read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], Device]:
+    """A summary with these columns in every row, and its GPU; a folder means the ``summary.json`` in it."""
     file = path / "summary.json" if path.is_dir() else path
     try:
         summary = json.loads(file.read_text())
@@ -178,12 +176,8 @@ def _read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[st
             f"{file} is of {summary['stand_in']} GPUs that stood in for {summary['tp']}: no measurement of that many; "
             "give a run on a whole group"
         )
-    return summary
-
-
-def _device(path: Path, summary: dict[str, Any]) -> Device:
     name = str(summary.get("device", ""))
-    found = device_named(name)
-    if found is None:
+    device = device_named(name)
+    if device is None:
         raise UserError(f"{path} was measured on {name or 'an unnamed device'}, which is not in the table of devices")
-    return found
+    return summary, device

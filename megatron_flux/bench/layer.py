@@ -38,7 +38,7 @@ from megatron_flux.bench.together import Together
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UserError
 from megatron_flux.telemetry import environment
-from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+from megatron_flux.train.shims import gradient_accumulation_fusion
 
 Log = Callable[[str], None]
 

@@ -226,7 +226,7 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
     """
     import megatron_flux
     from megatron_flux.config import FluxConfig
-    from megatron_flux.train.cpu_shims import cpu_shims
+    from megatron_flux.train.shims import cpu_shims
 
     where = f"rank {rank}, pipeline stage {stage}"
     shape = job.run.shape.model_copy(update={"num_layers": job.run.pp})
@@ -257,7 +257,7 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The stage's model on meta tensors and its output, after a forward and a backward."""
     from megatron_flux.train import model as building
-    from megatron_flux.train.randomness import seed_everything
+    from megatron_flux.train.trainer import seed_everything
 
     run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
     seed_everything(run.seed)

@@ -11,13 +11,13 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
-from megatron_flux.train import corpus
+from megatron_flux.train import data
 
 
-def documents(found: corpus.Corpus) -> list[bytes]:
+def documents(found: data.Corpus) -> list[bytes]:
     dataset = IndexedDataset(str(found.prefix))
     tokens = [np.asarray(dataset[i]) for i in range(len(dataset))]
-    assert all(t[-1] == corpus.END_OF_DOCUMENT for t in tokens)
+    assert all(t[-1] == data.END_OF_DOCUMENT for t in tokens)
     return [t[:-1].astype(np.uint8).tobytes() for t in tokens]
 
 
@@ -31,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def prepare(folder: Path, cache: Path, **changed: int) -> corpus.Corpus:
-    return corpus.prepare([folder], cache, **{"seq_length": 8, "vocab_size": 258, **changed})
+def prepare(folder: Path, cache: Path, **changed: int) -> data.Corpus:
+    return data.prepare([folder], cache, **{"seq_length": 8, "vocab_size": 258, **changed})
 
 
 def test_bytes_come_back(folder: Path, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_build_that_died_is_not_taken_for_finished(folder: Path, tmp_path: Pat
 
 
 def test_the_default_is_the_standard_library() -> None:
-    sources = corpus.find_sources([])
+    sources = data.find_sources([])
     assert isinstance(sources, list)
     names = {path.name for path in sources}
     assert {"argparse.py", "typing.py"} <= names
@@ -76,11 +76,11 @@ def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
 
 def test_processes_that_ask_at_once_build_once(folder: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from megatron_flux.train import corpus\n"
-        "built = corpus._build\n"
+        "import sys; from pathlib import Path; from megatron_flux.train import data\n"
+        "built = data._build\n"
         "def build(*a): print('built'); built(*a)\n"
-        "corpus._build = build\n"
-        "print(corpus.prepare([Path(sys.argv[1])], Path(sys.argv[2]), 8, 258).tokens)"
+        "data._build = build\n"
+        "print(data.prepare([Path(sys.argv[1])], Path(sys.argv[2]), 8, 258).tokens)"
     )
     words = [sys.executable, "-W", "ignore", "-c", code, str(folder), str(tmp_path / "cache")]
     processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A run against earlier results of the same thing: whether step time, loss or memory left a stated band.
+"""``report --against``: whether step time, loss or memory of a run left a band around earlier results.
 
 What is compared must be comparable, else the answer would mean nothing: the same model always; the same device and
 layout for times and memory; the same seed, data and schedule for losses. Anything else is refused, with what differs.
@@ -8,43 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report.differences import different_models, differing
-from megatron_flux.metrics.report.parts import Table
+from megatron_flux.metrics.report.parts import Part, Table
 from megatron_flux.metrics.report.run import Run, load
-from megatron_flux.metrics.rows import UNKNOWN, memory, milliseconds, percent_change, relative
+from megatron_flux.metrics.report.several import different_models, differing
 from megatron_flux.metrics.statistics import largest, relative_differences, timed
+from megatron_flux.metrics.table import memory, milliseconds, percent_change, print_table, relative, shown
 
 CHECKS = ("step-time", "loss", "memory")
 
-TIME_SETTINGS = (
-    "world_size",
-    "tp",
-    "pp",
-    "dp",
-    "micro_batch_size",
-    "global_batch_size",
-    "precision",
-    "recompute",
-    "cuda_graph_impl",
+_TIME_SETTINGS = (
+    *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
+    *("precision", "recompute", "cuda_graph_impl"),
 )
-LOSS_SETTINGS = (
-    "seed",
-    "data",
+_LOSS_SETTINGS = (
+    *("seed", "data", "global_batch_size", "precision", "dropout"),
     "padded_vocab_size",  # differs with tp, and the loss with it
-    "global_batch_size",
-    "precision",
-    "dropout",
-    "lr",
-    "min_lr",
-    "lr_warmup_steps",
-    "lr_decay_steps",
-    "weight_decay",
-    "clip_grad",
+    *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )
 
 
@@ -80,11 +64,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class Result:
-    """All quantities, and what a reader has to know."""
+    """All quantities, and notes for the reader."""
 
     name: str
     checked: list[Checked]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     @property
     def ok(self) -> bool:
@@ -95,17 +79,25 @@ class Result:
     def verdict(self) -> str:
         """One line."""
         known = [one for one in self.checked if one.ok is not None]
-        left = [one for one in known if not one.ok]
+        left = [f"{one.label} {one.change} (band {one.band})" for one in known if not one.ok]
         if not left:
             return f"against {self.name}: {len(known)} of {len(known)} quantities within their bands"
-        said = ", ".join(f"{one.label} {one.change} (band {one.band})" for one in left[:4])
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-        return f"against {self.name}: {len(left)} of {len(known)} quantities left their bands: {said}{more}"
+        listed = ", ".join(left[:4]) + more
+        return f"against {self.name}: {len(left)} of {len(known)} quantities left their bands: {listed}"
 
-    def table(self) -> Table:
-        """For the report and the terminal."""
+    @property
+    def _table(self) -> Table:
         rows = [(one.label, one.then, one.now, one.change, one.band, one.state) for one in self.checked]
         return Table(rows, head=("quantity", "then", "now", "change", "band", "state"))
+
+    def part(self) -> Part:
+        """For the report."""
+        return Part("against", "Against earlier results", caption=self.verdict, table=self._table)
+
+    def show(self) -> None:
+        """Print table, notes and verdict to standard output."""
+        print_table(self._table.head, self._table.rows, notes=self.notes, last=self.verdict)
 
 
 def parse_checks(text: str) -> tuple[str, ...]:
@@ -115,8 +107,7 @@ def parse_checks(text: str) -> tuple[str, ...]:
         UserError: an unknown name, or none.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in CHECKS]
-    if unknown or not names:
+    if not names or not set(names) <= set(CHECKS):
         raise UserError(f"--check {text!r}: choose some of {', '.join(CHECKS)}, separated by commas")
     return names
 
@@ -132,14 +123,14 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
         raise UserError(
             f"{run_path} is a run of {now.kind} and {results_path} of {then.kind}; give results of {now.kind}"
         )
-    _require_same_device(now, then, checks)
-    if now.kind == "training":
-        found = list(_training(now, then, bands, checks))
-    else:
-        found = list(_bench(now, then, bands, checks))
+    if {"step-time", "memory"} & set(checks):
+        _require_same_device(now, then)
+    compared = _training if now.kind == "training" else _benchmark
+    found = list(compared(now, then, bands, checks))
     notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
     if "memory" in checks:
-        notes += [f"{run.name}: {note}" for run in (now, then) for note in _about_memory(run)]
+        about = [(run.name, note) for run in (now, then) for note in run.summary.get("notes", [])]
+        notes += [f"{name}: {note}" for name, note in about if note.startswith("Peak memory of")]
     if not any(one.ok is not None for one in found):
         raise UserError(
             f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; "
@@ -149,13 +140,7 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
     return Result(then.name, found, notes)
 
 
-def _about_memory(run: Run) -> list[str]:
-    return [note for note in run.summary.get("notes", []) if note.startswith("Peak memory of")]
-
-
-def _require_same_device(now: Run, then: Run, checks: tuple[str, ...]) -> None:
-    if not {"step-time", "memory"} & set(checks):
-        return
+def _require_same_device(now: Run, then: Run) -> None:
     devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
     names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
     if names[0] != names[1]:
@@ -167,19 +152,18 @@ def _require_same_device(now: Run, then: Run, checks: tuple[str, ...]) -> None:
 
 
 def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
-    if (apart := different_models(now, then)) is not None:
+    if (difference := different_models(now, then)) is not None:
         raise UserError(
-            f"{now.path} and {then.path} trained different models ({apart}); give results of the same model"
+            f"{now.path} and {then.path} trained different models ({difference}); give results of the same model"
         )
     for names, kinds, others in (
-        (TIME_SETTINGS, ("step-time", "memory"), ("loss",)),
-        (LOSS_SETTINGS, ("loss",), ("step-time", "memory")),
+        (_TIME_SETTINGS, ("step-time", "memory"), "loss"),
+        (_LOSS_SETTINGS, ("loss",), "step-time,memory"),
     ):
-        said = differing(now, then, names) if set(kinds) & set(checks) else []
-        if said:
+        if set(kinds) & set(checks) and (unequal := differing(now, then, names)):
             raise UserError(
-                f"{now.path} and {then.path} cannot be compared in {' and '.join(kinds)}: {', '.join(said)}; "
-                f"give results of the same settings, or --check {','.join(others)}"
+                f"{now.path} and {then.path} cannot be compared in {' and '.join(kinds)}: {', '.join(unequal)}; "
+                f"give results of the same settings, or --check {others}"
             )
     arms = [arm for arm, records in then.arms.items() if records]
     if not arms:
@@ -202,7 +186,7 @@ def _step_time(arm: str, now: Run, then: Run, band: float) -> Checked:
                 f"{run.path} has no timed step of the {arm} arm; run more steps than warm-up, or --check loss"
             )
     medians = [run.summary["arms"][arm]["step_time_ms"]["median"] for run in (then, now)]
-    return _upwards(f"{arm} step time, median (ms)", *medians, band, milliseconds)
+    return _at_most(f"{arm} step time, median (ms)", *medians, band, milliseconds)
 
 
 def _loss(arm: str, now: Run, then: Run, band: float) -> Checked:
@@ -228,19 +212,20 @@ def _memory(arm: str, now: Run, then: Run, band: float) -> Checked:
     label, name = f"{arm} peak memory", "peak_memory_bytes"
     if any(found[name] is None for found in arms) and all(found["allocated_peak_bytes"] is not None for found in arms):
         label, name = f"{label}, allocated alone", "allocated_peak_bytes"
-    return _upwards(label, *(found[name] for found in arms), band, memory)
+    return _at_most(label, *(found[name] for found in arms), band, memory)
 
 
-def _upwards(label: str, then: float | None, now: float | None, band: float, form: Callable[[float], str]) -> Checked:
-    shown = [UNKNOWN if value is None else form(value) for value in (then, now)]
+def _at_most(label: str, then: float | None, now: float | None, band: float, form: Callable[[float], str]) -> Checked:
     ok = None if then is None or now is None else now <= then * (1 + band)
-    return Checked(label, *shown, percent_change(then, now), f"+{100 * band:g} %", ok)
+    change = percent_change(then, now)
+    return Checked(label, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", ok)
 
 
-def _bench(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+def _benchmark(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
     """The operators' tuned times, or the layers' times and memory, of the rows that both have."""
     operators = now.kind == "operators"
-    keys = ("op", "model", "layer", "direction", "m", "n", "k", "dtype") if operators else _LAYER_KEYS
+    of_operators = ("op", "model", "layer", "direction", "m", "n", "k", "dtype")
+    keys = of_operators if operators else ("model", "seq", "micro_batch", "layers", "arm")
 
     def by_key(run: Run) -> dict[tuple[Any, ...], Mapping[str, Any]]:
         return {tuple(row.get(key) for key in keys): row for row in run.summary["rows"]}
@@ -255,18 +240,7 @@ def _bench(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterat
         label = " ".join(str(part) for part in key if part is not None)
         if "step-time" in checks:
             name = "tuned_ms" if operators else "ms_per_layer"
-            yield _upwards(f"{label}, ms", old.get(name), new.get(name), bands.step_time, lambda ms: f"{ms:.3f}")
+            yield _at_most(f"{label}, ms", old.get(name), new.get(name), bands.step_time, "{:.3f}".format)
         if "memory" in checks and not operators:
             name = "peak_memory_gb"
-            yield _upwards(f"{label}, peak GB", old.get(name), new.get(name), bands.memory, lambda gb: f"{gb:.2f}")
-
-
-_LAYER_KEYS = ("model", "seq", "micro_batch", "layers", "arm")
-
-
-def show(result: Result) -> None:
-    """Print table, notes and verdict to standard output."""
-    from megatron_flux.metrics.table import print_table
-
-    table = result.table()
-    print_table(table.head, table.rows, notes=result.notes, last=result.verdict)
+            yield _at_most(f"{label}, peak GB", old.get(name), new.get(name), bands.memory, "{:.2f}".format)

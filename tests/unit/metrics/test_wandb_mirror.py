@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import WandbMirror, wandb_mirror, wandb_summary
-from megatron_flux.metrics.redact import without_secrets
+from megatron_flux.metrics import WandbMirror, wandb_mirror
+from megatron_flux.metrics.strict_json import without_secrets
 from tests.unit.metrics.metrics_records import record, sampled_record
 from tests.unit.metrics.report_runs import full_run
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
 
 def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:
     folder = full_run(tmp_path / "run")
-    found = wandb_summary.of_comparison(folder, json.loads((folder / "summary.json").read_text()))
+    found = wandb_mirror.comparison_summary(folder, json.loads((folder / "summary.json").read_text()))
     for arm in ("baseline", "flux"):
         with mirror("offline", tmp_path / "run" / arm, arm) as opened:
             opened.write(sampled_record(1, flux=arm == "flux"))
@@ -135,7 +135,7 @@ def test_what_is_not_known_of_a_comparison_is_left_out(tmp_path: Path) -> None:
     unsampled[1] = sampled_record(2, flux=True, **{"flux/serial_time_ms": {"all_gather_gemm": None}})
     (folder / "flux" / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in unsampled))
     summary = json.loads((folder / "summary.json").read_text()) | {"speedup": None, "speedup_ci95": None}
-    found = wandb_summary.of_comparison(folder, summary)
+    found = wandb_mirror.comparison_summary(folder, summary)
     assert found["compare/speedup"] is found["compare/speedup_low"] is None
     assert not [name for name in found if name.startswith("compare/baseline_exposed_communication_ms")]
     with mirror("offline", tmp_path, "flux") as opened:

@@ -19,9 +19,9 @@ import pytest
 from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import JsonlRecorder
 from megatron_flux.run import launcher
-from megatron_flux.train import checkpoint, checkpoint_folder, checksums, config, save_folder
+from megatron_flux.train import checkpoint_access, checkpoint_folder, config
 from megatron_flux.train.compare import conclude
-from megatron_flux.train.corpus import Corpus, fingerprint
+from megatron_flux.train.data import Corpus, fingerprint
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
 from tests.small_disk import fill, small_disk
@@ -72,7 +72,7 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -
     folder = tmp_path / "saved" / "flux" if compare else tmp_path / "saved"
     fake(folder, 3, "other", tmp_path / "elsewhere")
     with pytest.raises(UserError) as refused:
-        save_folder.check(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
+        checkpoint_access.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
     for words in ("holds checkpoints of the run in", "elsewhere", "iteration 3", "give another folder", "--load"):
         assert words in str(refused.value)
 
@@ -81,80 +81,80 @@ def test_megatrons_own_checkpoints_are_refused(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / checkpoint_folder.TRACKER).write_text("release")
     with pytest.raises(UserError, match="holds checkpoints of another run"):
-        save_folder.check(run_config(tmp_path, save=tmp_path / "saved"))
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
 
 
 def test_overwrite_replaces_what_the_same_run_folder_saved_and_nothing_else(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds checkpoints"):
-        save_folder.check(run_config(tmp_path, save=saved))
+        checkpoint_access.check_save(run_config(tmp_path, save=saved))
     with pytest.raises(UserError, match="holds checkpoints"):
-        save_folder.check(run_config(tmp_path, save=saved, overwrite=True, out="new"))
-    with save_folder.held(run_config(tmp_path, save=saved, overwrite=True)) as name:
+        checkpoint_access.check_save(run_config(tmp_path, save=saved, overwrite=True, out="new"))
+    with checkpoint_access.held(run_config(tmp_path, save=saved, overwrite=True)) as name:
         assert name != "mine"
         assert checkpoint_folder.iterations(saved) == []
         assert checkpoint_folder.tracked(saved) is None
 
 
 def test_a_resumed_run_goes_on_under_its_name(saved: Path, tmp_path: Path) -> None:
-    with save_folder.held(run_config(tmp_path, save=saved, load=saved, out="later")) as name:
+    with checkpoint_access.held(run_config(tmp_path, save=saved, load=saved, out="later")) as name:
         assert name == "mine"
-    with save_folder.held(run_config(tmp_path, save=tmp_path / "new", load=saved)) as name:
+    with checkpoint_access.held(run_config(tmp_path, save=tmp_path / "new", load=saved)) as name:
         assert name != "mine"
 
 
 def test_a_resumed_run_replaces_only_its_own_later_checkpoints(saved: Path, tmp_path: Path) -> None:
     back = run_config(tmp_path, save=saved, load=saved, ckpt_step=2)
-    save_folder.check(back)
+    checkpoint_access.check_save(back)
     fake(saved, 8, "other", tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"iter_0000008 of the run in \S+elsewhere, after iter_0000002"):
-        save_folder.check(back)
+        checkpoint_access.check_save(back)
 
 
 @pytest.mark.parametrize("option", [{"save_interval": 5}, {"save_keep": 2}])
 def test_options_of_saving_without_a_folder(tmp_path: Path, option: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"--save-\w+ \d without --save"):
-        save_folder.check(run_config(tmp_path, **option))
+        checkpoint_access.check_save(run_config(tmp_path, **option))
 
 
 @pytest.mark.parametrize("option", [{"ckpt_step": 5}, {"other_data": True}])
 def test_options_of_a_resume_without_one(tmp_path: Path, option: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"--(ckpt-step|other-data) without --load"):
-        checkpoint.check_resume(run_config(tmp_path, **option))
+        checkpoint_access.check_resume(run_config(tmp_path, **option))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file is a file"):
-        save_folder.check(run_config(tmp_path, save=tmp_path / "file"))
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be written: Not a directory"):
-        save_folder.check(run_config(tmp_path, save=tmp_path / "file" / "below"))
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "file" / "below"))
 
 
 def test_a_check_leaves_nothing(tmp_path: Path) -> None:
-    save_folder.check(run_config(tmp_path, save=tmp_path / "a" / "b"))
+    checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
     one, both = (run_config(tmp_path, compare=arms, save=tmp_path / "disk" / "saved") for arms in (False, True))
-    with small_disk(tmp_path / "disk", 1.5 * save_folder.least_bytes(one) / 1e6) as disk:
-        save_folder.check(one)
+    with small_disk(tmp_path / "disk", 1.5 * checkpoint_access.least_bytes(one) / 1e6) as disk:
+        checkpoint_access.check_save(one)
         with pytest.raises(
             UserError, match=r"GB of free space, and a checkpoint of both arms needs at least 0\.\d+ GB"
         ):
-            save_folder.check(both)
+            checkpoint_access.check_save(both)
         fill(disk)
         with pytest.raises(UserError, match="cannot be written: No space left on device"):
-            save_folder.check(one)
+            checkpoint_access.check_save(one)
         assert [path.name for path in disk.iterdir()] == ["ballast"]
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from megatron_flux.train import save_folder
-from tests.unit.train.test_saves import run_config
-with save_folder.held(run_config(Path(sys.argv[1]), save=Path(sys.argv[1]) / "saved", out=sys.argv[2])):
+from megatron_flux.train import checkpoint_access
+from tests.unit.train.test_checkpoint_folders import run_config
+with checkpoint_access.held(run_config(Path(sys.argv[1]), save=Path(sys.argv[1]) / "saved", out=sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -174,12 +174,12 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
     second = run_config(tmp_path, save=tmp_path / "saved")
     with holder(tmp_path, "first") as first:
         with pytest.raises(UserError, match=rf"being saved to by the run in \S+first \(process {first.pid} on"):
-            save_folder.check(second)
-        with pytest.raises(UserError, match="being saved to"), save_folder.held(second):
+            checkpoint_access.check_save(second)
+        with pytest.raises(UserError, match="being saved to"), checkpoint_access.held(second):
             pass
         first.kill()  # its lock ends with it
         first.wait()
-        with save_folder.held(second):
+        with checkpoint_access.held(second):
             pass
     assert list((tmp_path / "saved").iterdir()) == []
 
@@ -187,18 +187,18 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
 def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = run_config(tmp_path, save=tmp_path / "saved")
     with holder(tmp_path, "run") as first:
-        monkeypatch.setattr(save_folder, "OWN_LOCK_SECONDS", 0.5)
+        monkeypatch.setattr(checkpoint_access, "OWN_LOCK_SECONDS", 0.5)
         with pytest.raises(UserError, match=rf"by the run in \S+run \(process {first.pid} on"):
-            save_folder.check(again)
+            checkpoint_access.check_save(again)
         monkeypatch.undo()
         threading.Timer(0.5, first.kill).start()
-        save_folder.check(again)
+        checkpoint_access.check_save(again)
         assert first.wait(10) == -signal.SIGKILL
 
 
 def test_saves_that_died_are_cleared_away(saved: Path, tmp_path: Path) -> None:
     (saved / "iter_0000008.partial").mkdir()
-    with save_folder.held(run_config(tmp_path, save=saved, load=saved)):
+    with checkpoint_access.held(run_config(tmp_path, save=saved, load=saved)):
         assert sorted(path.name for path in saved.glob("*8*")) == []
     assert checkpoint_folder.iterations(saved) == [2, 4, 6]
 
@@ -243,7 +243,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_offered(saved: Path, tm
     for iteration, instead in ((6, "--ckpt-step 4 resumes"), (4, "--ckpt-step 2 resumes"), (2, "no whole one before")):
         cut(checkpoint_folder.checkpoint_of(saved, iteration))
         with pytest.raises(UserError) as refused:
-            checkpoint.check_resume(resumed)
+            checkpoint_access.check_resume(resumed)
         assert "iter_0000006 is damaged: __0_0.distcp has 50 bytes, 100 were saved" in str(refused.value)
         assert instead in str(refused.value)
 
@@ -255,8 +255,8 @@ def test_what_is_offered_is_whole_in_both_arms(tmp_path: Path) -> None:
     cut(tmp_path / "saved" / "flux" / "iter_0000006")
     shutil.rmtree(tmp_path / "saved" / "baseline" / "iter_0000004")
     with pytest.raises(UserError, match=r"flux/iter_0000006 is damaged.*--ckpt-step 2"):
-        checkpoint.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
-    checkpoint.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
+        checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
+    checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
 
 
 @pytest.mark.parametrize("damage", ["description", "shard", "folder"])
@@ -269,17 +269,17 @@ def test_what_is_missing_is_said(saved: Path, tmp_path: Path, damage: str) -> No
     with pytest.raises(
         UserError, match=r"iter_0000006 is damaged: (it has no megatron|__0_0.distcp is missing).*step 4"
     ):
-        checkpoint.check_resume(run_config(tmp_path, load=saved))
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
 
 
 def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
-    assert checkpoint.check_fits(saved, run_config(tmp_path, load=saved)) == 6
-    assert checkpoint.check_fits(saved, run_config(tmp_path, load=saved, ckpt_step=4)) == 4
+    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved)) == 6
+    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved, ckpt_step=4)) == 4
     with pytest.raises(UserError, match=r"--ckpt-step 5: \S+ has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
-        checkpoint.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
     (saved / checkpoint_folder.TRACKER).unlink()
     with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --ckpt-step"):
-        checkpoint.check_resume(run_config(tmp_path, load=saved))
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
 
 
 # The text.
@@ -293,19 +293,19 @@ def with_text(run: config.RunConfig, sha256: str, *data: Path) -> config.RunConf
 def test_other_text_must_be_asked_for(tmp_path: Path) -> None:
     fake(tmp_path / "saved", 2, data={"name": "/old/text", "length": 9, "sha256": "a"})
     resumed = run_config(tmp_path, load=tmp_path / "saved")
-    assert checkpoint.check_data(with_text(resumed, "a")) is None
+    assert checkpoint_access.check_data(with_text(resumed, "a")) is None
     with pytest.raises(UserError, match=r"on /old/text \(9 tokens\), .* on the new text \(5 tokens\); .*--other-data"):
-        checkpoint.check_data(with_text(resumed, "b"))
+        checkpoint_access.check_data(with_text(resumed, "b"))
     asked = run_config(tmp_path, load=tmp_path / "saved", other_data=True)
     for run in (with_text(resumed, "b", tmp_path), with_text(asked, "b")):
-        said = checkpoint.check_data(run)
+        said = checkpoint_access.check_data(run)
         assert "was trained on /old/text" in said
         assert "trains on the new text" in said
 
 
 def test_a_checkpoint_that_does_not_know_its_text_is_resumed(tmp_path: Path) -> None:
     fake(tmp_path / "saved", 2)
-    assert checkpoint.check_data(with_text(run_config(tmp_path, load=tmp_path / "saved"), "b")) is None
+    assert checkpoint_access.check_data(with_text(run_config(tmp_path, load=tmp_path / "saved"), "b")) is None
 
 
 def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of("here", text) == of("there", text)
     assert len({of("one", text), of("two", text[:-2]), of("three", text[:5000] + b"x" + text[5001:])}) == 3
     # A large one is read in pieces, the last one included.
-    monkeypatch.setattr("megatron_flux.train.corpus._FINGERPRINT_BYTES", 4096)
+    monkeypatch.setattr("megatron_flux.train.data._FINGERPRINT_BYTES", 4096)
     whole = of("large", text)
     assert whole == of("large", text)
     assert whole != of("large", text[:-4] + b"abcd")
@@ -329,29 +329,29 @@ def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changed_bytes_are_found(tmp_path: Path) -> None:
     made = fake(tmp_path, 1)
     listed = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in made.iterdir()}
-    (made / checksums.CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in listed.items()))
-    assert checksums.read(made) == listed
-    assert [checksums.compare(made, listed, rank, 2) for rank in (0, 1)] == [[], []]
+    (made / checkpoint_folder.CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in listed.items()))
+    assert checkpoint_folder.read_checksums(made) == listed
+    assert [checkpoint_folder.compare_share(made, listed, rank, 2) for rank in (0, 1)] == [[], []]
     content = bytearray((made / "__0_0.distcp").read_bytes())
     content[50] ^= 1
     (made / "__0_0.distcp").write_bytes(content)
-    wrong = [line for rank in (0, 1) for line in checksums.compare(made, listed, rank, 2)]
+    wrong = [line for rank in (0, 1) for line in checkpoint_folder.compare_share(made, listed, rank, 2)]
     assert wrong == ["__0_0.distcp is not what was saved (its checksum differs)"]
     (made / "__0_0.distcp").unlink()
-    assert "cannot be read: No such file" in checksums.compare(made, listed, 0, 1)[0]
-    assert checksums.read(tmp_path) is None
+    assert "cannot be read: No such file" in checkpoint_folder.compare_share(made, listed, 0, 1)[0]
+    assert checkpoint_folder.read_checksums(tmp_path) is None
 
 
 def test_a_damaged_list_of_checksums_matches_nothing(tmp_path: Path) -> None:
-    (tmp_path / checksums.CHECKSUMS).write_bytes(b"\xff\xfe not a checksum\n")
-    assert len(checksums.compare(tmp_path, checksums.read(tmp_path), 0, 1)) == 1
+    (tmp_path / checkpoint_folder.CHECKSUMS).write_bytes(b"\xff\xfe not a checksum\n")
+    assert len(checkpoint_folder.compare_share(tmp_path, checkpoint_folder.read_checksums(tmp_path), 0, 1)) == 1
 
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
     sizes = {"a": 50, "b": 30, "c": 20, "d": 1, "e": 0}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
-    shares = checksums.shares(tmp_path, list(sizes), 2)
+    shares = checkpoint_folder.shares(tmp_path, list(sizes), 2)
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     assert [sum(sizes[name] for name in share) for share in shares] == [51, 50]
 

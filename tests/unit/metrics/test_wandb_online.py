@@ -14,10 +14,9 @@ import pytest
 import wandb
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import WandbMirror, schema
-from megatron_flux.metrics.wandb_dashboards import COLOURS, SECTIONS, save
-from megatron_flux.metrics.wandb_summary import BASELINE_EXPOSED
-from megatron_flux.metrics.wandb_sync import sync
+from megatron_flux.metrics import ARMS, WandbMirror, schema
+from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
+from megatron_flux.metrics.wandb_online import SECTIONS, save, sync
 from tests.unit.metrics.metrics_records import record
 from tests.unit.metrics.report_runs import RESULTS, full_run, info
 from tests.unit.metrics.wandb_server import KEY, Server, serving
@@ -94,8 +93,8 @@ def test_sync_then_dashboards(run: Path) -> None:
     assert len(grids) == len(SECTIONS)
     for grid in grids:
         runsets = grid["metadata"]["runSets"]
-        assert [runset["name"] for runset in runsets] == list(COLOURS)
-        for arm, runset in zip(COLOURS, runsets, strict=True):
+        assert [runset["name"] for runset in runsets] == list(ARMS)
+        for arm, runset in zip(ARMS, runsets, strict=True):
             text = json.dumps(runset["filters"])
             assert f'"{arm}"' in text
             assert '"group-x"' in text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.against import Bands, Result, compare, parse_checks
+from megatron_flux.metrics.regression import Bands, Result, compare, parse_checks
 from tests.unit.metrics.metrics_records import Record
 from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
 

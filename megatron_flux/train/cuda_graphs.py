@@ -3,7 +3,7 @@
 ======================  =============================================================================================
 ``local``               megatron-core records the layers' first forwards and backwards and makes the graphs at the end
                         of the first step, in its schedules: nothing is to be done for it
-``transformer_engine``  after ``cuda_graph_warmup_steps`` steps whoever trains has them made, as Megatron-LM's loop does
+``transformer_engine``  after ``cuda_graph_warmup_steps`` steps the training loop has them made, as Megatron-LM's does
 ======================  =============================================================================================
 
 Hazard: megatron-core keeps one record of ``local`` graphs per process, closed when they have been made. A second model
@@ -63,24 +63,32 @@ class TransformerEngineGraphs:
         )
         self._model = model
         self._warmup = mcore_config.cuda_graph_warmup_steps
-        self._created = False
 
     def before_step(self) -> None:
         """Capture, if enough steps have been done. It leaves zeros in the gradients. A collective call."""
-        if self._warmup == 0 and not self._created:
+        if self._warmup == 0:
             self._helper.create_cudagraphs()
-            self._created = True
-        self._warmup = max(0, self._warmup - 1)
+        self._warmup -= 1
 
     def release(self) -> None:
         """Destroy the graphs; the GPU is idle."""
         for layer in self._model.modules():
-            graphed = vars(layer).get("cuda_graphs")
-            for graph in graphed or ():
-                if hasattr(graph, "reset"):  # TransformerEngine 2.10 and newer
-                    graph.reset()
-            if graphed:
+            if graphs := vars(layer).get("cuda_graphs"):
+                for graph in graphs:
+                    if hasattr(graph, "reset"):  # TransformerEngine 2.10 and newer
+                        graph.reset()
                 layer.cuda_graphs = []
+
+
+def make(
+    config: RunConfig, model: torch.nn.Module, mcore_config: Any, optimizer: Any
+) -> LocalGraphs | TransformerEngineGraphs | None:
+    """What the run asks for, or None. ``model`` in DDP, ``mcore_config`` its TransformerConfig."""
+    if config.cuda_graph_impl == "local":
+        return LocalGraphs(model)
+    if config.cuda_graph_impl == "transformer_engine":
+        return TransformerEngineGraphs(config, model, mcore_config, optimizer)
+    return None
 
 
 @contextlib.contextmanager
@@ -99,14 +107,3 @@ def side_stream(config: RunConfig) -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     torch.cuda.current_stream().wait_stream(side)
-
-
-def make(
-    config: RunConfig, model: torch.nn.Module, mcore_config: Any, optimizer: Any
-) -> LocalGraphs | TransformerEngineGraphs | None:
-    """What the run asks for, or None. ``model`` in DDP, ``mcore_config`` its TransformerConfig."""
-    if config.cuda_graph_impl == "local":
-        return LocalGraphs(model)
-    if config.cuda_graph_impl == "transformer_engine":
-        return TransformerEngineGraphs(config, model, mcore_config, optimizer)
-    return None

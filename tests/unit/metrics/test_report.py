@@ -14,9 +14,8 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import write_report
-from megatron_flux.metrics.report.figures_time import MAX_BANDS, step_times
-from megatron_flux.metrics.report.html import script_json
-from megatron_flux.metrics.report.palette import DARK, LIGHT, painted
+from megatron_flux.metrics.report.figures import MAX_BANDS, step_times
+from megatron_flux.metrics.report.render import DARK, LIGHT, painted, script_json
 from megatron_flux.metrics.report.run import load
 from megatron_flux.metrics.report.training import chapter
 from tests.unit.metrics.metrics_records import Record, interleaved, write_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.metrics import JsonlRecorder, strict_json
-from megatron_flux.metrics.tail import MAX_PROBLEMS, Tail
+from megatron_flux.metrics.recorder import MAX_PROBLEMS, RecordTail
 from tests.unit.metrics.metrics_records import record, sampled_record
 
 
@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_is_not_there_yet_and_grows(path: Path) -> None:
-    tail = Tail(path)
+    tail = RecordTail(path)
     assert tail.poll() == 0
     with JsonlRecorder(path) as recorder:
         recorder.write(sampled_record(1))
@@ -35,7 +35,7 @@ def test_half_a_line_waits_for_the_other_half(path: Path) -> None:
     line = strict_json.dumps(record(1)).encode() + b"\n"
     path.parent.mkdir()
     path.write_bytes(line[:40])
-    tail = Tail(path)
+    tail = RecordTail(path)
     assert tail.poll() == 0
     assert tail.problems == []
     assert tail.all_problems() == ["line 1 is cut off and left out (its writer was killed)"]
@@ -49,7 +49,7 @@ def test_resume_replaces_the_file(path: Path) -> None:
     with JsonlRecorder(path) as recorder:
         for n in range(1, 6):
             recorder.write(record(n))
-    tail = Tail(path)
+    tail = RecordTail(path)
     tail.poll()
     with JsonlRecorder(path, resume_from=2) as recorder:
         recorder.write(record(3))
@@ -62,7 +62,7 @@ def test_damaged_lines_are_left_out_and_counted(path: Path) -> None:
     bad = ["{", "[]", "\x00", good[0], *["NaN"] * MAX_PROBLEMS]
     path.parent.mkdir()
     path.write_text("\n".join([good[0], *bad, good[1], good[2]]) + "\n")
-    tail = Tail(path)
+    tail = RecordTail(path)
     assert tail.poll() == 3
     said = tail.all_problems()
     assert len(said) == MAX_PROBLEMS + 1

@@ -72,7 +72,7 @@ def show(plan: dict[str, Any], console: Console) -> None:
 
 
 def show_validation(found: dict[str, Any], console: Console) -> None:
-    """Print what :func:`~megatron_flux.estimate.validation.validate` found."""
+    """Print what :func:`~megatron_flux.estimate.measured.validate` found."""
     kind, gains = found["kind"], found["speedup_errors"]
     times = {
         "model": "{model}",

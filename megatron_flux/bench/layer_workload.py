@@ -25,7 +25,7 @@ from megatron_flux.bench.layer_config import LayerConfig, Workload
 from megatron_flux.bench.layer_rounds import Samples, interleave
 from megatron_flux.bench.layer_steps import capture, trace_step
 from megatron_flux.bench.no_communication import FLOORS
-from megatron_flux.comm import slab
+from megatron_flux.comm import group_state
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry.trace_categories import breakdown
 from megatron_flux.train.memory import forget_dummy_gradients
@@ -94,7 +94,7 @@ class WorkloadBench:
         forget_dummy_gradients()
         gc.collect()
         if self.device.type == "cuda":
-            slab.pool.clear()
+            group_state.drop_slabs()
             torch.cuda.empty_cache()
 
     def _arms(self, stack: ExitStack) -> list[Arm]:

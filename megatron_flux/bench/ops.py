@@ -33,7 +33,7 @@ from megatron_flux.bench import ops_report, process_group, tuned_table
 from megatron_flux.bench.options import OpsRun
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.variants import Variant, operands, tuning_key, variants
-from megatron_flux.comm import slab
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import folder, rank
@@ -128,7 +128,7 @@ def _case(
     spread = {name: timing.quartiles(found.ms) for name, found in times.items()}
     ms = {name: round(middle, 4) for name, (_, middle, _) in spread.items()}
     host_us = {name: round(1e3 * median(found.host_ms), 1) for name, found in times.items()}
-    answer = get_backend("tuned").answers[group.group_name, tuning_key(case, x, group.size(), link)]
+    answer = get_backend("tuned").decisions(group).answers[tuning_key(case, x, group.size(), link)]
     row = {
         **asdict(case),
         "dtype": str(dtype)[6:],
@@ -137,7 +137,7 @@ def _case(
         "e_overlap": None,
         "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
         "host_us": host_us,
-        "slab_bytes": slab.pool.bytes(group),
+        "slab_bytes": state_of(group).slab_bytes(),
     }
     e = ops_report.efficiency(row, "tuned_ms")
     row["e_overlap"] = None if e is None else round(e, 4)
@@ -159,7 +159,7 @@ def timed(
 
 def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     """GB/s that a rank receives while every rank pushes to its neighbour by copy engine, slowest rank, best of 5."""
-    peers = slab.pool.get(group, "bench", LINK_BYTES, device, False)
+    peers = state_of(group).slab("bench", LINK_BYTES, device, False)
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     target = peers.half(0, (group.rank() - 1) % group.size())[:LINK_BYTES]
     best = 0.0

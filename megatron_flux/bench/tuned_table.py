@@ -11,7 +11,7 @@ from rich.text import Text
 from megatron_flux.bench.ops_report import print_table
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.numbers import milliseconds, number
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import label_of
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -26,7 +26,7 @@ def chosen(answer: Mapping[str, Any]) -> str:
     if answer["plan"] is None:
         return answer["backend"]
     try:
-        return f"fused {Plan(**answer['plan']).label()}"
+        return f"fused {label_of(answer['plan'])}"
     except TypeError:
         return "fused (a plan of another version)"
 

@@ -30,9 +30,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import links
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 
 SIZES = (4, 8)
+
+
+class EmulatedLink(links.Link):
+    """A link of another kind than the pair's, which it is as fast as."""
+
+    @property
+    def is_nvlink(self) -> bool:
+        """Whether the pair is connected by NVLink."""
+        return self.kind.split()[0] == "nvlink"
 
 
 class EmulatedGroup(dist.ProcessGroup):
@@ -178,16 +188,15 @@ def _options(made: Any, given: Any) -> Any:
 
 
 def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> EmulatedGroup:
-    """The group, with the pair's link as its own and the backend registered that runs on it. Collective."""
+    """The group, with the pair's link as its own; on GPUs ``fused`` and ``tuned`` then run on it. Collective."""
     from tests.gpu import emulated_fused
 
     group = EmulatedGroup(pair, size)
     link = links.probe(pair, device)
     # A kind of its own: the tuner keeps answers by link.
-    links._links[group.group_name] = links.Link(
-        link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason
-    )
-    emulated_fused.register()
+    state_of(group).link = EmulatedLink(link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason)
+    if device.type == "cuda":
+        emulated_fused.register()
     return group
 
 

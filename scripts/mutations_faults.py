@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/metrics/statistics.py",
         "[2.5, 97.5]",
         "[5, 95]",
-        ("tests/unit/metrics/test_metrics_statistics.py::test_the_interval_is_a_95_percent_one",),
+        ("tests/unit/metrics/test_statistics.py::test_the_interval_is_a_95_percent_one",),
     ),
     _fault(
         "other groups never block",

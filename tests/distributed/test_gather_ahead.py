@@ -26,7 +26,7 @@ from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool

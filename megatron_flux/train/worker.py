@@ -35,8 +35,7 @@ def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
     with world(config) as (dataset, device):
         config = config.model_copy(update={"out": _out_of_first_rank(config.out)})
-        from megatron_flux.train.compare import compare
-        from megatron_flux.train.train import train
+        from megatron_flux.train.loop import compare, train
 
         {"train": train, "compare": compare}[config.command](config, dataset, device)
 

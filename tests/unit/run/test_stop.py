@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
-from megatron_flux.train.compare import remaining, schedule
+from megatron_flux.train.loop import remaining, schedule
 from megatron_flux.train.options import TrainOptions
 from megatron_flux.train.stop import StopRequest
 

@@ -20,8 +20,8 @@ from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import JsonlRecorder
 from megatron_flux.run import launcher
 from megatron_flux.train import checkpoint_access, checkpoint_folder, config
-from megatron_flux.train.compare import conclude
 from megatron_flux.train.data import Corpus, fingerprint
+from megatron_flux.train.loop import conclude
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
 from tests.small_disk import fill, small_disk

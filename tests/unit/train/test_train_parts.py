@@ -17,8 +17,8 @@ from megatron_flux.ops import call_events as observe
 from megatron_flux.run.launcher import failure_of
 from megatron_flux.telemetry import call_sampler as sampling
 from megatron_flux.train import config, cuda_graphs
-from megatron_flux.train.compare import schedule
 from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.loop import schedule
 from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
 from megatron_flux.train.model import transformer_config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions

@@ -27,7 +27,7 @@ def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
         stack.enter_context(cpu_shims())
         if config.gradient_accumulation_fusion:
             stack.enter_context(gradient_accumulation_fusion())
-        device = stack.enter_context(process_groups(config.device, tp=config.tp, pp=config.pp, timeout=config.timeout))
+        device = stack.enter_context(process_groups(config))
         yield data.build_dataset(config, corpus), device
 
 

@@ -21,7 +21,7 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
     import torch
 
     from megatron_flux.bench import metrics_worker
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.telemetry import environment
     from megatron_flux.train import config, data, run_folder

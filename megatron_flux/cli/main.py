@@ -87,7 +87,7 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     """Check, describe and start a run; on a rank that a launcher started, be that rank."""
     import torch
 
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.telemetry import environment
     from megatron_flux.train import checkpoint_access, config, data, run_folder, worker

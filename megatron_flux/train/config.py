@@ -18,7 +18,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.patch.registry import shown
+from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape

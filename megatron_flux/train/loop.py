@@ -25,7 +25,7 @@ from megatron_flux.metrics import (
     print_summary,
     read_records,
     summarize,
-    wandb_summary,
+    wandb_mirror,
     write_report,
     write_summary,
 )
@@ -138,7 +138,7 @@ def _take_turns(
         summary = None
         if dist.get_rank() == 0 and not stopped:
             summary = _summary(config)
-            final = wandb_summary.of_comparison(config.out, summary)
+            final = wandb_mirror.comparison_summary(config.out, summary)
             for arm in arms.values():
                 arm.conclude(final)
     return stopped, summary

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_flux.cli import main as cli
-from megatron_flux.patch import registry
+from megatron_flux.patch import megatron_core
 from megatron_flux.run import launcher
 from megatron_flux.train import data as data_module
 
@@ -220,8 +220,8 @@ def test_out_that_is_a_file(refused: Refused, tmp_path: Path) -> None:
 def test_unsupported_versions(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, package: str, found: str, supported: str
 ) -> None:
-    real = registry.version
-    monkeypatch.setattr(registry, "version", lambda name: found if name == package else real(name))
+    real = megatron_core.version
+    monkeypatch.setattr(megatron_core, "version", lambda name: found if name == package else real(name))
     line = refused("train")
     assert f"{package} {found}" in line
     assert supported in line

@@ -46,8 +46,7 @@ def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
         arm = Arm("flux" if config.flux else "baseline", config, dataset, device)
         trainer = arm.trainer
         if config.load is not None:
-            with trainer.turn():
-                checkpoint.load(trainer, config.load)
+            checkpoint.load(trainer, config.load)
         interval = config.save_interval or config.steps
         stopped = False
         with checkpoint.Saves(config) as saves:
@@ -90,8 +89,7 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
         arms = {name: Arm(name, config, dataset, device) for name in ARMS}
         if config.load is not None:
             for arm, folder in zip(arms.values(), folders(config.load, config), strict=True):
-                with arm.trainer.turn():
-                    checkpoint.load(arm.trainer, folder)
+                checkpoint.load(arm.trainer, folder)
         iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
         try:
             with checkpoint.Saves(config) as saves:

@@ -52,6 +52,14 @@ def hears(stop: StopRequest) -> bool:
     return time.monotonic() < deadline
 
 
+def test_turns_go_a_b_b_a() -> None:
+    turns = list(schedule(7, 2))
+    assert [arm for _, arm, _ in turns] == ["baseline", "flux", "flux", "baseline"] * 2
+    assert [block for block, _, _ in turns] == list(range(8))
+    for name in ("baseline", "flux"):
+        assert [count for _, arm, count in turns if arm == name] == [2, 2, 2, 1]
+
+
 @pytest.mark.parametrize("done", [{"baseline": b, "flux": f} for b, f in [(0, 0), (2, 0), (3, 4), (4, 7), (10, 8)]])
 def test_what_remains_keeps_blocks_and_ends_at_the_last_step(done: dict[str, int]) -> None:
     turns = list(schedule(10, 3))

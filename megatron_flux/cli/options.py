@@ -27,11 +27,12 @@ def with_options(*models: type[BaseModel]) -> Callable[[Callable[..., None]], Ca
             given = [{name: values[name] for name in model.model_fields} for model in models]
             command(*given, **{p.name: values[p.name] for p in own})
 
+        empty = inspect.Parameter.empty
         parameters = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=field.get_default(call_default_factory=True),
+                default=empty if field.is_required() else field.get_default(call_default_factory=True),
                 annotation=Annotated[field.annotation, typer.Option(help=field.description)],
             )
             for model in models

@@ -4,73 +4,68 @@ from __future__ import annotations
 
 import shlex
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import BaseModel, Field
 
+from megatron_flux.cli.options import with_options
 from megatron_flux.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, resume, collect.")
 
-Mode = Literal["baseline", "flux", "compare"]
-ProfileName = Annotated[str, typer.Option("--profile", help="Cluster: a packaged profile's name, or your own .yaml.")]
-JobName = Annotated[str, typer.Option("--job", help="Model and layout: a packaged job's name, or your own .yaml.")]
-ModeName = Annotated[Mode, typer.Option("--mode", help="Train stock, train patched, or both in turns.")]
-Settings = Annotated[
-    list[str], typer.Option("--set", help="NAME=VALUE of an option of train or compare, such as steps=200. Repeatable.")
-]
-Nodes = Annotated[int | None, typer.Option("--nodes", help="Nodes, instead of the job's.")]
-Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size, instead of the job's.")]
-Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel size, instead of the job's.")]
-Repetitions = Annotated[int | None, typer.Option("--repetitions", help="Repetitions of a comparison (array tasks).")]
-Retries = Annotated[
-    int | None, typer.Option("--retries", help="Retries after a rank failed, without its node, instead of the job's.")
-]
-Partition = Annotated[str | None, typer.Option("--partition", help="Instead of the profile's.")]
-Account = Annotated[str | None, typer.Option("--account", help="Instead of the profile's.")]
-Time = Annotated[str | None, typer.Option("--time", help="Time limit, instead of the profile's.")]
-Exclude = Annotated[str | None, typer.Option("--exclude", help="Nodes to leave out, such as n[03,07].")]
-Venv = Annotated[str | None, typer.Option("--venv", help="Virtual environment to activate, instead of the profile's.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]
+
+
+class JobOptions(BaseModel):
+    """Options of the commands that write a job's script. The descriptions are the help texts."""
+
+    profile: str = Field(description="Cluster: a packaged profile's name, or your own .yaml.")
+    job: str = Field("gpt3-175b", description="Model and layout: a packaged job's name, or your own .yaml.")
+    mode: Literal["baseline", "flux", "compare"] = Field(
+        "compare", description="Train stock, train patched, or both in turns."
+    )
+    set: list[str] = Field(
+        [], description="NAME=VALUE of an option of train or compare, such as steps=200. Repeatable."
+    )
+    nodes: int | None = Field(None, description="Nodes, instead of the job's.")
+    tp: int | None = Field(None, description="Tensor-parallel size, instead of the job's.")
+    pp: int | None = Field(None, description="Pipeline-parallel size, instead of the job's.")
+    repetitions: int | None = Field(None, description="Repetitions of a comparison (array tasks).")
+    retries: int | None = Field(
+        None, description="Retries after a rank failed, without its node, instead of the job's."
+    )
+    partition: str | None = Field(None, description="Instead of the profile's.")
+    account: str | None = Field(None, description="Instead of the profile's.")
+    time: str | None = Field(None, description="Time limit, instead of the profile's.")
+    exclude: str | None = Field(None, description="Nodes to leave out, such as n[03,07].")
+    venv: str | None = Field(None, description="Virtual environment to activate, instead of the profile's.")
 
 
 @app.command("list")
 def show_names() -> None:
     """List the packaged profiles and jobs."""
-    from megatron_flux.slurm.job import load_job, packaged_jobs
-    from megatron_flux.slurm.profile import load_profile, packaged_profiles
+    from megatron_flux.slurm.job import Job
+    from megatron_flux.slurm.profile import Profile
 
-    for name in packaged_profiles():
-        typer.echo(f"profile {name:14} {load_profile(name).description}")
-    for name in packaged_jobs():
-        job = load_job(name)
+    for name in Profile.packaged():
+        typer.echo(f"profile {name:14} {Profile.load(name).description}")
+    for name in Job.packaged():
+        job = Job.load(name)
         typer.echo(f"job     {name:14} {job.description}, {job.nodes} nodes, TP {job.tp} x PP {job.pp}")
 
 
 @app.command()
+@with_options(JobOptions)
 def render(
-    profile: ProfileName,
-    job: JobName = "gpt3-175b",
-    mode: ModeName = "compare",
-    settings: Settings = [],  # noqa: B006 - typer's way
-    nodes: Nodes = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    repetitions: Repetitions = None,
-    retries: Retries = None,
-    partition: Partition = None,
-    account: Account = None,
-    time: Time = None,
-    exclude: Exclude = None,
-    venv: Venv = None,
+    options: dict[str, Any],
     collector: Annotated[bool, typer.Option("--collector", help="The collecting job's script instead.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="File to write. Default: print.")] = None,
 ) -> None:
     """Write a job's script for sbatch, after checking that the job would run."""
-    site = {"partition": partition, "account": account, "time": time, "exclude": exclude, "venv": venv}
-    layout = {"nodes": nodes, "tp": tp, "pp": pp, "repetitions": repetitions, "retries": retries}
-    script, collecting = _scripts(profile, job, mode, settings, layout, site)
+    script, collecting = scripts(JobOptions(**options))
     text = collecting if collector else script
     if out is None:
         typer.echo(text, nl=False)
@@ -84,21 +79,9 @@ def render(
 
 
 @app.command()
+@with_options(JobOptions)
 def submit(
-    profile: ProfileName,
-    job: JobName = "gpt3-175b",
-    mode: ModeName = "compare",
-    settings: Settings = [],  # noqa: B006 - typer's way
-    nodes: Nodes = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    repetitions: Repetitions = None,
-    retries: Retries = None,
-    partition: Partition = None,
-    account: Account = None,
-    time: Time = None,
-    exclude: Exclude = None,
-    venv: Venv = None,
+    options: dict[str, Any],
     runs: Runs = Path("runs"),
     dependency: Annotated[
         str | None, typer.Option("--dependency", help="What the job waits for, in Slurm's form: afterok:123.")
@@ -112,26 +95,25 @@ def submit(
     from megatron_flux.slurm import queue
     from megatron_flux.slurm import submit as submission
 
-    site = {"partition": partition, "account": account, "time": time, "exclude": exclude, "venv": venv}
-    layout = {"nodes": nodes, "tp": tp, "pp": pp, "repetitions": repetitions, "retries": retries}
-    script, collecting = _scripts(profile, job, mode, settings, layout, site)
+    script, collecting = scripts(JobOptions(**options))
     runs = runs.absolute()
-    words = ["sbatch", submission.environment(runs)]
-    own = queue.after(dependency) if dependency is not None else []
+    exported = submission.environment(runs)
+    own = queue.after(queue.checked_dependency(dependency)) if dependency is not None else []
     if dry_run:
-        afterwards = shlex.join([*words, *submission.collected_after("JOB")])
-        typer.echo(f"{script}\n# submitted by: {shlex.join([*words, *own])} job.sbatch\n\n{collecting}", nl=False)
-        typer.echo(f"\n# submitted by: {afterwards} collect.sbatch FOLDER")
-        return
-    if test_only:
+        for text, words, file in (
+            (script, own, "job.sbatch\n"),
+            (collecting, queue.after("afterok:JOB"), "collect.sbatch FOLDER"),
+        ):
+            typer.echo(f"{text}\n# submitted by: {shlex.join(['sbatch', exported, *words])} {file}")
+    elif test_only:
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "job.sbatch"
             file.write_text(script)
-            typer.echo(queue.when(file, options=[*words[1:], *own]))
-        return
-    number, second, root = submission.submit(script, collecting, runs, own)
-    typer.echo(f"job {number}: {submission.directive(script, 'job-name')}; job {second} collects it")
-    typer.echo(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}")
+            typer.echo(queue.slurm("sbatch", "--test-only", exported, *own, "--", str(file)))
+    else:
+        number, second, root = submission.submit(script, collecting, runs, own)
+        typer.echo(f"job {number}: {submission.directive(script, 'job-name')}; job {second} collects it")
+        _say_where(root)
 
 
 @app.command()
@@ -140,12 +122,9 @@ def status(
     runs: Runs = Path("runs"),
 ) -> None:
     """Say what state jobs are in, how far their runs have come, why they ended, and which have gone silent."""
-    import time
+    from megatron_flux.slurm.status import all_jobs, describe
 
-    from megatron_flux.slurm import runs as folders
-    from megatron_flux.slurm.status import describe
-
-    found = roots or folders.all_jobs(runs)
+    found = roots or all_jobs(runs)
     if not found:
         raise UserError(f"no folders of jobs in {runs}; give a folder, or --runs")
     for root in found:
@@ -158,25 +137,24 @@ def resume(
     partition: Annotated[str | None, typer.Option("--partition", help="Instead of the job's.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Instead of the job's.")] = None,
     qos: Annotated[str | None, typer.Option("--qos", help="Instead of the job's.")] = None,
-    time: Annotated[str | None, typer.Option("--time", help="Time limit, instead of the job's.")] = None,
+    limit: Annotated[str | None, typer.Option("--time", help="Time limit, instead of the job's.")] = None,
     exclude: Annotated[str | None, typer.Option("--exclude", help="Nodes to leave out, instead of the job's.")] = None,
     from_start: Annotated[bool, typer.Option("--from-start", help="Begin anew what has no checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, submit nothing.")] = False,
 ) -> None:
     """Submit a failed, cancelled or not requeued job again: it goes on in its folder, from its last checkpoint."""
-    from megatron_flux.slurm import resume as resuming
     from megatron_flux.slurm import submit as submission
 
-    changes = {"partition": partition, "account": account, "qos": qos, "time": time, "exclude": exclude}
-    what = resuming.resumption(root, changes, from_start=from_start)
+    changes = {"partition": partition, "account": account, "qos": qos, "time": limit, "exclude": exclude}
+    what = submission.resumption(root, changes, from_start=from_start)
     said = ", ".join(f"rep-{index} {begins}" for index, begins in what.begins.items())
     if dry_run:
         words = ["sbatch", submission.environment(what.root.parent, what.root), *what.options]
         typer.echo(f"{said}\n# submitted in {what.cwd} by: {shlex.join([*words, str(what.root / 'job.sbatch')])}")
         return
-    number, second = resuming.resume(what)
+    number, second = submission.resume(what)
     typer.echo(f"job {number}: {said}" + (f"; job {second} collects it" if second else ""))
-    typer.echo(f"folder: {what.root}\nwatch:  megatron-flux slurm status {shlex.quote(str(what.root))}")
+    _say_where(what.root)
 
 
 @app.command()
@@ -190,19 +168,32 @@ def collect(roots: Annotated[list[Path], typer.Argument(help="Folders of jobs: r
         typer.echo(f"written: {root / 'collected.json'}, {root / 'collected.md'}")
 
 
-def _scripts(
-    profile_name: str, job_name: str, mode: Mode, pairs: list[str], layout: dict[str, Any], site: dict[str, Any]
-) -> tuple[str, str]:
-    """The job's script and the collecting job's, checked."""
-    from megatron_flux.slurm import job, profile, render
+def _say_where(root: Path) -> None:
+    typer.echo(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}")
 
-    site = {name: value for name, value in site.items() if value is not None}
-    layout = {name: value for name, value in layout.items() if value is not None}
-    cluster = profile.load_profile(profile_name, site)
-    resolved = job.resolve(job.load_job(job_name, layout), cluster, mode, job.parse_settings(pairs))
-    words = ["megatron-flux", "slurm", "render", "--profile", profile_name]
-    given = [f"--{name}={value}" for name, value in {**layout, **site}.items()]
-    own = ["--job", job_name, "--mode", mode, *given, *(f"--set={pair}" for pair in pairs)]
-    script = render.job_script(resolved, shlex.join([*words, *own]))
+
+def scripts(options: JobOptions) -> tuple[str, str]:
+    """The job's script and the collecting job's.
+
+    Raises:
+        UserError: the job would not run.
+    """
+    from megatron_flux.slurm import render
+    from megatron_flux.slurm.job import Job, parse_settings, resolve
+    from megatron_flux.slurm.profile import Profile
+
+    layout, site = (
+        {name: value for name in names if (value := getattr(options, name)) is not None}
+        for names in (
+            ("nodes", "tp", "pp", "repetitions", "retries"),
+            ("partition", "account", "time", "exclude", "venv"),
+        )
+    )
+    profile = Profile.load(options.profile, site)
+    resolved = resolve(Job.load(options.job, layout), profile, options.mode, parse_settings(options.set))
+    words = ["megatron-flux", "slurm", "render", "--profile", options.profile]
     site_words = [f"--{name}={value}" for name, value in site.items()]
-    return script, render.collect_script(cluster, shlex.join([*words, "--collector", *site_words]))
+    own = ["--job", options.job, "--mode", options.mode, *(f"--{name}={value}" for name, value in layout.items())]
+    own += [*site_words, *(f"--set={pair}" for pair in options.set)]
+    script = render.job_script(resolved, shlex.join([*words, *own]))
+    return script, render.collect_script(profile, shlex.join([*words, "--collector", *site_words]))

@@ -1,4 +1,4 @@
-"""All repetitions of a job together: a report for each, and their figures side by side.
+"""All repetitions of a job: a report for each, and their figures side by side.
 
 Repetitions are whole comparisons of their own, so the spread of their speed-ups is what another run of the job may
 show; the interval within one repetition is only about its own blocks.
@@ -16,19 +16,9 @@ from megatron_flux.metrics import ARMS, read_records, strict_json, summarize, wr
 from megatron_flux.metrics.summary import read_json_object, read_summary
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
 from megatron_flux.run.folder import CONFIG
-from megatron_flux.slurm import runs
+from megatron_flux.slurm import status
 
-_COLUMNS = (
-    "run",
-    "state",
-    "starts",
-    "baseline, ms",
-    "flux, ms",
-    "speed-up",
-    "95 % interval",
-    "loss difference",
-    "report",
-)
+_COLUMNS = "run | state | starts | baseline, ms | flux, ms | speed-up | 95 % interval | loss difference | report"
 
 
 def collect(root: Path) -> dict[str, Any]:
@@ -42,12 +32,12 @@ def collect(root: Path) -> dict[str, Any]:
     Raises:
         UserError: ``root`` is no folder of a job, or no repetition has recorded anything.
     """
-    name, job = runs.split(root)
-    found = [_one(repetition) for repetition in runs.repetitions(root) if any(repetition.iterations.values())]
+    name, job = status.split(root)
+    found = [_one(repetition) for repetition in status.repetitions(root) if any(repetition.iterations.values())]
     if not found:
         raise UserError(f"{root} has no records yet; see the logs in {root}/rep-*/logs")
     speedups = [one["speedup"] for one in found if one["speedup"] is not None and one["state"] == "finished"]
-    together = {
+    collected = {
         "name": name,
         "job": job,
         "repetitions": found,
@@ -56,14 +46,14 @@ def collect(root: Path) -> dict[str, Any]:
         "speedup_max": max(speedups, default=None),
     }
     try:
-        strict_json.write_atomically(root / "collected.json", strict_json.dumps(together, indent=2) + "\n")
-        strict_json.write_atomically(root / "collected.md", table(together))
+        strict_json.write_atomically(root / "collected.json", strict_json.dumps(collected, indent=2) + "\n")
+        strict_json.write_atomically(root / "collected.md", table(collected))
     except OSError as error:
         raise UserError(f"{root} cannot be written: {error.strerror}") from None
-    return json.loads(strict_json.dumps(together))
+    return json.loads(strict_json.dumps(collected))
 
 
-def _one(repetition: runs.Repetition) -> dict[str, Any]:
+def _one(repetition: status.Repetition) -> dict[str, Any]:
     run = repetition.run
     records = {arm: read_records(file) if (file := run / arm / "metrics.jsonl").is_file() else [] for arm in ARMS}
     if (run / "summary.json").is_file() and repetition.state == "finished":
@@ -90,15 +80,11 @@ def _one(repetition: runs.Repetition) -> dict[str, Any]:
     }
 
 
-def table(together: dict[str, Any]) -> str:
+def table(collected: dict[str, Any]) -> str:
     """``collected.md``: one line per repetition."""
-    lines = [
-        f"# {together['name']}, job {together['job']}",
-        "",
-        f"| {' | '.join(_COLUMNS)} |",
-        f"| {' | '.join('---' for _ in _COLUMNS)} |",
-    ]
-    for one in together["repetitions"]:
+    lines = [f"# {collected['name']}, job {collected['job']}", "", f"| {_COLUMNS} |"]
+    lines.append(f"| {' | '.join('---' for _ in _COLUMNS.split(' | '))} |")
+    for one in collected["repetitions"]:
         times = [
             UNKNOWN if one["step_time_ms"][arm] is None else milliseconds(one["step_time_ms"][arm]) for arm in ARMS
         ]
@@ -107,10 +93,10 @@ def table(together: dict[str, Any]) -> str:
         cells = [one["index"], one["state"], str(one["starts"]), *times, speedup, interval]
         cells += [relative(one["max_relative_loss_difference"]), f"[{one['report']}]({one['report']})"]
         lines.append(f"| {' | '.join(cells)} |")
-    if together["speedup_median"] is not None:
+    if collected["speedup_median"] is not None:
         lines += [
             "",
-            f"Speed-up of the finished repetitions: median {together['speedup_median']:.3f} "
-            f"({together['speedup_min']:.3f}…{together['speedup_max']:.3f}).",
+            f"Speed-up of the finished repetitions: median {collected['speedup_median']:.3f} "
+            f"({collected['speedup_min']:.3f}…{collected['speedup_max']:.3f}).",
         ]
     return "\n".join(lines) + "\n"

@@ -7,45 +7,27 @@ size that the job will have: what they would refuse on 128 GPUs is refused on th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm.profile import Profile, read_yaml, validated
-from megatron_flux.slurm.values import Name, Text, seconds
+from megatron_flux.slurm.fields import FromYaml, Name, Text, Value, seconds, validated
+from megatron_flux.slurm.profile import Profile
 from megatron_flux.train import config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
 
-PACKAGED = resources.files("megatron_flux.slurm") / "jobs"
 Mode = Literal["baseline", "flux", "compare"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-OWN = (
-    "preset",
-    "tp",
-    "pp",
-    "nproc",
-    "out",
-    "overwrite",
-    "flux",
-    "save",
-    "load",
-    "ckpt_step",
-    "other_data",
-    "exit_signal",
-)
+_FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step", "other_data"}
+OWN = {"preset", "tp", "pp", "nproc", "flux", "exit_signal", *_FOLDERS}
 """Options that the job or its script decides."""
 
-Value = bool | int | float | Text | list[Text]
 
-
-class Job(BaseModel):
+class Job(FromYaml):
     """A model on a number of nodes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Name
     description: Text
@@ -57,9 +39,9 @@ class Job(BaseModel):
     """Of a comparison: array tasks, one after the other."""
     retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
-    training: dict[Name, Value] = {}
+    training: dict[Name, Value] = Field({})
     """Options of ``megatron-flux train``, by their names with underscores."""
-    compare: dict[Name, Value] = {}
+    compare: dict[Name, Value] = Field({})
     """What is different in a comparison."""
 
 
@@ -81,20 +63,6 @@ class Resolved:
         return f"{self.job.name}-{self.mode}"
 
 
-def packaged_jobs() -> list[str]:
-    """Names of the jobs that come with this package."""
-    return sorted(file.name.removesuffix(".yaml") for file in PACKAGED.iterdir() if file.name.endswith(".yaml"))
-
-
-def load_job(given: str, overrides: dict[str, Any] | None = None) -> Job:
-    """The job of this name, or in the file of this path, with ``overrides`` in place of what it says.
-
-    Raises:
-        UserError: there is none, or it does not say what a job may say.
-    """
-    return read_yaml(Job, "job", given, packaged_jobs(), PACKAGED, overrides or {})
-
-
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
     """Combine and check. ``settings`` win over the job's options, and those over the profile's.
 
@@ -108,7 +76,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
         if name in OWN:
             raise UserError(f"{name} of job {job.name} is set by the job itself; leave it out of the training options")
         if name not in known:
-            allowed = ", ".join(sorted(set(known) - set(OWN)))
+            allowed = ", ".join(sorted(set(known) - OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
     layout = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     options = validated(TrainOptions, "training", {**layout, **_of(TrainOptions, given)})

@@ -6,40 +6,32 @@ a profile names them.
 
 from __future__ import annotations
 
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from megatron_flux.errors import UserError
-from megatron_flux.slurm.preflight_floors import DEFAULTS, Floors
-from megatron_flux.slurm.values import (
+from megatron_flux.slurm.fields import (
+    Checked,
     Constraint,
     Duration,
+    FromYaml,
     Memory,
     Module,
     Name,
     NodeList,
     Place,
     SbatchOption,
-    SetupLine,
     SlurmWord,
     SrunOption,
     Text,
+    Value,
     Variable,
     secrets_set_in,
 )
-
-PACKAGED = resources.files("megatron_flux.slurm") / "profiles"
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from megatron_flux.slurm.preflight.rules import DEFAULTS, Floors
 
 
-class Container(_Part):
+class Container(Checked):
     """Where the job's processes run, if not on the node itself."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -50,7 +42,7 @@ class Container(_Part):
     """``HOST:CONTAINER`` or a path for both. The folder of submission is always mounted."""
 
 
-class Gpu(_Part):
+class Gpu(Checked):
     """The GPUs of a node, as far as the pre-flight and the reader need them."""
 
     name: Text
@@ -58,7 +50,7 @@ class Gpu(_Part):
     memory_gib: PositiveInt
 
 
-class Preflight(_Part):
+class Preflight(Checked):
     """What every node must pass before a job begins."""
 
     enabled: bool = True
@@ -70,7 +62,7 @@ class Preflight(_Part):
     """The least that links and hardware must reach, and rules that are waived, with the reason."""
 
 
-class Profile(_Part):
+class Profile(FromYaml):
     """A cluster."""
 
     name: Name
@@ -108,20 +100,20 @@ class Profile(_Part):
     """More options of every step, such as ``--mpi=pmix``."""
 
     modules: tuple[Module, ...] = ()
-    setup: tuple[SetupLine, ...] = ()
-    """Commands that the script runs, after the modules, on the first node: what they export is exported to all. Each
-    stands alone and must succeed.
+    setup: tuple[Text, ...] = ()
+    """Commands that the script runs as they are, after the modules, on the first node: what they export is exported to
+    all. Each is a command of its own and must succeed.
     """
     venv: Place | None = None
     """A virtual environment to activate; relative to the folder of submission."""
     container: Container | None = None
-    environment: dict[Variable, Text] = {}
+    environment: dict[Variable, Text] = Field({})
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """torch.distributed.run's binding of ranks to the CPUs beside their GPUs; needs numactl on the nodes."""
     tune: bool = True
     """Fill the tuner's cache on the first node before flux trains."""
     preflight: Preflight = Preflight()
-    training: dict[Name, bool | int | float | Text | list[Text]] = {}
+    training: dict[Name, Value] = Field({})
     """Options of ``megatron-flux train`` for all jobs on this cluster, by their names with underscores."""
 
     @property
@@ -144,58 +136,3 @@ class Profile(_Part):
         if self.container is not None and self.venv is not None:
             raise ValueError("container and venv exclude each other; the container's own Python is used")
         return self
-
-
-def packaged_profiles() -> list[str]:
-    """Names of the profiles that come with this package."""
-    return sorted(file.name.removesuffix(".yaml") for file in PACKAGED.iterdir() if file.name.endswith(".yaml"))
-
-
-def load_profile(given: str, overrides: dict[str, Any] | None = None) -> Profile:
-    """The profile of this name, or in the file of this path, with ``overrides`` in place of what it says.
-
-    Raises:
-        UserError: there is none, or it does not say what a profile may say.
-    """
-    return read_yaml(Profile, "profile", given, packaged_profiles(), PACKAGED, overrides or {})
-
-
-def read_yaml(model: type[Any], kind: str, given: str, names: list[str], folder: Any, overrides: dict[str, Any]) -> Any:
-    """``model`` from a packaged file by name, or from a user's by path.
-
-    Raises:
-        UserError: no such file, not YAML, or not what ``model`` allows: the first problem, with file and field.
-    """
-    path = Path(given)
-    if given in names:
-        text = (folder / f"{given}.yaml").read_text(encoding="utf-8")
-    elif path.suffix in (".yaml", ".yml"):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{kind} {given} cannot be read: {error}") from None
-    else:
-        raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(names)}, or the path of a .yaml file")
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{kind} {given} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{kind} {given} must hold fields and values, it holds a {type(values).__name__}")
-    return validated(model, f"{kind} {given}", {**values, **overrides})
-
-
-def validated(model: type[Any], what: str, values: dict[str, Any]) -> Any:
-    """``model(**values)``.
-
-    Raises:
-        UserError: the first thing wrong with it, in one line.
-    """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
-        message = first["msg"].removeprefix("Value error, ")
-        shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
-        raise UserError(f"{what}: {field}{shown}: {message[0].lower()}{message[1:]}") from None

@@ -8,16 +8,18 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.slurm.values import Dependency
+from megatron_flux.slurm.fields import Checked, Dependency, validated
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "RECONFIG_FAIL", "TIMEOUT"),
 )
 """States that a job does not leave by itself. In any other it may still run, or run again."""
+
+
+class _Waiting(Checked):
+    dependency: Dependency
 
 
 class ForgottenJobError(FluxError):
@@ -73,26 +75,17 @@ def submit(script: Path, *, options: list[str], arguments: list[str] | None = No
 
 
 def after(dependency: str) -> list[str]:
-    """Sbatch's options for a job that waits for others, and goes when what it waits for can no longer come.
+    """Sbatch's options for a job that waits for others, and goes when what it waits for can no longer come."""
+    return [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
+
+
+def checked_dependency(given: str) -> str:
+    """``given``, which is one of Slurm's forms.
 
     Raises:
-        UserError: that is no dependency.
+        UserError: it is not.
     """
-    try:
-        checked = TypeAdapter(Dependency).validate_python(dependency)
-    except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UserError(f"--dependency {dependency!r}: {message}") from None
-    return [f"--dependency={checked}", "--kill-on-invalid-dep=yes"]
-
-
-def when(script: Path, *, options: list[str]) -> str:
-    """Where and when ``script`` would start, in Slurm's words; nothing is submitted.
-
-    Raises:
-        UserError, FluxError: as :func:`slurm`.
-    """
-    return slurm("sbatch", "--test-only", *options, "--", str(script))
+    return validated(_Waiting, "submit", {"dependency": given}).dependency
 
 
 def known(job: str) -> Known:
@@ -124,11 +117,10 @@ def _accounted(job: str) -> Known:
     for kind in ([], ["--completion"]):
         words = ["sacct", *kind, "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
         try:
-            said = slurm(*words, "--format=JobID,State,ExitCode")
+            found = accounted_states(slurm(*words, "--format=JobID,State,ExitCode"))
         except FluxError as error:
             why.append(str(error))
             continue
-        found = accounted_states(said)
         if found:
             return Known(states=found, source="sacct")
         why.append("sacct has no record of it")

@@ -1,66 +1,71 @@
-"""Submitting a job with the one that collects it."""
+"""Submitting a job with the one that collects it, and letting a job that has ended go on in its folder.
+
+A resumed job's script is submitted as it is, from where it was submitted, and told which folder to go on in. It resumes
+by itself from the newest checkpoint that it finds there, as it does when Slurm requeues it.
+"""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.slurm import queue, runs
+from megatron_flux.metrics import ARMS
+from megatron_flux.slurm import queue, status
+from megatron_flux.slurm.fields import Checked, Duration, NodeList, SlurmWord, validated
+from megatron_flux.slurm.job import check_time
+from megatron_flux.train.checkpoint_folder import TRACKER
 
 FOLDER = "MEGATRON_FLUX_JOB_FOLDER"
 """The variable by which a job's script is told to go on in a folder that is there."""
 
 
-def environment(runs_folder: Path, root: Path | None = None) -> str:
+def environment(runs: Path, root: Path | None = None) -> str:
     """The option of sbatch that hands the submitter's environment to a job, with the folders in it.
 
     Args:
-        runs_folder: of all jobs.
+        runs: the folder of all jobs.
         root: this job's, if it is to go on in one that is there.
 
     Raises:
         UserError: a path that sbatch would take apart.
     """
-    path = str(root or runs_folder)
+    path = str(root or runs)
     if not path.isprintable() or "," in path:
         raise UserError(f"--runs {path!r}: line breaks, control characters and commas are not allowed")
-    return f"--export=ALL,MEGATRON_FLUX_RUNS={runs_folder},{FOLDER}={root or ''}"
+    return f"--export=ALL,MEGATRON_FLUX_RUNS={runs},{FOLDER}={root or ''}"
 
 
-def collected_after(number: str) -> list[str]:
-    """Options of sbatch for a job that begins when the job ``number`` has ended well, and goes when it has not."""
-    return [f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"]
-
-
-def submit(script: str, collecting: str, runs_folder: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
+def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
     """Submit a job's script and the collecting job's; the ids of both, and the job's folder.
 
     Args:
         script: of the job.
         collecting: the other's.
-        runs_folder: where the job makes its folder.
-        own: options of sbatch for the job alone.
+        runs: where the job makes its folder.
+        own: options of sbatch for the job and not for the other.
 
     Raises:
         UserError, FluxError: as :func:`megatron_flux.slurm.queue.submit`.
     """
-    options = [environment(runs_folder)]
+    exported = environment(runs)
     with tempfile.TemporaryDirectory() as scratch:
-        file, collector = Path(scratch) / runs.SCRIPT, Path(scratch) / runs.COLLECTOR
+        file, collector = Path(scratch) / status.SCRIPT, Path(scratch) / status.COLLECTOR
         file.write_text(script)
         collector.write_text(collecting)
-        number = queue.submit(file, options=[*options, *own])
-        root = runs_folder / f"{directive(script, 'job-name')}-{number}"
+        number = queue.submit(file, options=[exported, *own])
+        root = runs / f"{directive(script, 'job-name')}-{number}"
         try:
-            arguments = [str(root)]
-            second = queue.submit(collector, options=[*options, *collected_after(number)], arguments=arguments)
+            options = [exported, *queue.after(f"afterok:{number}")]
+            second = queue.submit(collector, options=options, arguments=[str(root)])
             root.mkdir(parents=True, exist_ok=True)
             (root / file.name).write_text(script)
             (root / collector.name).write_text(collecting)
-            if not (root / runs.SUBMITTED).exists():  # else the job has begun, and knows more
-                (root / runs.SUBMITTED).write_text(f"{Path.cwd()}\n")
+            if not (root / status.SUBMITTED).exists():  # else the job has begun, and knows more
+                (root / status.SUBMITTED).write_text(f"{Path.cwd()}\n")
         except (FluxError, OSError) as error:
             raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
     return number, second, root
@@ -70,3 +75,137 @@ def directive(script: str, name: str) -> str:
     """What a script's ``#SBATCH --name=`` says; empty where it has none."""
     begin = f"#SBATCH --{name}="
     return next((line.removeprefix(begin) for line in script.splitlines() if line.startswith(begin)), "")
+
+
+class Changes(Checked):
+    """Options of sbatch that win over a resumed script's."""
+
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    time: Duration | None = None
+    exclude: NodeList | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A job that is to go on in its folder."""
+
+    root: Path
+    options: tuple[str, ...]
+    """Of sbatch, for the job."""
+    site: tuple[str, ...]
+    """Those of them that the collecting job needs too."""
+    cwd: Path
+    begins: dict[str, str]
+    """What each repetition begins with, in words."""
+
+
+def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
+    """What it takes to let the job of the folder ``root`` go on from its checkpoints.
+
+    Args:
+        root: the folder.
+        changes: what :class:`Changes` may say.
+        from_start: whether repetitions without a checkpoint may begin anew.
+
+    Raises:
+        UserError: the job has not ended or has done all its work, has nothing to go on from, or its script is missing.
+        FluxError: Slurm does not say whether the job has ended.
+    """
+    root = root.absolute()
+    numbers = status.jobs(root)
+    given = validated(Changes, "resume", changes).model_dump()
+    for number in numbers:
+        for state in queue.known(number).active.values():
+            raise UserError(
+                f"job {number} of {root} has not ended, it is {state}; wait for it, or scancel {number} first"
+            )
+    try:
+        script = (root / status.SCRIPT).read_text()
+        submitted, *site_lines = (root / status.SUBMITTED).read_text().splitlines()
+    except (OSError, ValueError):
+        raise UserError(
+            f"{root} does not hold {status.SCRIPT} and {status.SUBMITTED}, which jobs of this version leave there; to "
+            f"go on in it, submit its script by sbatch --export=ALL,{FOLDER}={root}"
+        ) from None
+    if not Path(submitted).is_dir():
+        raise UserError(f"{root} was submitted in {submitted}, which is no folder any more; restore it or submit anew")
+    if given["time"] is not None:
+        check_time(given["time"], int(directive(script, "signal").rpartition("@")[2]))
+    begins = _begins(root, script, from_start=from_start)
+    earlier = dict(line.split("=", 1) for line in site_lines if "=" in line)
+    site_names = ("partition", "account", "qos")
+    for name in site_names:
+        if given[name] is None and not directive(script, name):
+            given[name] = earlier.get(name) or None
+    words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
+    array = [f"--array={','.join(begins)}%1"] if directive(script, "array") else []
+    return Resumption(
+        root=root,
+        options=(*words.values(), *array),
+        site=tuple(words[name] for name in site_names if name in words),
+        cwd=Path(submitted),
+        begins=begins,
+    )
+
+
+def resume(what: Resumption) -> tuple[str, str | None]:
+    """Submit it; the ids of the job and of the one that collects it, None where there was none.
+
+    Raises:
+        UserError, FluxError: as :func:`megatron_flux.slurm.queue.submit`.
+    """
+    root = what.root
+    exported = environment(root.parent, root)
+    number = queue.submit(root / status.SCRIPT, options=[exported, *what.options], cwd=what.cwd)
+    second = None
+    try:
+        with (root / status.RESUMED).open("a") as resumed:
+            resumed.write(f"{number}\n")
+        if (root / status.COLLECTOR).is_file():
+            options = [exported, *what.site, *queue.after(f"afterok:{number}")]
+            second = queue.submit(root / status.COLLECTOR, options=options, arguments=[str(root)], cwd=what.cwd)
+    except (FluxError, OSError) as error:
+        raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
+    return number, second
+
+
+def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
+    """By the index of each repetition that is not finished: what it will begin with."""
+    there = {repetition.index: repetition for repetition in status.repetitions(root)}
+    array = re.match(r"0-(\d+)", directive(script, "array"))
+    indices = [str(i) for i in range(int(array[1]) + 1)] if array else ["0"]
+    unfinished = [index for index in indices if index not in there or there[index].state != "finished"]
+    if not unfinished:
+        raise UserError(
+            f"{root} has completed, all of its {len(indices)} repetition(s) are finished; nothing is left to resume"
+        )
+    is_comparison = directive(script, "job-name").endswith("-compare")
+    steps = {index: _checkpoint(root / f"rep-{index}" / "checkpoints", is_comparison) for index in unfinished}
+    # In a job of several repetitions, one that has not begun has nothing to lose.
+    anew = [
+        index
+        for index in unfinished
+        if steps[index] is None and (any(there[index].iterations.values()) if index in there else len(indices) == 1)
+    ]
+    if not any(step is not None for step in steps.values()):
+        anew = unfinished
+    if anew and not from_start:
+        which = ", ".join(f"rep-{index}" for index in anew)
+        raise UserError(
+            f"{root}: {which} has no checkpoint and would begin anew at step 0; give --from-start to let it (and "
+            "--set save_interval=... to a job that shall save on its way)"
+        )
+    return {index: "begins" if (step := steps[index]) is None else f"goes on from step {step}" for index in unfinished}
+
+
+def _checkpoint(folder: Path, is_comparison: bool) -> str | None:
+    """The step of the newest checkpoint, of both arms where there are two; None where one is missing."""
+    found = []
+    for part in [folder / arm for arm in ARMS] if is_comparison else [folder]:
+        try:
+            found.append((part / TRACKER).read_text().strip())
+        except OSError:
+            return None
+    return "/".join(dict.fromkeys(found)) if all(found) else None

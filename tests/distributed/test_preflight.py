@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.slurm.preflight_floors import Floors
+from megatron_flux.slurm.preflight.rules import Floors
 
 pytestmark = pytest.mark.distributed
 
@@ -44,7 +44,7 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "megatron_flux.slurm.preflight_ranks", *map(str, words)],
+            [sys.executable, "-m", "megatron_flux.slurm.preflight.ranks", *map(str, words)],
             env={
                 **os.environ,
                 **shared,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flux.slurm.preflight_floors import Floors
+from megatron_flux.slurm.preflight.rules import Floors
 from megatron_flux.telemetry import environment
 from tests.distributed.test_preflight import run as run_ranks
 from tests.gpu.test_commands import COMMAND, SMALL, losses, run
@@ -40,9 +40,8 @@ def expected(folder: Path, **changed: str) -> list[str]:
 
 
 def preflight(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_flux.slurm.preflight", *words], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-m", "megatron_flux.slurm.preflight.node", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     if shutil.which("numactl"):
         launcher.append("--numa-binding=node")  # as the packaged profiles have it
     ranks = subprocess.run(
-        [sys.executable, *launcher, "-m", "megatron_flux.slurm.preflight_ranks", *words],
+        [sys.executable, *launcher, "-m", "megatron_flux.slurm.preflight.ranks", *words],
         capture_output=True,
         text=True,
         timeout=300,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_flux.cli.slurm import _scripts
+from megatron_flux.cli.slurm import JobOptions, scripts
 from megatron_flux.slurm.job import MODES
 
 FOLDER = Path(__file__).parents[2] / "slurm"
@@ -18,7 +18,7 @@ def expected() -> dict[Path, str]:
     for link, profile in LINKS.items():
         for job in JOBS:
             for mode in MODES:
-                script, collector = _scripts(profile, job, mode, [], {}, {})
+                script, collector = scripts(JobOptions(profile=profile, job=job, mode=mode))
                 found[FOLDER / link / f"{job}-{mode}.sbatch"] = script
         found[FOLDER / link / "collect.sbatch"] = collector
     return found

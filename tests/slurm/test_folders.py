@@ -11,7 +11,7 @@ import pytest
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder
-from megatron_flux.slurm import runs
+from megatron_flux.slurm import status
 from megatron_flux.slurm.collect import collect
 from tests.unit.metrics.metrics_records import interleaved, write_run
 
@@ -68,7 +68,7 @@ def test_how_far_a_run_has_come(root: Path) -> None:
     run = repetition(root, 3, 0.2, None)
     with (run / "flux" / "metrics.jsonl").open("a") as record:
         record.write('{"iteration": 99, "lm lo')  # being written
-    (found,) = runs.repetitions(root)
+    (found,) = status.repetitions(root)
     assert found.iterations == {"baseline": 12, "flux": 12}
     assert (found.index, found.steps, found.state, found.starts) == ("3", 12, "not ended", 1)
 
@@ -76,7 +76,7 @@ def test_how_far_a_run_has_come(root: Path) -> None:
 def test_jobs_are_listed_in_their_order(tmp_path: Path) -> None:
     for name in ("a-compare-10", "b-flux-9", "cache", "no-number"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in runs.all_jobs(tmp_path)] == ["b-flux-9", "a-compare-10"]
+    assert [path.name for path in status.all_jobs(tmp_path)] == ["b-flux-9", "a-compare-10"]
 
 
 def test_nothing_to_collect_is_said(root: Path, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, profile, render
-from megatron_flux.slurm.profile import Profile, validated
+from megatron_flux.slurm import job, render
+from megatron_flux.slurm.fields import validated
+from megatron_flux.slurm.job import Job
+from megatron_flux.slurm.profile import Profile
 
 HOSTILE = (
     "$(touch CANARY)",
@@ -117,13 +119,13 @@ def replaced(values: dict[str, Any], path: tuple[Any, ...], new: str) -> dict[st
 
 
 def script(cluster: dict[str, Any], work: dict[str, Any]) -> str:
-    resolved = job.resolve(validated(job.Job, "job", work), validated(Profile, "profile", cluster), "compare")
+    resolved = job.resolve(validated(Job, "job", work), validated(Profile, "profile", cluster), "compare")
     return render.job_script(resolved, "a test")
 
 
 def test_this_covers_every_field() -> None:
     assert set(CLUSTER) == set(Profile.model_fields)
-    assert set(WORK) == set(job.Job.model_fields)
+    assert set(WORK) == set(Job.model_fields)
 
 
 @pytest.fixture
@@ -247,7 +249,7 @@ def test_settings_with_control_characters_are_refused(value: str) -> None:
 
 def test_words_of_settings_stay_whole() -> None:
     found = job.parse_settings(["data=a b", "data=$(x)", "data-cache=;"])
-    resolved = job.resolve(job.load_job("tiny"), profile.load_profile("local"), "flux", found)
+    resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux", found)
     assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--data-cache=;"]
     text = render.job_script(resolved, "a test")
     line = next(x for x in text.splitlines() if x.startswith("arguments=("))

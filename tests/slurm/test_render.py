@@ -11,16 +11,18 @@ import yaml
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, profile, render, values
+from megatron_flux.slurm import fields, job, render
+from megatron_flux.slurm.job import Job
+from megatron_flux.slurm.profile import Profile
 from megatron_flux.train.presets import PRESETS
 from tests.slurm import golden
 
 SCRIPTS = sorted(golden.FOLDER.glob("**/*.sbatch"))
 
 
-def rendered(cluster: str | profile.Profile, mode: job.Mode = "compare", name: str = "gpt3-175b", **settings) -> str:
-    site = profile.load_profile(cluster) if isinstance(cluster, str) else cluster
-    return render.job_script(job.resolve(job.load_job(name), site, mode, settings), "a test")
+def rendered(cluster: str | Profile, mode: job.Mode = "compare", name: str = "gpt3-175b", **settings) -> str:
+    site = Profile.load(cluster) if isinstance(cluster, str) else cluster
+    return render.job_script(job.resolve(Job.load(name), site, mode, settings), "a test")
 
 
 def test_committed_scripts_are_what_render_writes() -> None:
@@ -43,7 +45,7 @@ def variants(tmp_path: Path) -> list[Path]:
     }
     files = []
     for name, overrides in more.items():
-        site = profile.load_profile("nvlink-h100", overrides)
+        site = Profile.load("nvlink-h100", overrides)
         for kind, text in (("job", rendered(site)), ("collect", render.collect_script(site, "a test"))):
             files.append(tmp_path / f"{kind}-{name}.sbatch")
             files[-1].write_text(text)
@@ -90,9 +92,9 @@ def test_the_link_is_said() -> None:
     assert " tune --models=" not in rendered("pcie-a100"), "nothing that is tuned would run"
     assert "# Flux runs with: stock Megatron." in rendered("pcie-a100", "baseline")
     assert "there is no GPU" in rendered("local", name="tiny")
-    spanning = job.load_job("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})
+    spanning = Job.load("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})
     shape = {"num_attention_heads": 64, "num_query_groups": 16}
-    resolved = job.resolve(spanning, profile.load_profile("nvlink-h100"), "flux", shape)
+    resolved = job.resolve(spanning, Profile.load("nvlink-h100"), "flux", shape)
     assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in render.job_script(resolved, "a test")
 
 
@@ -106,26 +108,26 @@ def test_parameters_are_the_models() -> None:
 
 
 def test_memory_is_checked_for_both_arms() -> None:
-    small = profile.load_profile("pcie-l20")
-    both = job.resolve(job.load_job("llama2-70b"), small, "compare").run
-    one = job.resolve(job.load_job("llama2-70b"), small, "flux").run
+    small = Profile.load("pcie-l20")
+    both = job.resolve(Job.load("llama2-70b"), small, "compare").run
+    one = job.resolve(Job.load("llama2-70b"), small, "flux").run
     assert job.least_memory(both) == 2 * job.least_memory(one)
     # 12 bytes a parameter at dp 2: weights 2, gradients 4, half of the optimizer's 12.
     assert job.least_memory(one) * 2**30 == pytest.approx(12 * job.parameters(one.shape, one.padded_vocab_size) / 64)
     with pytest.raises(UserError, match=r"both arms .* profile pcie-l20 has 48; use more nodes"):
-        job.resolve(job.load_job("gpt3-175b"), small, "compare")
-    job.resolve(job.load_job("gpt3-175b"), small, "flux")
-    job.resolve(job.load_job("gpt3-175b", {"nodes": 32}), small, "flux")
+        job.resolve(Job.load("gpt3-175b"), small, "compare")
+    job.resolve(Job.load("gpt3-175b"), small, "flux")
+    job.resolve(Job.load("gpt3-175b", {"nodes": 32}), small, "flux")
 
 
 def test_your_own_files_by_path(tmp_path: Path) -> None:
-    own = yaml.safe_load((profile.PACKAGED / "nvlink-h100.yaml").read_text())
+    own = yaml.safe_load(Profile.packaged()["nvlink-h100"])
     file = tmp_path / "ours.yaml"
     file.write_text(yaml.safe_dump({**own, "name": "ours", "partition": "gpu", "training": {"seq_length": 1024}}))
-    text = rendered(profile.load_profile(str(file)))
+    text = rendered(Profile.load(str(file)))
     assert "#SBATCH --partition=gpu\n" in text
     assert "--seq-length=1024" in text
-    assert "--seq-length=512 " in rendered(profile.load_profile(str(file)), seq_length="512")
+    assert "--seq-length=512 " in rendered(Profile.load(str(file)), seq_length="512")
 
 
 def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
@@ -153,13 +155,13 @@ def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
     ],
 )
 def test_durations_are_read_as_slurm_reads_them(given: str, seconds: int | None) -> None:
-    assert values.seconds(given) == seconds
+    assert fields.seconds(given) == seconds
 
 
 def test_a_time_limit_need_only_be_above_the_signals_lead() -> None:
     site = {"time": "2"}
-    assert "#SBATCH --time=2\n" in rendered(profile.load_profile("local", site), name="tiny")
-    assert "#SBATCH --time=0\n" in rendered(profile.load_profile("local", {"time": "0"}), name="tiny"), "no limit"
+    assert "#SBATCH --time=2\n" in rendered(Profile.load("local", site), name="tiny")
+    assert "#SBATCH --time=0\n" in rendered(Profile.load("local", {"time": "0"}), name="tiny"), "no limit"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,6 @@ def test_a_bad_profile_is_one_line(tmp_path: Path, text: str, said: str) -> None
     file = tmp_path / "own.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as error:
-        profile.load_profile(str(file))
+        Profile.load(str(file))
     assert said in str(error.value)
     assert "\n" not in str(error.value)

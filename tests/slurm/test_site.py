@@ -11,7 +11,8 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.slurm import queue, render
-from megatron_flux.slurm.profile import Profile, validated
+from megatron_flux.slurm.fields import validated
+from megatron_flux.slurm.profile import Profile
 from tests.slurm.test_hostile import CLUSTER, WORK, script, stubs
 
 __all__ = ["stubs"]
@@ -125,10 +126,10 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     "good", ["afterok:12", "after:5+10", "afterany:1:2_3,singleton", "afterok:1?afternotok:2", "singleton"]
 )
 def test_dependencies(good: str) -> None:
-    assert queue.after(good) == [f"--dependency={good}", "--kill-on-invalid-dep=yes"]
+    assert queue.after(queue.checked_dependency(good)) == [f"--dependency={good}", "--kill-on-invalid-dep=yes"]
 
 
 @pytest.mark.parametrize("bad", ["", "afterok", "afterok:x", "12", "afterok:1 --wrap=x", "singleton\n", "expand:1"])
 def test_what_is_no_dependency(bad: str) -> None:
     with pytest.raises(UserError, match="allowed are Slurm's forms"):
-        queue.after(bad)
+        queue.checked_dependency(bad)

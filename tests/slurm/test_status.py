@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flux.errors import FluxError
 from megatron_flux.metrics import JsonlRecorder
-from megatron_flux.slurm import queue, runs, status
+from megatron_flux.slurm import queue, status
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
 from tests.unit.metrics.metrics_records import record
@@ -20,7 +20,7 @@ LAST = "slurmstepd: error: *** JOB 7 ON n00 CANCELLED AT 2026-11-22T14:20:05 DUE
 
 
 @pytest.fixture
-def repetition(tmp_path: Path) -> runs.Repetition:
+def repetition(tmp_path: Path) -> status.Repetition:
     """Of a job that has begun twice, and recorded three steps of 2 s in the second start."""
     root = tmp_path / "runs" / "tiny-flux-7"
     for start in ("0", "1"):
@@ -37,17 +37,17 @@ def repetition(tmp_path: Path) -> runs.Repetition:
         for item in records:
             recorder.write(item)
     (run / "config.json").write_text('{"config": {"steps": 12}}')
-    (one,) = runs.repetitions(root)
+    (one,) = status.repetitions(root)
     assert one.logs == root / "rep-0" / "logs" / "1"
     return one
 
 
-def note(repetition: runs.Repetition, rank: int, timestamp: float, error: str) -> None:
+def note(repetition: status.Repetition, rank: int, timestamp: float, error: str) -> None:
     said = {"rank": rank, "host": f"n0{rank}", "iteration": 3, "timestamp": timestamp, "error": error}
     (repetition.run / "flux" / f"failure-rank0000{rank}.json").write_text(json.dumps(said))
 
 
-def test_the_cause_is_the_jobs_last_word_and_the_first_ranks_note(repetition: runs.Repetition) -> None:
+def test_the_cause_is_the_jobs_last_word_and_the_first_ranks_note(repetition: status.Repetition) -> None:
     now = time.time()
     note(repetition, 0, now + 9, "RuntimeError: connection lost")
     note(repetition, 1, now + 8, "RuntimeError: out of\nmemory")
@@ -63,7 +63,7 @@ def test_the_cause_is_the_jobs_last_word_and_the_first_ranks_note(repetition: ru
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x", noted]
 
 
-def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: runs.Repetition, tmp_path: Path) -> None:
+def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Repetition, tmp_path: Path) -> None:
     assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: {LAST}"]
     (tmp_path / "tiny-flux-7.log").write_text("one\ntwo\n\n")
     assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: two"]
@@ -80,13 +80,13 @@ def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: runs.Repet
         (600, "stale: no record for 10 min, a step usually takes 2 s; see "),
     ],
 )
-def test_a_run_that_records_nothing_is_stale(repetition: runs.Repetition, seconds: float, said: str | None) -> None:
+def test_a_run_that_records_nothing_is_stale(repetition: status.Repetition, seconds: float, said: str | None) -> None:
     written = (repetition.run / "flux" / "metrics.jsonl").stat().st_mtime
     found = status.stale(repetition, written + seconds)
     assert found == (said if said is None else f"{said}{repetition.logs}")
 
 
-def test_slow_steps_and_a_start_take_their_time(repetition: runs.Repetition) -> None:
+def test_slow_steps_and_a_start_take_their_time(repetition: status.Repetition) -> None:
     file = repetition.run / "flux" / "metrics.jsonl"
     slow = [{**record(i, flux=True), "iteration-time": 60.0, "timestamp": time.time()} for i in (1, 2, 3)]
     file.write_text("".join(json.dumps(one) + "\n" for one in slow))

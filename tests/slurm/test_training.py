@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from megatron_flux.metrics import read_records
+from megatron_flux.slurm.profile import Profile
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, Slurm
 
@@ -218,7 +219,7 @@ def test_requeues_are_bounded(at_the_cluster: Cluster, slurm: Slurm, monkeypatch
     Path("slow").write_text("#!/usr/bin/env bash\nsleep 60\n")
     Path("slow").chmod(0o755)
     monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(Path("slow").absolute()))
-    own = (ROOT / "megatron_flux" / "launch" / "profiles" / "local.yaml").read_text()
+    own = Profile.packaged()["local"]
     Path("own.yaml").write_text(f"{own}\nmax_requeues: 0\n")
     said = slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux")
     job = re.search(r"job (\d+)", said)[1]
@@ -243,7 +244,7 @@ def test_a_bad_node_is_named_before_training(at_the_cluster: Cluster, slurm: Slu
 
 def test_a_network_below_its_floor_stops_the_job(at_the_cluster: Cluster, slurm: Slurm) -> None:
     """gloo over the loopback reaches no terabytes: what NCCL over TCP is to InfiniBand."""
-    own = (ROOT / "megatron_flux" / "launch" / "profiles" / "local.yaml").read_text()
+    own = Profile.packaged()["local"]
     own = own.replace("processes_per_node: 1", "processes_per_node: 2")
     own += "preflight:\n  floors:\n    node_gbps: 1.0e+6\n    network_gbps: 2.0e+6\n"
     Path("own.yaml").write_text(own + "    waived: {node_bandwidth: 'memory is $(slow) \"here\"'}\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.slurm import preflight_rules as rules
+from megatron_flux.slurm.preflight import rules
 
 EXPECTED = rules.Expected(
     folder=Path("x"), device="cuda", processes=8, link="nvlink", gpu_name="H100", gpu_memory_gib=80, needs_numactl=True
@@ -64,8 +64,8 @@ def changed(path: tuple[Any, ...], value: Any, node: str = "n03") -> dict[str, A
 
 
 def test_a_good_node_has_no_problem() -> None:
-    assert rules.of_node(report(), EXPECTED) == []
-    assert rules.of_nodes([report("n00"), report("n01"), report("n02")], EXPECTED) == []
+    assert rules.node_problems(report(), EXPECTED) == []
+    assert rules.differences([report("n00"), report("n01"), report("n02")], EXPECTED) == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_good_node_has_no_problem() -> None:
     ],
 )
 def test_what_is_wrong_with_a_node(path: tuple[Any, ...], value: Any, said: str) -> None:
-    problems = rules.of_node(changed(path, value), EXPECTED)
+    problems = rules.node_problems(changed(path, value), EXPECTED)
     assert len(problems) == 1, problems
     assert problems[0].startswith(said)
 
@@ -107,11 +107,11 @@ def test_what_is_wrong_with_a_node(path: tuple[Any, ...], value: Any, said: str)
     ],
 )
 def test_what_nodes_must_have_in_common(path: tuple[Any, ...], value: Any, said: str) -> None:
-    problems = rules.of_nodes([report("n00"), changed(path, value, "n01"), report("n02")], EXPECTED)
+    problems = rules.differences([report("n00"), changed(path, value, "n01"), report("n02")], EXPECTED)
     assert len(problems) == 1, problems
     assert problems[0].startswith(said)
 
 
 def test_pcie_asks_for_no_nvlink() -> None:
     pcie = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="pcie")
-    assert rules.of_node(changed(("doctor", "link"), {"kind": "host", "reason": "no peer access"}), pcie) == []
+    assert rules.node_problems(changed(("doctor", "link"), {"kind": "host", "reason": "no peer access"}), pcie) == []

@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import preflight, preflight_hardware
-from megatron_flux.slurm.preflight_floors import Floors, between_nodes, judged, of_node, within_nodes
-from megatron_flux.slurm.preflight_ranks import neighbours
-from megatron_flux.slurm.profile import load_profile, packaged_profiles
+from megatron_flux.slurm.preflight import node, rules
+from megatron_flux.slurm.preflight.ranks import neighbours
+from megatron_flux.slurm.preflight.rules import Floors, between_nodes, judge, within_nodes
+from megatron_flux.slurm.profile import Profile
 from tests.unit.slurm.test_preflight import changed, report
 
-FLOORS = load_profile("nvlink-h100").floors
+FLOORS = Profile.load("nvlink-h100").floors
 
 
 def lines(found: dict[str, Any], floors: Floors = FLOORS, link: str = "nvlink", nodes: int = 2) -> list[str]:
-    return judged(of_node(found, floors, link=link, nodes=nodes), floors)[0]
+    return findings(found, floors, link, nodes)[0]
+
+
+def findings(found: dict[str, Any], floors: Floors, link: str, nodes: int) -> tuple[list[str], list[str]]:
+    """Problems and notes."""
+    expected = rules.Expected(folder=Path(), device="cuda", processes=8, link=link, floors=floors, nodes=nodes)
+    return judge(rules.node_findings(found, expected), floors)
 
 
 def port(name: str = "mlx5_0:1", **changes: Any) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def test_a_job_of_one_node_needs_no_network() -> None:
 
 def test_peer_access_is_asked_for_on_pcie() -> None:
     found = changed(("doctor", "link"), {"kind": "host", "reason": "", "pairs": 56, "peer_access": 52})
-    (line,) = lines(found, load_profile("pcie-a100").floors, "pcie")
+    (line,) = lines(found, Profile.load("pcie-a100").floors, "pcie")
     assert line.startswith(
         "n03: 52 of 56 pairs of GPUs have peer access, the profile asks for all; look at `nvidia-smi"
     )
@@ -119,8 +125,7 @@ def test_peer_access_is_asked_for_on_pcie() -> None:
 
 def test_a_waived_rule_is_said_with_its_reason_and_stops_nothing() -> None:
     floors = Floors(**{**FLOORS.model_dump(exclude_unset=True), "waived": {"pcie": "one riser is on order"}})
-    findings = of_node(changed(("gpus", 3, "pcie", "width"), 8), floors, link="nvlink", nodes=1)
-    problems, (note,) = judged(findings, floors)
+    problems, (note,) = findings(changed(("gpus", 3, "pcie", "width"), 8), floors, "nvlink", 1)
     assert problems == []
     assert "GPU 3 has 8 PCIe lanes" in note
     assert note.endswith("(rule pcie is waived: one riser is on order)")
@@ -128,7 +133,7 @@ def test_a_waived_rule_is_said_with_its_reason_and_stops_nothing() -> None:
 
 def test_a_node_slow_within_is_named_with_number_and_floor() -> None:
     gbps = {"all_reduce": {"n00": 310.0, "n01": 21.3}, "all_gather": {"n00": 310.0, "n01": 290.0}}
-    (problem,), _ = judged(within_nodes(gbps, FLOORS), FLOORS)
+    (problem,), _ = judge(within_nodes(gbps, FLOORS), FLOORS)
     assert problem.startswith(
         "n01: all_reduce among its GPUs reaches 21.30 GB/s (bus), the profile's floor is 200; look"
     )
@@ -137,20 +142,20 @@ def test_a_node_slow_within_is_named_with_number_and_floor() -> None:
 
 def test_tcp_instead_of_infiniband_is_one_line() -> None:
     pairs = {("n00", "n01"): 1.11, ("n02", "n03"): 1.2, ("n01", "n02"): 1.31}
-    problems, _ = judged(between_nodes({"all_reduce": pairs, "all_gather": dict.fromkeys(pairs, 90.0)}, FLOORS), FLOORS)
+    problems, _ = judge(between_nodes({"all_reduce": pairs, "all_gather": dict.fromkeys(pairs, 90.0)}, FLOORS), FLOORS)
     assert len(problems) == 1
     for part in ("all 3 pairs of nodes: 1.11 to 1.31 GB/s (bus) in all_reduce", "floor is 25", "TCP", "NCCL_IB_HCA"):
         assert part in problems[0]
-    (single,), _ = judged(between_nodes({"all_reduce": {("n00", "n01"): 1.11}}, FLOORS), FLOORS)
+    (single,), _ = judge(between_nodes({"all_reduce": {("n00", "n01"): 1.11}}, FLOORS), FLOORS)
     assert single.startswith("n00 with n01: 1.11 GB/s (bus) in all_reduce, the profile's floor is 25; NCCL may have")
 
 
 def test_a_node_slow_with_both_neighbours_is_to_blame() -> None:
     good = {("n00", "n01"): 90.0, ("n02", "n03"): 2.0, ("n01", "n02"): 3.0, ("n03", "n00"): 90.0}
-    (problem,), _ = judged(between_nodes({"all_reduce": good}, FLOORS), FLOORS)
+    (problem,), _ = judge(between_nodes({"all_reduce": good}, FLOORS), FLOORS)
     assert problem.startswith("n02 with each neighbour: 3.00 GB/s (bus)")
     one = {**good, ("n01", "n02"): 90.0}
-    (problem,), _ = judged(between_nodes({"all_reduce": one}, FLOORS), FLOORS)
+    (problem,), _ = judge(between_nodes({"all_reduce": one}, FLOORS), FLOORS)
     assert problem.startswith("n02 with n03: 2.00 GB/s (bus)")
 
 
@@ -165,32 +170,32 @@ def test_each_round_has_each_node_once_and_all_neighbours_meet(count: int) -> No
 
 
 def test_every_packaged_profile_has_floors_for_its_link() -> None:
-    for name in packaged_profiles():
-        profile = load_profile(name)
+    for name in Profile.packaged():
+        profile = Profile.load(name)
         assert (profile.floors.node_gbps is None) == (profile.device == "cpu"), name
         assert (profile.floors.network_gbps is None) == (profile.device == "cpu"), name
-    assert load_profile("nvlink-h100").floors.node_gbps > load_profile("nvlink-a100").floors.node_gbps
-    assert load_profile("nvlink-a100").floors.node_gbps > 10 * load_profile("pcie-a100").floors.node_gbps
+    assert Profile.load("nvlink-h100").floors.node_gbps > Profile.load("nvlink-a100").floors.node_gbps
+    assert Profile.load("nvlink-a100").floors.node_gbps > 10 * Profile.load("pcie-a100").floors.node_gbps
 
 
 def test_a_profile_without_numbers_has_its_links(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     fields = "name: x\ndescription: y\nlink: nvlink\ntime: '1'\ngpu: {name: H100, memory_gib: 80}\n"
     own.write_text(fields + "preflight: {floors: {network_gbps: 1}}\n")
-    floors = load_profile(str(own)).floors
+    floors = Profile.load(str(own)).floors
     assert (floors.node_gbps, floors.network_gbps) == (60, 1)
     own.write_text(fields + "preflight: {floors: {network_gbps: null}}\n")
     with pytest.raises(UserError, match=r"floors\.network_gbps None: .*`waived` with a reason"):
-        load_profile(str(own))
+        Profile.load(str(own))
     own.write_text(fields + "preflight: {floors: {waived: {network: because}}}\n")
     with pytest.raises(UserError, match=r"waived\.network.*'network_bandwidth'"):
-        load_profile(str(own))
+        Profile.load(str(own))
 
 
 def test_floors_travel_in_one_word() -> None:
     floors = Floors(node_gbps=3, waived={"xid": "a b's"})
     words = ["--folder=x", "--device=cpu", "--processes=1", "--link=none", "--nodes=16"]
-    found = preflight.options([*words, f"--floors={floors.model_dump_json(exclude_defaults=True)}"])
+    found = rules.Expected.parse([*words, f"--floors={floors.model_dump_json(exclude_defaults=True)}"])
     assert found.floors == floors
     assert found.nodes == 16
 
@@ -217,7 +222,7 @@ def test_ports_are_those_that_nccl_may_use(tmp_path: Path, chosen: str, names: d
     for device in ("mlx5_0", "mlx5_1", "mlx5_10"):
         sysfs(tmp_path, device)
     sysfs(tmp_path, "mlx5_1", "2", state="1: DOWN", phys_state="3: Disabled", rate="10 Gb/sec (4X SDR)")
-    found = {port["name"]: port for port in preflight_hardware.infiniband(tmp_path, chosen)}
+    found = {port["name"]: port for port in node.infiniband(tmp_path, chosen)}
     assert {name: port["asked_for"] for name, port in found.items()} == names
     if not chosen:
         assert found["mlx5_0:1"] == port()
@@ -225,7 +230,7 @@ def test_ports_are_those_that_nccl_may_use(tmp_path: Path, chosen: str, names: d
 
 
 def test_no_adapters_at_all(tmp_path: Path) -> None:
-    assert preflight_hardware.infiniband(tmp_path / "none", "") == []
+    assert node.infiniband(tmp_path / "none", "") == []
 
 
 def test_the_kernels_log_tells_of_xids(tmp_path: Path) -> None:
@@ -237,19 +242,19 @@ def test_the_kernels_log_tells_of_xids(tmp_path: Path) -> None:
         "6,2,5,-;usb 1-1: NVRM is no subject here\n"
         "4,3,99,-;NVRM: Xid (PCI:0000:af:00): 13, Graphics Exception\n"
     )
-    found = preflight_hardware.logged_xids(log)
+    found = node.logged_xids(log)
     assert [(one["bus_id"], one["xid"]) for one in found] == [("0000:3b:00", 79), ("0000:af:00", 13)]
     if microseconds > 0:
         assert found[0]["hours_ago"] == pytest.approx(2.0, abs=0.1)
     with pytest.raises(LookupError, match="cannot be read"):
-        preflight_hardware.logged_xids(tmp_path / "none")
+        node.logged_xids(tmp_path / "none")
 
 
 def test_what_the_driver_does_not_tell_is_listed() -> None:
     gpus = changed(("gpus", 3, "rows"), None)["gpus"]
     gpus[2]["pcie"] = {**gpus[2]["pcie"], "max_width": None}
-    assert preflight_hardware.untold(gpus) == ["the width of PCIe links", "remapped rows of memory"]
-    assert preflight_hardware.untold(report()["gpus"]) == []
+    assert node.missing_facts(gpus) == ["the width of PCIe links", "remapped rows of memory"]
+    assert node.missing_facts(report()["gpus"]) == []
 
 
 def test_a_report_is_json() -> None:

@@ -1,0 +1,283 @@
+"""``python -m megatron_flux.slurm.preflight.node``: one node by itself, before a job begins.
+
+Writes ``FOLDER/NODE.json`` with what it found and, if anything is wrong, ``FOLDER/NODE.problems`` with one line each;
+exit code 1 then. It meets no other node, so it cannot hang on one. What cannot be asked is named, never taken for good.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_flux import nvml
+from megatron_flux.run.node import node_name
+from megatron_flux.slurm.preflight import rules
+
+_ASKED_OF_DRIVER = (
+    "index",
+    "memory.used",
+    "clocks.max.sm",
+    "clocks_throttle_reasons.hw_slowdown",
+    "ecc.errors.uncorrected.volatile.total",
+)
+_XID = re.compile(rb"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
+
+
+def main() -> int:
+    """Examine, report, and say what is wrong."""
+    expected = rules.Expected.parse()
+    name = node_name()
+    began = time.monotonic()
+    expected.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        found = examine(expected)
+        problems, notes = rules.judge(rules.node_findings(found, expected), expected.floors)
+        problems = rules.node_problems(found, expected) + problems
+        for note in [*notes, *(f"{name}: not known: {what}" for what in found["unknown"])]:
+            print(f"megatron-flux: pre-flight: {note}", flush=True)
+        (expected.folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    except Exception as error:  # a GPU that is broken fails in ways of its own; the node must be named all the same
+        problems = [f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"]
+    for problem in problems:
+        print(f"megatron-flux: pre-flight: {problem}", file=sys.stderr)
+    if problems:
+        (expected.folder / f"{name}.problems").write_text("".join(f"{problem}\n" for problem in problems))
+        return 1
+    print(f"megatron-flux: pre-flight: {name} is ready ({time.monotonic() - began:.1f} s)", flush=True)
+    return 0
+
+
+def examine(expected: rules.Expected) -> dict[str, Any]:
+    """What this node is and has: ``doctor``'s findings, its network ports, and of each GPU memory, state and speed.
+
+    ``unknown`` names what could not be asked.
+    """
+    import torch
+
+    from megatron_flux.telemetry import doctor
+
+    found: dict[str, Any] = {"node": node_name(), "doctor": doctor.examine(), "gpus": [], "xids": [], "unknown": []}
+    found["numactl"] = shutil.which("numactl") is not None
+    found["infiniband"] = infiniband()
+    if expected.device != "cuda":
+        return found
+    found["driver"] = _ask_driver()
+    count = torch.cuda.device_count()
+    states: list[dict[str, Any]] = []
+    watch, watched = _watch(count, found["unknown"])
+    # An idle GPU lowers its link to save power, so it is asked while it computes.
+    speeds = _gemm_tflops(count, lambda: states.extend(map(_state, watched)))
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        found["gpus"].append(
+            {
+                "name": torch.cuda.get_device_name(index),
+                "memory_gib": round(total / 2**30, 2),
+                "used_by_others_gib": round((total - free) / 2**30, 2),
+                "gemm_tflops": speeds[index],
+                **(states[index] if states else {}),
+            }
+        )
+    found["xids"] = _xids(watch, found["unknown"])
+    found["unknown"] += missing_facts(found["gpus"])
+    return found
+
+
+def _watch(count: int, unknown: list[str]) -> tuple[nvml.XidWatch | None, list[nvml.Gpu]]:
+    """NVML's view of the GPUs in CUDA's order, and a watch for their Xid errors."""
+    import torch
+
+    gpus: list[nvml.Gpu] = []
+    try:
+        gpus = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]
+        return nvml.XidWatch(gpus), gpus
+    except LookupError as error:
+        unknown.append(str(error))
+        return None, gpus
+
+
+def _state(gpu: nvml.Gpu) -> dict[str, Any]:
+    """Of a GPU that is at work; ``rows`` is null where the driver does not say."""
+    rows = gpu.remapped_rows()
+    return {"pcie": asdict(gpu.pcie()), "rows": None if rows is None else asdict(rows), "bus_id": gpu.bus_id()}
+
+
+def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the driver did not say of some GPU, in words."""
+    asked = [gpu for gpu in gpus if "pcie" in gpu]
+    found = [
+        f"the {what} of PCIe links"
+        for what in ("width", "generation")
+        if any(None in (gpu["pcie"][what], gpu["pcie"][f"max_{what}"]) for gpu in asked)
+    ]
+    return found + ["remapped rows of memory"] * any(gpu["rows"] is None for gpu in asked)
+
+
+def _xids(watch: nvml.XidWatch | None, unknown: list[str]) -> list[dict[str, Any]]:
+    """Xid errors of the kernel's log, and those since the watch began (``hours_ago`` null)."""
+    xids = []
+    try:
+        xids = logged_xids()
+    except LookupError as error:
+        unknown.append(f"earlier Xid errors: {error}")
+    try:
+        seen = watch.seen() if watch else []
+        xids += [{"bus_id": bus, "xid": xid, "hours_ago": None} for bus, xid in seen]
+    except LookupError as error:
+        unknown.append(str(error))
+    return xids
+
+
+def logged_xids(log: Path = Path("/dev/kmsg")) -> list[dict[str, Any]]:
+    """Xid errors in the kernel's log: ``bus_id``, ``xid`` and ``hours_ago``.
+
+    Raises:
+        LookupError: the log cannot be read; the message says why.
+    """
+    try:
+        text = _records(log)
+    except OSError as error:
+        raise LookupError(f"the kernel's log {log} cannot be read ({error.strerror})") from error
+    now = time.clock_gettime(time.CLOCK_MONOTONIC)
+    found = []
+    for line in text.splitlines():
+        match = _XID.search(line)
+        if match is None:
+            continue
+        # A record begins with priority, number, microseconds since the start of the machine.
+        stamp = line.partition(b";")[0].split(b",")
+        hours = (now - int(stamp[2]) / 1e6) / 3600 if len(stamp) > 2 and stamp[2].isdigit() else 0.0
+        found.append({"bus_id": match[1].decode(), "xid": int(match[2]), "hours_ago": round(max(hours, 0.0), 2)})
+    return found
+
+
+def _records(log: Path) -> bytes:
+    """All that is in the kernel's log now: one record for each read, and no end but an error that says to wait."""
+    parts = []
+    file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                part = os.read(file, 65536)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # records were overwritten meanwhile: the next read goes on behind them
+                    continue
+                raise
+            if not part:
+                break
+            parts.append(part)
+    finally:
+        os.close(file)
+    return b"".join(parts)
+
+
+def infiniband(root: Path = Path("/sys/class/infiniband"), chosen: str | None = None) -> list[dict[str, Any]]:
+    """The ports that NCCL may use, from sysfs; empty where there are none.
+
+    Args:
+        root: the kernel's folder of adapters.
+        chosen: ``NCCL_IB_HCA``; default: the environment's.
+
+    Returns:
+        For each port its ``name`` (``mlx5_0:1``), ``state`` (``ACTIVE``), ``physical`` (``LinkUp``), ``rate`` in Gb/s,
+        ``layer``, and ``asked_for``: it is among those that ``NCCL_IB_HCA`` lists.
+    """
+    chosen = os.environ.get("NCCL_IB_HCA", "") if chosen is None else chosen
+    found = []
+    for port in sorted(root.glob("*/ports/*"), key=lambda path: (path.parts[-3], path.name)):
+        device = port.parts[-3]
+        asked_for = _asked_for(device, port.name, chosen)
+        if asked_for is None:
+            continue
+        lines = {name: _read(port / name) for name in ("state", "phys_state", "rate", "link_layer")}
+        rate = re.match(r"[\d.]+", lines["rate"])
+        found.append(
+            {
+                "name": f"{device}:{port.name}",
+                # As `4: ACTIVE` and `5: LinkUp`.
+                "state": lines["state"].rpartition(":")[2].strip(),
+                "physical": lines["phys_state"].rpartition(":")[2].strip(),
+                "rate": float(rate[0]) if rate else 0.0,
+                "layer": lines["link_layer"],
+                "asked_for": asked_for,
+            }
+        )
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _asked_for(device: str, port: str, chosen: str) -> bool | None:
+    """Whether ``NCCL_IB_HCA`` asks for a port (True), allows it (False) or leaves it out (None)."""
+    without, exactly, words = re.fullmatch(r"(\^?)(=?)(.*)", chosen, re.DOTALL).groups()  # type: ignore[union-attr]
+    names = [word.partition(":") for word in words.split(",") if word]
+    if not names:
+        return False
+    listed = any(
+        (device == name if exactly else device.startswith(name)) and number in ("", port) for name, _, number in names
+    )
+    if without:
+        return None if listed else False
+    return True if listed else None
+
+
+def _ask_driver() -> list[dict[str, str]] | None:
+    """The driver's account of each GPU; None where there is no nvidia-smi to ask."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED_OF_DRIVER)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - constant words
+    if done.returncode != 0:
+        return [{"error": " ".join((done.stderr or done.stdout).split())[:300]}]
+    rows = [map(str.strip, line.split(",")) for line in done.stdout.splitlines()]
+    return [dict(zip(_ASKED_OF_DRIVER, row, strict=False)) for row in rows]
+
+
+def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, repeats: int = 20) -> list[float]:
+    """bf16 TFLOP/s of every GPU with all of them at work: one that is throttled or damaged falls behind.
+
+    ``meanwhile`` is called once, while they compute.
+    """
+    import torch
+
+    operands, events = [], []
+    for index in range(count):
+        with torch.cuda.device(index):
+            operands.append([torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2)])
+            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+    for timed in (False, True):
+        for index, (a, b) in enumerate(operands):
+            with torch.cuda.device(index):
+                if timed:
+                    events[index][0].record()
+                for _ in range(repeats):
+                    a @ b
+                if timed:
+                    events[index][1].record()
+    meanwhile()
+    speeds = []
+    for index, (begin, end) in enumerate(events):
+        torch.cuda.synchronize(index)
+        speeds.append(round(2 * size**3 * repeats / begin.elapsed_time(end) / 1e9, 1))
+    return speeds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -125,7 +125,7 @@ def measure(config: LayerConfig, out: Path) -> None:
     if rank.is_first():
         _log_to(out / "log.txt")
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    with cpu_shims(), process_groups(config.device, tp=config.tp, timeout=config.timeout):
+    with cpu_shims(), process_groups(config):
         summary = run(config, out, log=logger.info)
         if rank.is_first():
             (out / "plot.svg").write_text(layer_report.svg(summary))

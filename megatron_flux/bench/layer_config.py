@@ -124,6 +124,11 @@ class LayerConfig(BaseModel):
     device: Literal["cuda", "cpu"] = "cuda"
     """The command always says cuda: a CPU proves that the benchmark works and measures nothing."""
 
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel size: with ``tp`` and ``timeout`` the process groups of a training of one stage."""
+        return 1
+
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     """Decide everything and check that it fits together.

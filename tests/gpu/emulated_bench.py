@@ -166,7 +166,7 @@ def main() -> None:
     config = resolve(_options(LayerOptions, given), given.size)
     with (
         cpu_shims(),
-        process_groups(config.device, tp=2, timeout=config.timeout) as device,
+        process_groups(config.model_copy(update={"tp": 2})) as device,
         tensor_parallel(given.size, device) as group,
     ):
         summary = bench_layer(config, group, out)

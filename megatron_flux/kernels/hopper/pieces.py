@@ -139,22 +139,9 @@ def _before(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    sa,
-    sb,
-    full,
-    empty,
-    slot,
-    phase,
-    kt,
-    bias,
-    col,
-    n,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr,
-):
+    sa, sb, full, empty, slot, phase, kt, bias, col, n, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
     """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase.
 
     With ``BIAS`` the sum begins with ``bias[col:col+BN]``, which then needs no registers of its own.

@@ -9,7 +9,7 @@ Contract
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
-      in the cache folder (:mod:`megatron_flux.cache`). Only the first rank of a group writes, atomically. The file is
+      in the cache folder. Only the first rank of a group writes, atomically. The file is
       optional: what is wrong with it is logged and never stops a training (:mod:`ops.backends.tuning_cache`).
     * A candidate that fails on all ranks is dropped with a log line; one that fails on some only is an error on all,
       with rank and plan: what the others have enqueued waits for those ranks.

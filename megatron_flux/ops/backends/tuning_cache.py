@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 
-from megatron_flux.cache import cache_folder
 from megatron_flux.errors import UserError
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.settings import sm_margin
+from megatron_flux.settings import cache_folder, sm_margin
 from megatron_flux.version import __version__
 
 logger = logging.getLogger("megatron_flux")

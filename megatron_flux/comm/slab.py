@@ -75,7 +75,6 @@ from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
 
 if TYPE_CHECKING:
-    from megatron_flux.comm.copy_engine import Push
     from megatron_flux.comm.pending import Pending
     from megatron_flux.kernels.launch import Relaunch
 
@@ -142,8 +141,8 @@ class Slab:
     side: CopyStream | None = None
     buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
     """Gather buffers of all ranks."""
-    pushes: dict[tuple[Any, ...], Push] = field(default_factory=dict)
-    """What the copy engine moves in a call."""
+    pushes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """What the copy engine moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
     descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Of the slab's memory, for TMA."""
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)

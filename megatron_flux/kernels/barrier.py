@@ -13,16 +13,8 @@ from megatron_flux.kernels.device import OP_ENTER, OP_GATHER, leave, publish, wa
 
 @triton.jit(do_not_specialize=["rank", "limit"])
 def enter_kernel(
-    table,
-    flags,
-    epochs,
-    err,
-    limit,
-    rank,
-    TP: tl.constexpr,
-    CPU: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    table, flags, epochs, err, limit, rank, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr
+):  # fmt: skip
     """Tell every peer that this rank has begun a call that uses half 0, and return once all have.
 
     The call's epoch is the larger of ``epochs`` ``[2]``: whichever half the latest call used, it left its successor's
@@ -39,19 +31,9 @@ def enter_kernel(
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def gather_wait_kernel(
-    flags,
-    ctrl,
-    epochs,
-    err,
-    limit,
-    slot,
-    next_slot,
-    flag_off,
-    rank,
-    TP: tl.constexpr,
-    CPU: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, rank,
+    TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """Return once every peer's shard of a gather has arrived. Flags ``[tp]``, word ``r`` set by rank ``r``."""
     epoch = tl.load(epochs + slot)
     for step in range(1, TP):

@@ -92,18 +92,9 @@ def give_up(err, op: tl.constexpr, peer, first, unit, epoch, behind, CPU: tl.con
 
 @triton.jit
 def wait_flags(
-    flags,
-    COUNT: tl.constexpr,
-    count,
-    epoch,
-    err,
-    limit,
-    op: tl.constexpr,
-    peer,
-    unit,
-    CPU: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    flags, COUNT: tl.constexpr, count, epoch, err, limit, op: tl.constexpr, peer, unit,
+    CPU: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """Spin until the first ``count`` (at most ``COUNT``) of ``flags`` have reached ``epoch``.
 
     ``peer`` names who is waited for; if it is negative, the index of the first flag that is behind does.
@@ -198,22 +189,9 @@ def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def multiply(
-    acc,
-    a,
-    b,
-    row,
-    col,
-    kt,
-    row_end,
-    n,
-    k,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
-    CPU: tl.constexpr,
-):
+    acc, a, b, row, col, kt, row_end, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, CPU: tl.constexpr,
+):  # fmt: skip
     """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over ``kt`` blocks of k.
 
     With ``TMA`` a and b are descriptors, else pointers to contiguous ``[row_end, k]`` and ``[n, k]`` (``[k, n]`` if

@@ -20,10 +20,10 @@ from megatron_flux.comm import slab
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends import registry
-from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 from tests.gpu.emulated_group import EmulatedGroup
 

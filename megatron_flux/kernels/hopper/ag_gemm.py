@@ -1,19 +1,29 @@
-"""All-gather + GEMM, warp-specialised for Hopper: ``c = all_gather(x) @ w``. Shapes and guarantees are those of
-:mod:`megatron_flux.kernels.plain.ag_gemm`; this module says what differs.
+"""All-gather + GEMM, warp-specialised for Hopper: ``c = all_gather(x) @ w``.
 
-* Own tiles read ``x`` itself, so nothing is copied before the kernel. *aux* puts the own shard into the gather buffer
-  when the caller wants the gathered input.
-* Who moves the shards: the copy engine (PUSH off; enqueued before the kernel; flags ``[tp]``, or ``[tp, 2]`` where
-  shards at the edges come in two pieces of columns, the first two with EARLY, the last with LATE), or *aux* of every
-  SM (PUSH on), row by row through registers, to all peers in turn: no SM is lost to communication. Blocks of BM rows
-  travel in KCH chunks of columns. Flags: ``[tp, blocks, KCH, BM]``, one per row, set by rank ``r`` in ``[r]``.
-* *load* waits for a chunk when it comes to it; the product goes on with what has arrived.
-* A CTA sends its share of a chunk to all peers and waits until it has arrived: that bounds what is under way, so that
-  loads of the product are not stuck behind stores that the link cannot take.
+Shapes, guarantees and the copy engine's flags are those of :mod:`megatron_flux.kernels.plain.ag_gemm`; the kinds of
+warps are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
 
-Schedule: own shard first. By copy engine then the first to come, then SPAN shards at a time, as they arrive: their row
-blocks are done side by side, which reads the weight less often. With PUSH block ``j`` of all peers before block ``j+1``
-of any.
+Operands
+    Own tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the own shard into the gather
+    buffer where the caller wants the gathered input (KEEP). ``mp`` is a multiple of BM.
+
+Who moves the shards
+    * The copy engine (PUSH off), enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at the edges
+      come in two pieces of columns, the first two with EARLY, the last with LATE.
+    * *aux* of every SM (PUSH on), row by row through registers, to all peers in turn: no SM is lost to communication.
+      Blocks of BM rows travel in KCH chunks of columns. Flags: ``[tp, blocks, KCH, BM]``, one for each row, set by
+      rank ``r`` in ``[r]``.
+
+Schedule
+    The own shard first. By copy engine then the first shard to come, then SPAN shards at a time, as they arrive: their
+    row blocks are done side by side, which reads the weight less often. With PUSH block ``j`` of all peers comes before
+    block ``j+1`` of any. *load* waits for a chunk of columns when it comes to it; the product goes on with what has
+    arrived.
+
+Hazards
+    * *aux* sends its share of a chunk to all peers and waits until it has arrived. That bounds what is under way:
+      otherwise loads of the product queue behind stores that the link cannot take.
+    * A fence between proxies must follow a poll, before TMA reads what the flag announced.
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
-"""GEMM + reduce-scatter, warp-specialised for Hopper. Shapes, schedule, flags and guarantees are those of
-:mod:`megatron_flux.kernels.plain.gemm_rs`; this module says what differs.
+"""GEMM + reduce-scatter, warp-specialised for Hopper: ``out[own rows] = sum over ranks of x_r @ w_r``.
 
-* *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. Loads of operands
-  wait behind a piece that the link does not take yet, and CTAs that finish together fill the link: the tile after
-  that took 48 us instead of 32 (m=1024, n=12288, k=3072, tp=4). So the pieces of a tile are sent over ``spread``
-  nanoseconds, at another moment in every CTA: 31 us. The last tile of a CTA leaves at once.
-* *aux* adds partials on every SM while tensor cores multiply; *multiply* joins when it has run out of tiles. All SMs
-  compute.
-* A flag follows its tile as soon as the tile has arrived.
+Shapes, order of tiles, flags and guarantees are those of :mod:`megatron_flux.kernels.plain.gemm_rs`; the kinds of warps
+are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
+
+Schedule
+    * All SMs compute. *aux* adds partials on every SM while tensor cores multiply; *multiply* joins when it has run out
+      of tiles.
+    * *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. The pieces of a
+      tile are sent over ``spread`` nanoseconds, beginning at another moment in every CTA. The last tile of a CTA, and
+      tiles for the own rank, leave at once.
+    * A flag follows its tile as soon as the tile has arrived.
+
+Measured (4 x H200, m=1024, n=12288, k=3072)
+    Without ``spread``, CTAs that finish together fill the link, and loads of operands queue behind pieces that the link
+    does not take yet: the tile after that took 48 us instead of 32. With it, 31 us.
 """
 
 from __future__ import annotations

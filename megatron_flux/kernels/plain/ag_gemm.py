@@ -34,38 +34,11 @@ from megatron_flux.kernels.device import OP_AG, leave, multiply, raster, split_c
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def ag_gemm_kernel(
-    a,
-    b,
-    c,
-    bias,
-    flags,
-    ctrl,
-    epochs,
-    err,
-    limit,
-    slot,
-    next_slot,
-    flag_off,
-    m,
-    n,
-    k,
-    mp,
-    rank,
-    TP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    CTAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    CPU: tl.constexpr,
-    THREADS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    a, b, c, bias, flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, m, n, k, mp, rank,
+    TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, CTAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, MASK_ROWS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+    CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """See the module. ``bias`` ``[n]`` is added before rounding, if ``BIAS``.
 
     With ``TMA`` ``a`` and ``b`` are descriptors, else pointers; so is ``c``, but a pointer with ``MASK_ROWS``.

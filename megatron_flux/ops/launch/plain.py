@@ -88,20 +88,12 @@ def _all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
         b = _descriptor(weight, *call.weight_box())
         if not mask_rows:
             c = _descriptor(out, config.bm, config.bn // 2 if config.split else config.bn)
+    bias = x if call.bias is None else call.bias
+    arguments = (a, b, c, bias, work.flags[rank], *turn_arguments(work, call.turn), m, n, k, mp, rank)
     by_triton(
         ag_gemm_kernel,
         call.sms,
-        a,
-        b,
-        c,
-        x if call.bias is None else call.bias,
-        work.flags[rank],
-        *turn_arguments(work, call.turn),
-        m,
-        n,
-        k,
-        mp,
-        rank,
+        *arguments,
         **call.constants(),
         GROUP=config.group,
         TMA=tma,
@@ -126,25 +118,15 @@ def _gemm_reduce_scatter(call: Call) -> None:
         key = ("partials by TMA", config.bm, config.bn, width, x.dtype)
         by_rank = view(work.descriptors, key, lambda: [_descriptor(space, config.bm, width) for space in spaces])
         sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
+    arguments = (
+        a, b, *sinks, work.data_table, work.flag_table, work.flags[rank], spaces[rank], out,
+        *turn_arguments(work, call.turn), call.turn.half * (spaces[rank].shape[0] // 2),
+        m, n, k, mp, rank, call.sms - min(config.reducers, call.sms - 1),
+    )  # fmt: skip
     by_triton(
         gemm_rs_kernel,
         call.sms,
-        a,
-        b,
-        *sinks,
-        work.data_table,
-        work.flag_table,
-        work.flags[rank],
-        spaces[rank],
-        out,
-        *turn_arguments(work, call.turn),
-        call.turn.half * (spaces[rank].shape[0] // 2),
-        m,
-        n,
-        k,
-        mp,
-        rank,
-        call.sms - min(config.reducers, call.sms - 1),
+        *arguments,
         **call.constants(),
         BAND=config.band,
         CHUNK=min(8192, config.bm * config.bn // 4),

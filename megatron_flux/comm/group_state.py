@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,28 @@ from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
 from megatron_flux.errors import UserError
 
-if TYPE_CHECKING:
-    from megatron_flux.comm.links import Beside, Link
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a group."""
+
+    kind: str
+    reason: str
+    """Why it is not ``nvlink``; empty if it is."""
+
+    @property
+    def is_nvlink(self) -> bool:
+        """Whether every pair is connected by NVLink."""
+        return self.kind == "nvlink"
+
+
+class Beside(NamedTuple):
+    """What can run beside a group's kernels on some rank of it."""
+
+    others: bool
+    """NCCL kernels of another group."""
+    high_priority: bool
+    """NCCL kernels on streams of high priority, of whatever group."""
 
 
 class GroupState:

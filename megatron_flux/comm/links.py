@@ -23,28 +23,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.comm.group_state import state_of
-
-
-@dataclass(frozen=True)
-class Link:
-    """What connects a group."""
-
-    kind: str
-    reason: str
-    """Why it is not ``nvlink``; empty if it is."""
-
-    @property
-    def is_nvlink(self) -> bool:
-        """Whether every pair is connected by NVLink."""
-        return self.kind == "nvlink"
+from megatron_flux.comm.group_state import Beside, Link, state_of
 
 
 def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -124,15 +108,6 @@ WAITED_FOR = frozenset(
 """``group_desc`` of groups whose collectives the compute stream waits for, where they span the same ranks."""
 
 TRUE = ("1", "t", "true", "y", "yes")
-
-
-class Beside(NamedTuple):
-    """What can run beside a group's kernels on some rank of it."""
-
-    others: bool
-    """NCCL kernels of another group."""
-    high_priority: bool
-    """NCCL kernels on streams of high priority, of whatever group."""
 
 
 ALONE = Beside(others=False, high_priority=False)

@@ -142,7 +142,7 @@ class Slab:
     buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
     """Gather buffers of all ranks."""
     pushes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """What the copy engine moves in a call: a :class:`~megatron_flux.comm.copy_engine.Push` each."""
+    """What the copy engine moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
     descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Of the slab's memory, for TMA."""
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)

@@ -33,6 +33,8 @@ from megatron_flux.train.config import RunConfig
 MAX_RANKS = 1024
 """Each rank is initialised in turn, in a time that grows with their number."""
 
+HOPPER = (9, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before a kernel is launched: the call itself, and which kernel runs it.
+"""A call of an operator, and what is checked of it: that all ranks make it, and where its operands lie.
 
 Ranks that call an operator with different shapes get an error instead of a hang: every new ``(operator, shapes,
 dtype)`` of a group is compared over the group once. A rank that repeats an old call while a peer starts a new one is
@@ -10,6 +10,8 @@ begin: operands that lie where a kernel cannot address them are copied.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,56 @@ from megatron_flux.errors import UserError
 
 ALIGNMENT = 16
 """Bytes: TMA's, and what pointers are compiled for."""
+
+
+class OperatorCall(NamedTuple):
+    """A call with its operands, as operators hand it to backends, tuner and prepared calls."""
+
+    operator: str
+    x: torch.Tensor
+    """``[..., k]``."""
+    weight: torch.Tensor | None
+    """None for all_gather."""
+    group: dist.ProcessGroup
+    transposed: bool = False
+    bias: torch.Tensor | None = None
+    """That the GEMM adds before it rounds."""
+    return_gathered: bool = True
+    async_op: bool = False
+
+    @property
+    def k(self) -> int:
+        """Columns of ``x``."""
+        return self.x.shape[-1]
+
+    @property
+    def m(self) -> int:
+        """Rows of the GEMM's operand: of ``x``, gathered where the operator gathers it."""
+        rows = self.x.numel() // self.k
+        return rows if self.operator == "gemm_reduce_scatter" else rows * self.group.size()
+
+    @property
+    def n(self) -> int:
+        """Columns of the result."""
+        assert self.weight is not None  # noqa: S101 - of an operator with a GEMM
+        return self.weight.shape[1] if self.transposed else self.weight.shape[0]
+
+    def run(self, backend: Any, **options: Any) -> Any:
+        """Make the call on ``backend``; ``options``: what only this backend takes."""
+        x, weight, group = self.x, self.weight, self.group
+        if self.operator == "gemm_reduce_scatter":
+            return backend.gemm_reduce_scatter(
+                x, weight, group, transposed=self.transposed, async_op=self.async_op, **options
+            )
+        return backend.all_gather_gemm(
+            x,
+            weight,
+            group,
+            transposed=self.transposed,
+            bias=self.bias,
+            return_gathered=self.return_gathered,
+            **options,
+        )
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

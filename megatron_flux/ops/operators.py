@@ -23,11 +23,10 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events
-from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import aligned
+from megatron_flux.ops.checks import OperatorCall, aligned
 from megatron_flux.ops.fast_path import call_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import STOCK
-from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.layer_backends import backends_of

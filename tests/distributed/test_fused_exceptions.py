@@ -261,8 +261,8 @@ def patched_again() -> None:
 def a_candidate_cannot_be_compiled() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
     from megatron_flux.ops.backends import tuned as tuner
-    from megatron_flux.ops.backends.base import OperatorCall
     from megatron_flux.ops.backends.reference import ReferenceBackend
+    from megatron_flux.ops.checks import OperatorCall
 
     with fresh(HALVES, 20) as backend:
         tuned = tuner.TunedBackend(ReferenceBackend(), None, backend)

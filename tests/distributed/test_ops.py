@@ -315,7 +315,7 @@ def rank_dispatch() -> tuple[list[tuple[Any, ...]], dict[tuple[str, str], int], 
 def test_a_registered_backend_is_used(world2: WorkerPool) -> None:
     for asked, calls, refusal in world2.run(rank_dispatch):
         assert asked == [
-            ("all_gather_gemm", 2, True, {"transposed": False}),
+            ("all_gather_gemm", 2, True, {"transposed": False, "bias": None, "return_gathered": False}),
             ("gemm_reduce_scatter", 2, True, {"transposed": True, "async_op": True}),
             ("all_gather", 2, True, {"async_op": True}),
         ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fast_path.replay import PreparedCall
 
 
@@ -62,53 +63,3 @@ class PreparingBackend(Protocol):
 
         The call's ``x`` is contiguous and has its leading dimensions.
         """
-
-
-class OperatorCall(NamedTuple):
-    """A call of an operator, with its operands."""
-
-    operator: str
-    x: torch.Tensor
-    """``[..., k]``."""
-    weight: torch.Tensor | None
-    """None for all_gather."""
-    group: dist.ProcessGroup
-    transposed: bool = False
-    bias: torch.Tensor | None = None
-    """That the GEMM adds before it rounds."""
-    return_gathered: bool = True
-    async_op: bool = False
-
-    @property
-    def k(self) -> int:
-        """Columns of ``x``."""
-        return self.x.shape[-1]
-
-    @property
-    def m(self) -> int:
-        """Rows of the GEMM's operand: of ``x``, gathered where the operator gathers it."""
-        rows = self.x.numel() // self.k
-        return rows if self.operator == "gemm_reduce_scatter" else rows * self.group.size()
-
-    @property
-    def n(self) -> int:
-        """Columns of the result."""
-        assert self.weight is not None  # noqa: S101 - of an operator with a GEMM
-        return self.weight.shape[1] if self.transposed else self.weight.shape[0]
-
-    def run(self, backend: Any, **options: Any) -> Any:
-        """Make the call on ``backend``; ``options``: what only this backend takes."""
-        x, weight, group = self.x, self.weight, self.group
-        if self.operator == "gemm_reduce_scatter":
-            return backend.gemm_reduce_scatter(
-                x, weight, group, transposed=self.transposed, async_op=self.async_op, **options
-            )
-        return backend.all_gather_gemm(
-            x,
-            weight,
-            group,
-            transposed=self.transposed,
-            bias=self.bias,
-            return_gathered=self.return_gathered,
-            **options,
-        )

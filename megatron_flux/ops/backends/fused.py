@@ -39,8 +39,7 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import Slab
-from megatron_flux.ops.backends.base import OperatorCall
-from megatron_flux.ops.checks import aligned, compare_calls
+from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.fast_path import replay
 from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan, rs_tiles, within_flags

@@ -43,10 +43,10 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.async_tp import PipelinedBackend
-from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path.replay import PreparedCall
 from megatron_flux.ops.kernel_config import KernelConfig, candidates

@@ -14,8 +14,8 @@ import torch
 
 from megatron_flux.comm.group_state import GroupState
 from megatron_flux.ops import call_events
-from megatron_flux.ops.backends.base import Backend, OperatorCall
-from megatron_flux.ops.checks import ALIGNMENT
+from megatron_flux.ops.backends.base import Backend
+from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 
 _ATTEMPTS = 8
 """Calls of a kind after which a backend that has not prepared it is not asked any more."""

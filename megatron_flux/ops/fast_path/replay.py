@@ -28,12 +28,12 @@ from megatron_flux.comm.copy_engine import WHOLE, Edges, Push
 from megatron_flux.comm.graph_capture import waited_elsewhere
 from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream, Slab, broken_off
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.ops.kernel_config import KernelConfig
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
-    from megatron_flux.ops.backends.base import OperatorCall
 
 
 class Side(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 
 from megatron_flux.comm import slab
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, candidates, cdiv, within_flags
 from tests.unit.groups import group_of
 

@@ -15,11 +15,11 @@ import torch
 
 import megatron_flux
 from megatron_flux import cuda_driver, ops
-from megatron_flux.comm.copy_engine import Copy
+from megatron_flux.comm.copy_engine import Copy, Push
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import CopyStream, Slab
 from megatron_flux.ops.fast_path import call_cache
-from megatron_flux.ops.fast_path.replay import PreparedAllGatherGemm, Push, Side
+from megatron_flux.ops.fast_path.replay import PreparedAllGatherGemm, Side
 from tests.unit.groups import group_of
 
 pytest.importorskip("triton")

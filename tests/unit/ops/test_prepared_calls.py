@@ -18,8 +18,8 @@ from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events
-from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import call_cache, replay
 from megatron_flux.ops.fast_path.replay import (

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flux.cache import cache_folder
 from megatron_flux.errors import UserError
+from megatron_flux.settings import cache_folder
 from megatron_flux.train.config import RunConfig
 
 END_OF_DOCUMENT = 256

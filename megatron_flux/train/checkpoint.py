@@ -234,7 +234,7 @@ def _cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None) or {}
     texts = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(failures.items())]
     texts = texts or [f"{type(error).__name__}: {error}"]
-    # torch's own go on for pages, with advice that nobody should follow who has not made the file.
+    # torch's own go on for pages, with advice for those who made the file.
     return shorten(next((text for text in texts if "[Errno" in text), texts[0]), 160, placeholder=" ...")
 
 

@@ -297,7 +297,7 @@ def _locked(config: RunConfig) -> Iterator[None]:
 
 
 def _lock_file(path: Path, config: RunConfig) -> TextIO:
-    """The lock's file, locked. Whoever held it removes it, so the lock of a file that has gone is worth nothing."""
+    """The lock's file, locked. A run removes the file when it ends, so the lock of a removed file holds nothing."""
     deadline = time.monotonic() + OWN_LOCK_SECONDS
     while True:
         try:

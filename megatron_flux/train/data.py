@@ -239,7 +239,7 @@ class _TokenSpace:
 
     def __init__(self, corpus: Corpus, vocab_size: int) -> None:
         self.vocab_size = BYTE_VOCAB_SIZE if corpus.is_bytes else vocab_size
-        # A foreign pair has been padded and cut by whoever made it: a pad that never occurs, the usual place for eod.
+        # A pair made elsewhere is padded and cut already: a pad that never occurs, the usual place for eod.
         self.pad = PAD if corpus.is_bytes else -1
         self.eod = END_OF_DOCUMENT if corpus.is_bytes else vocab_size - 1
         # Part of the name of the cached indices: a pair that was made again must not meet its old ones.

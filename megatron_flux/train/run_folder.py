@@ -1,4 +1,4 @@
-"""The description of a training run that goes into its folder first."""
+"""What a training run leaves in its folder beside its records: ``config.json`` first, and how it ended."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def begun(config: RunConfig) -> None:
 
 
 def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
-    """Leave in the folder how the run ended, for whoever started it; rank 0 writes.
+    """Leave in the folder how the run ended, for job scripts; rank 0 writes.
 
     Args:
         config: the run.

@@ -1,13 +1,13 @@
 """Ending a run on a signal: after the step that it arrives in, on all ranks alike, with a checkpoint.
 
-A cluster says some minutes ahead that a job's time is up. The signal reaches the ranks at different moments, some of
+A cluster signals some minutes before a job's time is up. The signal reaches the ranks at different moments, some of
 them a step apart, so they agree after every step; the handler itself only takes a note. Compilers may have taken the
 signal over meanwhile (:mod:`kernels.signals` says how, and watches Triton's, but not torch.compile's): it is
 taken back after every step, and who sends it sends it again until the run has ended.
 
 Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the rank
-along. So the main thread blocks the signal, which threads and processes inherit: there it waits until somebody looks.
-The handler hears it where older threads are, which do not block it.
+along. So the main thread blocks the signal, which threads and processes inherit: it stays pending until it is looked
+for. Older threads do not block it: there the handler hears it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_flux.kernels.signals import Dispositions
 
 
 class StopRequest:
-    """Notes a signal. Without one to listen to, nobody ever stops and the ranks need not agree.
+    """Notes a signal. Without one to listen to, no rank ever stops and they need not agree.
 
     A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
     when it ends, puts signals that have handlers back to what kills a process. For the main thread.

@@ -219,7 +219,8 @@ def step_times(arms: Arms) -> Drawn:
             traces.append(drawn)
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     every = [1000 * record["iteration-time"] for _, record in steps]
-    high = max(time for time in every if time <= 1.25 * max(times))
+    limit = 1.25 * max(times)
+    high = max(time for time in every if time <= limit)
     axis = {"range": _padded([min(times), high], 0.05 * high)}
     bands = _block_bands([(record["block"], arm) for arm, record in steps])
     above = sum(time > high for time in every)

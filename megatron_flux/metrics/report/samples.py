@@ -65,7 +65,7 @@ def _efficiency(flux: Sequence[Record]) -> Part:
             seen[_key(call)].append(_sound(call, record, on_gpu=on_gpu))
     values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
     drawn = {"<br>".join(map(label, key)): value for key, value in values.items() if value is not None}
-    shown_, caption = efficiencies(list(drawn), {"flux": ("flux", SYMBOLS["flux"], list(drawn.values()))})
+    plot, caption = efficiencies(list(drawn), {"flux": ("flux", SYMBOLS["flux"], list(drawn.values()))})
     caption += f" Medians over {counted(len(samples), 'sampled step')} of rank 0."
     calls = [call for of_one in seen.values() for call in of_one]
     alone = {str(call.get("source")) for call in calls if call.get("gemm_ms") is None and not call.get("withheld")}
@@ -82,7 +82,7 @@ def _efficiency(flux: Sequence[Record]) -> Part:
         for key, value in values.items()
     ]
     table = Table(rows, head=("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E"))
-    return Part("e-overlap", title, shown_, f"{caption} {WAITS_COUNT}", table)
+    return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", table)
 
 
 def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:
@@ -149,17 +149,17 @@ def machine_parts(arms: Arms) -> list[Part]:
     """Slowest ranks, clocks, power, throttling."""
     gpus = []
     for name, title in GPU.items():
-        shown_, caption = _samples(arms, title, lambda record, name=name: _mapping(record.get("flux/gpu")).get(name))
-        if shown_ is not None:
-            gpus.append(Part(name.replace("_", "-"), f"GPUs: {title}", shown_, f"Over all ranks' GPUs, {caption}"))
+        plot, caption = _samples(arms, title, lambda record, name=name: _mapping(record.get("flux/gpu")).get(name))
+        if plot is not None:
+            gpus.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, f"Over all ranks' GPUs, {caption}"))
     gpus = gpus or [Part("gpus", "Clocks and power", caption=_no_gpus(arms))]
     return [_ranks(arms), *gpus, _throttling(arms)]
 
 
 def _ranks(arms: Arms) -> Part:
     title = "Slowest ranks"
-    shown_, caption = _samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
-    if shown_ is None:
+    plot, caption = _samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
+    if plot is None:
         return Part("ranks", title, caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")
     caption = (
         f"Longest minus shortest own time of a step over the ranks, {caption} A rank's own time leaves out flux's "
@@ -170,7 +170,7 @@ def _ranks(arms: Arms) -> Part:
         if slowest:
             rank, times = slowest.most_common(1)[0]
             caption += f" {arm}: rank {rank} was slowest in {times} of {counted(slowest.total(), 'sample')}."
-    return Part("ranks", title, shown_, caption, _rank_table(arms))
+    return Part("ranks", title, plot, caption, _rank_table(arms))
 
 
 def _rank_table(arms: Arms) -> Table | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import STOCK
+from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -108,7 +109,9 @@ def _decide(linear: _Linear, call: _Call) -> bool:
     if linear.weight is None:
         weight.normal_(generator=generator)
     bias = None if call.transposed else linear.bias
-    backend.decide(call.operator, x, weight, group, transposed=call.transposed, bias=bias)
+    backend.decide(
+        OperatorCall(call.operator, x, weight, group, call.transposed, bias, return_gathered=call.transposed)
+    )
     return True
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_flux.megatron_lm import source_patches
-from megatron_flux.patch.package_info import version_of_tree
+from megatron_flux.patch.megatron_core import version_of_tree
 from megatron_flux.telemetry import environment
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from megatron_flux.train.cpu_shims import cpu_shims
-from megatron_flux.train.norm import SequenceParallelNorm
+from megatron_flux.train.shims import SequenceParallelNorm, cpu_shims
 
 _CPU = torch.device("cpu")
 if not hasattr(typing, "override"):  # Megatron-LM 0.19 takes it from here, where Python 3.11 does not have it

@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/metrics/statistics.py",
         "[2.5, 97.5]",
         "[5, 95]",
-        ("tests/unit/metrics/test_metrics_statistics.py::test_the_interval_is_a_95_percent_one",),
+        ("tests/unit/metrics/test_statistics.py::test_the_interval_is_a_95_percent_one",),
     ),
     _fault(
         "other groups never block",
@@ -123,11 +123,11 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/ops/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
     ),
     _fault(
-        "stock layers do not end an offer",
+        "stock layers do not end a prefetch",
         "megatron_flux/patch/linears.py",
-        "        ahead.forget()\n",
+        "        prefetch.clear()\n",
         "",
-        ("tests/distributed/test_offers.py::test_a_stock_layer_ends_an_offer",),
+        ("tests/distributed/test_prefetch_ends.py::test_a_stock_layer_ends_a_prefetch",),
     ),
     # Epochs, flags and workspaces.
     _fault(

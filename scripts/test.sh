@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up an environment, checks the style and runs the tests. Further arguments go to pytest.
+# Sets up an environment, checks the style and runs the tests: all of them, or those that further arguments, which go to
+# pytest, name.
 #
 #   ./scripts/test.sh [--active] [pytest's options]
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -41,4 +42,16 @@ fi
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-exec "$PYTHON" -m pytest ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}
+if ((${#ARGUMENTS[@]})); then
+    exec "$PYTHON" -m pytest "${ARGUMENTS[@]}"
+fi
+
+# All of them, in two sessions side by side: tests on Slurm's daemons mostly wait. Theirs is shown when both have ended.
+log=$(mktemp)
+"$PYTHON" -m pytest tests/slurm >"$log" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true; cat "$log"; rm "$log"' EXIT
+failed=0
+"$PYTHON" -m pytest --deselect tests/slurm || failed=$?
+wait "$beside" || failed=$?
+exit "$failed"

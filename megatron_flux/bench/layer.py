@@ -18,7 +18,7 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
 * ``stand_in`` (of the summary): null, or the processes that stood in for ``tp``
   (:mod:`megatron_flux.bench.stand_in`): no measurement of ``tp`` GPUs.
-* ``breakdown``: see :mod:`megatron_flux.telemetry.trace_breakdown`; rank 0, one step outside the timed rounds.
+* ``breakdown``: see :mod:`megatron_flux.telemetry.trace_categories`; rank 0, one step outside the timed rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_flux.bench.together import Together
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UserError
 from megatron_flux.telemetry import environment
-from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+from megatron_flux.train.shims import gradient_accumulation_fusion
 
 Log = Callable[[str], None]
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from megatron_flux.bench.layer_config import Workload
 from megatron_flux.errors import FluxError
-from megatron_flux.train.norm import SequenceParallelNorm
+from megatron_flux.train.shims import SequenceParallelNorm
 
 BlockKind = Literal["te", "te_ub", "local"]
 

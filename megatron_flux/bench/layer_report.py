@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flux.metrics.conditions import multicast
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
+from megatron_flux.metrics.table import multicast
 
 COLUMNS = ("arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
 EXPLANATION = (

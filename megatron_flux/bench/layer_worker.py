@@ -37,8 +37,8 @@ def run(config: LayerConfig, out: Path) -> None:
     """Measure on this rank, from process groups to the picture."""
     set_switches()
     from megatron_flux.bench import layer, layer_report, stand_in
-    from megatron_flux.train.cpu_shims import cpu_shims
     from megatron_flux.train.distributed import process_groups
+    from megatron_flux.train.shims import cpu_shims
 
     first = is_first()
     if first:
@@ -46,7 +46,7 @@ def run(config: LayerConfig, out: Path) -> None:
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
     with (
         cpu_shims(),
-        process_groups(config.layout()) as device,
+        process_groups(config.device, tp=config.processes, timeout=config.timeout) as device,
         stand_in.tensor_parallel(config.stand_in_for, device),
     ):
         summary = layer.run(config, out, log=logger.info)

@@ -27,7 +27,7 @@ from megatron_flux.bench.rounds import Samples, interleave
 from megatron_flux.bench.together import Together
 from megatron_flux.bench.trace import trace_step
 from megatron_flux.comm import slab
-from megatron_flux.telemetry.trace_breakdown import breakdown
+from megatron_flux.telemetry.trace_categories import breakdown
 from megatron_flux.train.memory import forget_dummy_gradients
 
 WARMUP_STEPS = 3

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megatron_flux.bench.plot import efficiency
 from megatron_flux.bench.terminal import milliseconds, percent, print_table
-from megatron_flux.metrics.conditions import connections, multicast
+from megatron_flux.metrics.table import connections, multicast
 
 LEFT = ("op", "model", "layer", "direction")
 ALONE = {"gemm_ms": "gemm", "nccl_ms": "nccl"}

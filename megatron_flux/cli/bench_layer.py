@@ -22,7 +22,7 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
     import torch
 
     from megatron_flux.bench import layer_worker
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
 
     rank.quiet_megatron()

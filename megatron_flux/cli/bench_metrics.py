@@ -21,10 +21,10 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
     import torch
 
     from megatron_flux.bench import metrics_worker
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.telemetry import environment
-    from megatron_flux.train import config, corpus, run_folder
+    from megatron_flux.train import config, data, run_folder
 
     rank.quiet_megatron()
     checked_versions()
@@ -34,7 +34,7 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
     world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
     out = given.out or folder.default_folder("bench", "metrics")
     run = config.resolve(given, CheckpointOptions(), world_size=world_size, device=device, out=out)
-    corpus.find_sources(run.data)
+    data.find_sources(run.data)
     described = {**run_folder.description(run), "cost": cost.model_dump()}
     if rank.is_first():
         folder.check_free(out, overwrite=run.overwrite)
@@ -51,6 +51,6 @@ def metrics(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = 
         rank.configure_logging()
         metrics_worker.run(out)
         return
-    corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
     typer.echo(f"megatron-flux bench metrics: {world_size} {device} process(es), run folder {out}", err=True)
     launcher.launch(metrics_worker.__name__, [str(out)], world_size, left=f"what was measured is in {out}")

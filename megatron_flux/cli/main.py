@@ -87,10 +87,10 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     """Check, describe and start a run; on a rank that a launcher started, be that rank."""
     import torch
 
-    from megatron_flux.patch.registry import checked_versions
+    from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.telemetry import environment
-    from megatron_flux.train import checkpoint, config, corpus, run_folder, save_folder, worker
+    from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
 
     rank.quiet_megatron()
     checked_versions()
@@ -100,12 +100,12 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
     world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
     out = given.out or folder.default_folder(command, given.preset)
     run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
-    corpus.find_sources(run.data)
-    checkpoint.check_resume(run)
+    data.find_sources(run.data)
+    checkpoint_access.check_resume(run)
     first = rank.is_first()
     if first:
         folder.check_free(out, overwrite=run.overwrite, resuming=run.load is not None)
-        save_folder.check(run)
+        checkpoint_access.check_save(run)
     if dry_run:
         if first:
             typer.echo(json.dumps(run_folder.description(run), indent=2))
@@ -116,10 +116,10 @@ def _run(command: str, options: dict[str, Any], kind: type, special: dict[str, A
             worker.run(run)
             return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
-    found = corpus.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
-    text = config.Text(name=corpus.name_of(run.data), length=found.tokens, sha256=corpus.fingerprint(found))
+    found = data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+    text = config.Text(name=data.name_of(run.data), length=found.tokens, sha256=data.fingerprint(found))
     run = run.model_copy(update={"text": text})
-    if (said := checkpoint.check_data(run)) is not None:
+    if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
     with run_folder.made(run, default=given.out is None) as run:
         if launcher.launched():

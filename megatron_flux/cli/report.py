@@ -10,9 +10,8 @@ from typer.core import TyperGroup
 
 from megatron_flux.errors import UserError
 
-DEFAULT = "local"
-
 Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold run folders.", show_default=False)]
+Entity = Annotated[str | None, typer.Option(help="wandb team or user; by default the login's own.")]
 
 
 class LocalByDefault(TyperGroup):
@@ -21,7 +20,7 @@ class LocalByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the default command in front of what names none."""
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            args = [DEFAULT, *args]
+            args = ["local", *args]
         return super().parse_args(ctx, args)
 
 
@@ -54,7 +53,7 @@ def local(
     memory_band: Annotated[float, typer.Option(min=0, help="Per cent by which peak memory may be larger.")] = 5.0,
 ) -> None:
     """Write report.html, which needs no network, and report.md about one or several run folders."""
-    from megatron_flux.metrics import against as check_against
+    from megatron_flux.metrics import regression
     from megatron_flux.metrics.report import write_reports
     from megatron_flux.run import folder
 
@@ -62,14 +61,13 @@ def local(
         raise UserError(f"--against compares one run folder, {len(runs)} were given; give one at a time")
     result = None
     if against is not None:
-        bands = check_against.Bands(step_time_band / 100, loss_band / 100, memory_band / 100)
-        result = check_against.compare(runs[0], against, bands, check_against.parse_checks(check))
+        bands = regression.Bands(step_time_band / 100, loss_band / 100, memory_band / 100)
+        result = regression.compare(runs[0], against, bands, regression.parse_checks(check))
     where = out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
-    table, verdict = (result.table(), result.verdict) if result else (None, "")
-    for path in write_reports(runs, where, png=png, check=table, verdict=verdict)[:2]:
+    for path in write_reports(runs, where, png=png, lead=result.part() if result else None)[:2]:
         typer.echo(f"wrote {path}", err=True)
     if result is not None:
-        check_against.show(result)
+        result.show()
         if not result.ok:
             raise typer.Exit(1)
 
@@ -77,25 +75,25 @@ def local(
 @app.command()
 def wandb(
     runs: Runs,
-    entity: Annotated[str | None, typer.Option(help="wandb team or user; by default the login's own.")] = None,
+    entity: Entity = None,
     project: Annotated[str | None, typer.Option(help="wandb project; by default the one the runs went to.")] = None,
 ) -> None:
     """Save a workspace and a report in wandb that compare baseline with flux; needs runs that are online."""
-    from megatron_flux.metrics import wandb_dashboards
+    from megatron_flux.metrics import wandb_online
 
-    for url in wandb_dashboards.save(runs, entity=entity, project=project):
+    for url in wandb_online.save(runs, entity=entity, project=project):
         typer.echo(url)
 
 
 @app.command()
 def sync(
     runs: Runs,
-    entity: Annotated[str | None, typer.Option(help="wandb team or user; by default the login's own.")] = None,
+    entity: Entity = None,
     project: Annotated[str | None, typer.Option(help="wandb project; by default the one recorded.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent; needs no login.")] = False,
 ) -> None:
     """Send to wandb what was recorded offline below the run folders."""
-    from megatron_flux.metrics import wandb_sync
+    from megatron_flux.metrics import wandb_online
 
-    for line in wandb_sync.sync(runs, entity=entity, project=project, dry_run=dry_run):
+    for line in wandb_online.sync(runs, entity=entity, project=project, dry_run=dry_run):
         typer.echo(line)

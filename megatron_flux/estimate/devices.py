@@ -36,7 +36,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.train.flops import device_peak
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Device:
     """One kind of GPU in its usual node. GB are 1e9 bytes; bandwidths are of one direction of one GPU."""
 
@@ -73,83 +73,14 @@ class Device:
 DEVICES: dict[str, Device] = {
     device.key: device
     for device in (
-        Device(
-            key="h200",
-            name="H200",
-            memory_gb=141,
-            memory_gb_per_s=4800,
-            sms=132,
-            capability=(9, 0),
-            link="nvlink",
-            link_gb_per_s=450,
-            network_gb_per_s=50,
-            gemm=0.70,
-            nccl=0.65,
-            overlap=0.92,
-            attention=0.35,
-        ),
-        Device(
-            key="h100-sxm",
-            name="H100",
-            memory_gb=80,
-            memory_gb_per_s=3350,
-            sms=132,
-            capability=(9, 0),
-            link="nvlink",
-            link_gb_per_s=450,
-            network_gb_per_s=50,
-            gemm=0.70,
-            nccl=0.65,
-            overlap=0.72,
-            attention=0.35,
-        ),
-        Device(
-            key="a100-sxm",
-            name="A100",
-            memory_gb=80,
-            memory_gb_per_s=2039,
-            sms=108,
-            capability=(8, 0),
-            link="nvlink",
-            link_gb_per_s=300,
-            network_gb_per_s=25,
-            gemm=0.81,
-            nccl=0.67,
-            overlap=0.63,
-            attention=0.50,
-        ),
-        Device(
-            key="a100-pcie",
-            name="A100 80GB PCIe",
-            memory_gb=80,
-            memory_gb_per_s=1935,
-            sms=108,
-            capability=(8, 0),
-            link="p2p",
-            link_gb_per_s=32,
-            network_gb_per_s=3.125,
-            gemm=0.81,
-            nccl=0.24,
-            overlap=0.40,
-            attention=0.50,
-        ),
-        Device(
-            key="l20",
-            name="L20",
-            memory_gb=48,
-            memory_gb_per_s=864,
-            sms=92,
-            capability=(8, 9),
-            link="p2p",
-            link_gb_per_s=32,
-            network_gb_per_s=3.125,
-            gemm=0.93,
-            nccl=0.24,
-            overlap=0.40,
-            attention=0.50,
-        ),
+        #      key          name              memory       SMs  capab.  link            netw. gemm  nccl  overl.attn.
+        Device("h200",      "H200",           141, 4800,   132, (9, 0), "nvlink", 450,    50, 0.70, 0.65, 0.92, 0.35),
+        Device("h100-sxm",  "H100",            80, 3350,   132, (9, 0), "nvlink", 450,    50, 0.70, 0.65, 0.72, 0.35),
+        Device("a100-sxm",  "A100",            80, 2039,   108, (8, 0), "nvlink", 300,    25, 0.81, 0.67, 0.63, 0.50),
+        Device("a100-pcie", "A100 80GB PCIe",  80, 1935,   108, (8, 0), "p2p",     32, 3.125, 0.81, 0.24, 0.40, 0.50),
+        Device("l20",       "L20",             48,  864,    92, (8, 9), "p2p",     32, 3.125, 0.93, 0.24, 0.40, 0.50),
     )
-}
+}  # fmt: skip
 
 LOW_OVERLAP = 0.40
 """The lower of two overlap efficiencies that the sensitivity to the link is shown with: the lowest mean that FLUX's

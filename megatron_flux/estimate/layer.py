@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from megatron_flux.bench.shapes import Model, layer_cases
 from megatron_flux.estimate.rates import Pair, Rates
 
-ARMS = ("baseline", "flux")
 FLOOR = "floor"
-"""No communication at all: what bench layer calls floor. Not a training run."""
+"""An arm beside ``baseline`` and ``flux``: no communication at all, as bench layer's floor. Not a training run."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ NOTHING = Phase(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's two directions; ``host`` is host time beyond the GPU's."""
+    """Both directions of a layer, or of several in turn."""
 
     forward: Phase
     backward: Phase
@@ -69,6 +68,24 @@ class Layer:
     def total(self) -> float:
         """Milliseconds of both."""
         return self.forward.total + self.backward.total
+
+    @property
+    def exposed(self) -> float:
+        """Exposed communication of both."""
+        return self.forward.exposed + self.backward.exposed
+
+    @property
+    def collectives(self) -> float:
+        """What the collectives of both take by themselves."""
+        return self.forward.collectives + self.backward.collectives
+
+    def __add__(self, other: Layer) -> Layer:
+        """One after the other."""
+        return Layer(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, count: int) -> Layer:
+        """So many of them in turn."""
+        return Layer(self.forward.times(count), self.backward.times(count))
 
 
 def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgrad: Pair, before: float = 0.0) -> Phase:
@@ -105,30 +122,31 @@ def predict_layer(
         recompute: ``none``, ``selective`` or ``full``.
     """
     m = seq * micro_batch
-    forward = {case.layer: rates.pair(case, tp) for case in layer_cases("", model, m, "forward", tp)}
+    calls = {case.layer: rates.pair(case, tp) for case in layer_cases("", model, m, "forward", tp)}
     dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", model, m, "dgrad", tp)}
-    attention = _attention(rates, model, seq, micro_batch, tp)
+    flops = 2 * seq * seq * model.heads * model.head_dim * micro_batch / tp
+    attention = 1e3 * flops / (rates.device.attention * rates.device.peak_flops)
     stream_forward, stream_backward = map(rates.streamed, streamed_bytes(model, m, tp))
-
-    ahead = NOTHING
-    for pair in forward.values():
-        ahead += pair_phase(rates, pair, arm)
     gap = rates.calibration.gap_ms / 3  # a third of the kernels are forward's
-    ahead += Phase(attention + stream_forward + gap, 0.0, 0.0)
 
-    back = Phase(2.5 * attention + stream_backward + 2 * gap, 0.0, 0.0)
+    forward = NOTHING
+    for pair in calls.values():
+        forward += pair_phase(rates, pair, arm)
+    forward += Phase(attention + stream_forward + gap, 0.0, 0.0)
+
+    backward = Phase(2.5 * attention + stream_backward + 2 * gap, 0.0, 0.0)
     wgrad = {name: rates.gemm(case.k, case.n, m) for name, (case, _) in dgrad.items()}
     before = {"qkv": wgrad["proj"] + 2.5 * attention, "fc1": wgrad["fc2"]}
     for name, (case, pair) in dgrad.items():
         if name in before:  # dgrad [m, k] has the linear's outputs as its k and its inputs as its n
-            back += column_backward(rates, arm, m, case.k, case.n, tp, pair, before[name])
+            backward += column_backward(rates, arm, m, case.k, case.n, tp, pair, before[name])
         else:  # dy is gathered once, for dgrad and wgrad
-            back += pair_phase(rates, pair, arm) + Phase(wgrad[name], 0.0, 0.0)
+            backward += pair_phase(rates, pair, arm) + Phase(wgrad[name], 0.0, 0.0)
     if recompute == "full":
-        back += ahead
+        backward += forward
     elif recompute == "selective":
-        back += Phase(attention, 0.0, 0.0)
-    return Layer(ahead, back)
+        backward += Phase(attention, 0.0, 0.0)
+    return Layer(forward, backward)
 
 
 def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
@@ -140,11 +158,6 @@ def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
         # Where the tuner keeps stock's call, there is nothing to disturb.
         total = pair.fused + (rates.disturbance(pair.nbytes) if pair.fused < pair.serial else 0.0)
     return Phase(pair.gemm, total - pair.gemm, pair.collective)
-
-
-def _attention(rates: Rates, model: Model, seq: int, micro_batch: int, tp: int) -> float:
-    flops = 2 * seq * seq * model.heads * model.head_dim * micro_batch / tp
-    return 1e3 * flops / (rates.device.attention * rates.device.peak_flops)
 
 
 def streamed_bytes(model: Model, m: int, tp: int) -> tuple[float, float]:

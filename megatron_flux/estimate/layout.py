@@ -3,8 +3,11 @@
 torch's ``fake`` process group knows its rank and size and communicates nothing. With it, megatron-core initialises its
 parallel state as on each rank in turn, and what it says is compared between ranks: sizes, members, that every group's
 members agree on it, that the groups of a kind cover every rank once, and that tensor-parallel groups stay in a node.
-On one rank of each pipeline stage a layer is built and run (:mod:`~megatron_flux.estimate.layout_stage`): the others of
-the stage have the same shapes.
+
+On one rank of each pipeline stage, one layer is built by megatron-core and run patched over meta tensors (shapes
+without data): the other ranks of the stage have the same shapes. Whatever does not divide (heads, hidden, MLP,
+vocabulary, sequence) fails here as it would in the job, and fallbacks are errors. Attention's core is left out: it has
+no linear layer.
 
 Hazard: parallel state is one per process, so nothing else in the process may use it meanwhile.
 """
@@ -13,21 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megatron_flux.errors import UserError
-from megatron_flux.estimate.layout_flux import Linear, linears
-from megatron_flux.estimate.layout_stage import StageCheck, check_stage
-from megatron_flux.estimate.options import Job
+from megatron_flux.bench.shapes import layer_cases
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.estimate.job import Job
+from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.prediction import why_stock
+from megatron_flux.ops.kernel_config import Plan, ag_plan, rs_plan
 
 MAX_RANKS = 1024
 """Each rank is initialised in turn, in a time that grows with their number."""
 
 KINDS = ("tp", "pp", "dp")
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +56,41 @@ class Rank:
     """Why it is not ``tuned``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageCheck:
+    """What was found on one rank of a stage."""
+
+    stage: int
+    layers: int
+    """Layers of the stage in the job."""
+    parameters: int
+    """Of one rank, with all of the stage's layers."""
+    output: tuple[int, ...]
+    """Shape of what the stage hands on: rows of the rank, or its columns of the logits."""
+    flux_layers: int
+    """Linears that ran flux's operators."""
+    calls: dict[str, int]
+    """Their calls in one forward and backward."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One operator call of a layer on one rank. ``n`` and ``k`` are the rank's own."""
+
+    layer: str
+    direction: str
+    op: str
+    m: int
+    n: int
+    k: int
+    kernel: str
+    """``hopper``: the warp-specialised kernels; ``triton``: the plain ones."""
+    plan: str
+    """What the fused kernel does without a tuner, as differences from its defaults; the tuner tries others too."""
+
+
 @dataclass
-class Topology:
+class Layout:
     """What was found. ``problems`` is empty when everything fits."""
 
     job: Job
@@ -74,7 +113,7 @@ class Topology:
         }
 
 
-def check(job: Job) -> Topology:
+def check(job: Job) -> Layout:
     """Visit every rank of ``job``.
 
     Raises:
@@ -86,7 +125,7 @@ def check(job: Job) -> Topology:
             f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.gpus}; lower --gpus: "
             "more data parallelism repeats the same groups"
         )
-    found = Topology(job, linears=linears(job))
+    found = Layout(job, linears=linears(job))
     for rank in range(job.gpus):
         with _world(rank, job):
             seen = _rank(rank, job)
@@ -160,3 +199,110 @@ def problems(job: Job, ranks: list[Rank]) -> list[str]:
     if len(places) != job.gpus:
         found.append(f"{job.gpus} ranks have {len(places)} different places in tp x pp x dp")
     return found
+
+
+def linears(job: Job) -> list[Linear]:
+    """Both directions of one layer; empty for tp = 1, which has no such calls."""
+    tp = job.run.tp
+    if tp == 1:
+        return []
+    found = []
+    for case in (c for way in ("forward", "dgrad") for c in layer_cases("", job.layer, job.tokens, way, tp)):
+        gathers = case.op == "all_gather_gemm"
+        rows = case.m // tp
+        # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
+        whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
+        hopper = job.device.capability == HOPPER and whole
+        plan: Plan = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper)
+        kernel = "hopper" if hopper else "triton"
+        found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan.label()))
+    return found
+
+
+class _NoAttention(torch.nn.Module):
+    """Hands the queries on: ``[s, b, heads, head size]`` to ``[s, b, heads * head size]``."""
+
+    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Key, value, mask and the rest are not looked at."""
+        return query.flatten(2)
+
+
+def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
+    """Build and run one layer of ``stage`` as the rank that the parallel state says.
+
+    Raises:
+        FluxError: megatron-core cannot build it, flux cannot run it, or it has other parameters than the plan counts;
+            names rank and stage.
+    """
+    import megatron_flux
+    from megatron_flux.config import FluxConfig
+    from megatron_flux.train.shims import cpu_shims
+
+    where = f"rank {rank}, pipeline stage {stage}"
+    before = megatron_flux.report()["calls"]
+    try:
+        # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
+        with cpu_shims(), megatron_flux.patched(FluxConfig(backend="reference", strict=job.run.tp > 1)):
+            parameters, output, report = _run(job, stage)
+    except (AssertionError, RuntimeError, ValueError, FluxError) as error:
+        raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
+    expected = stage_parameters(_one_layer_each(job), stage)
+    if parameters != expected:
+        raise FluxError(f"{where}: megatron-core builds {parameters} parameters, the plan counts {expected}")
+    calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
+    return StageCheck(
+        stage=stage,
+        layers=job.layers_per_stage,
+        parameters=stage_parameters(job, stage),
+        output=output,
+        flux_layers=report["active_layers"],
+        calls={name: count for name, count in calls.items() if count},
+    )
+
+
+def _one_layer_each(job: Job) -> Job:
+    """The same job with one layer in every stage."""
+    shape = job.run.shape.model_copy(update={"num_layers": job.run.pp})
+    return replace(job, run=job.run.model_copy(update={"shape": shape}))
+
+
+def _run(job: Job, stage: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """One layer of the stage: parameters, and after a forward and a backward its output's shape and flux's report."""
+    import megatron_flux
+    from megatron_flux.train import model as building
+    from megatron_flux.train.trainer import seed_everything
+
+    changes = {"device": "cpu", "gradient_accumulation_fusion": False}
+    run = _one_layer_each(job).run.model_copy(update=changes)
+    seed_everything(run.seed)
+    config = building.transformer_config(run)
+    config.perform_initialization = False  # memory that nobody touches is never taken
+    model = building.build_model(run, config).to("meta")
+    inner = building.unwrap(model)
+    for layer in inner.decoder.layers:
+        layer.self_attention.core_attention = _NoAttention()
+    seq, batch, h = run.shape.seq_length, run.micro_batch_size, run.shape.hidden_size
+    rows = seq // run.tp if config.sequence_parallel else seq
+    tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
+    mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device="meta")
+    if stage > 0:
+        inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
+    with _on_meta():
+        output = model(tokens, tokens, mask)
+        output.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise FluxError(f"{name} got no gradient")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return parameters, tuple(output.shape), megatron_flux.report()  # layers count as long as they live
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Megatron's own buffers, which it allocates on the current device, are meta tensors too."""
+    stock = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = stock

@@ -80,7 +80,7 @@ def read_ops(paths: list[Path]) -> MeasuredCalls:
     """
     calls, devices = [], []
     for path in paths:
-        summary = read_summary(path, "bench ops", ("op", "m", "n", "k", "gemm_ms", "nccl_ms", "serial_ms", "tuned_ms"))
+        summary = _read_summary(path, "bench ops", ("op", "m", "n", "k", "gemm_ms", "nccl_ms", "serial_ms", "tuned_ms"))
         devices.append(_device(path, summary))
         for row in summary["rows"]:
             case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
@@ -94,27 +94,39 @@ def read_ops(paths: list[Path]) -> MeasuredCalls:
     return MeasuredCalls(calls, devices[0], [str(path) for path in paths])
 
 
-BENCHMARK_ARMS = {"baseline": ("te", "local"), "flux": ("flux_te", "flux_local"), "floor": ("floor",)}
-"""Arms of a prediction and those of the benchmark, the preferred one first."""
+Workload = tuple[str, int, int]
+"""Of bench layer: model, sequence, micro-batch."""
+
+ARMS = {"te": "baseline", "local": "baseline", "flux_te": "flux", "flux_local": "flux", "floor": "floor"}
+"""Arms of bench layer and what predicts them; of two, the first counts for more."""
 
 
+@dataclass(frozen=True)
 class MeasuredLayers:
     """The rows of one or more summaries of ``bench layer``, each workload's of one."""
 
-    def __init__(self, rows: list[dict[str, Any]], tp: int, device: Device, source: str) -> None:
-        """``rows`` as in the summaries."""
-        self.rows, self.tp, self.device, self.source = rows, tp, device, source
+    rows: list[dict[str, Any]]
+    tp: int
+    device: Device
+    source: str
+
+    def workloads(self) -> dict[Workload, dict[str, dict[str, Any]]]:
+        """The rows by workload and arm, in their order; of models that the table of models knows."""
+        found: dict[Workload, dict[str, dict[str, Any]]] = {}
+        for row in self.rows:
+            if row["model"] in LAYER_MODELS:
+                found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
+        return found
 
     def ms(self, arm: str, model: Model, seq: int, micro_batch: int, tp: int) -> float | None:
         """Milliseconds of forward and backward of such a layer, None where it was not measured."""
-        if tp != self.tp:
-            return None
-        for name in BENCHMARK_ARMS[arm]:
-            for row in self.rows:
-                same = (row["arm"], row["seq"], row["micro_batch"]) == (name, seq, micro_batch)
-                if same and LAYER_MODELS.get(row["model"]) == model:
-                    return float(row["ms_per_layer"])
-        return None
+        rows = [
+            measured
+            for (name, *sizes), measured in self.workloads().items()
+            if LAYER_MODELS[name] == model and (*sizes, self.tp) == (seq, micro_batch, tp)
+        ]
+        names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
+        return next((float(m[name]["ms_per_layer"]) for name in names for m in rows if name in m), None)
 
 
 def read_layers(paths: list[Path]) -> MeasuredLayers:
@@ -126,9 +138,9 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
     """
     rows: list[dict[str, Any]] = []
     kinds: dict[tuple[str, int], Device] = {}
-    seen: dict[tuple[str, int, int], Path] = {}
+    seen: dict[Workload, Path] = {}
     for path in paths:
-        summary = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
+        summary = _read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
         found = _device(path, summary)
         kinds[found.key, summary["tp"]] = found
         here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
@@ -140,13 +152,13 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
         seen |= here
         rows += summary["rows"]
     if len(kinds) > 1:
-        told = ", ".join(f"{key} with tp {tp}" for key, tp in kinds)
-        raise UserError(f"--layers are of different GPUs or tp: {told}; give files of one kind")
+        found_kinds = ", ".join(f"{key} with tp {tp}" for key, tp in kinds)
+        raise UserError(f"--layers are of different GPUs or tp: {found_kinds}; give files of one kind")
     ((_, tp), device), *_ = kinds.items()
     return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))
 
 
-def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[str, Any]:
+def _read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[str, Any]:
     """A summary with these columns in every row; a folder means the ``summary.json`` in it.
 
     Raises:

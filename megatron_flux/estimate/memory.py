@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 from megatron_flux.bench.shapes import Model
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
-from megatron_flux.estimate.options import Job
-from megatron_flux.estimate.stage import layer_model
+from megatron_flux.estimate.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +54,10 @@ def predict_memory(job: Job, arm: str) -> Memory:
 
 
 def _stage(job: Job, arm: str, index: int) -> Memory:
-    run = job.run
-    count = stage_parameters(job, index)
-    held, model = _held(job, index), layer_model(run.shape)
-    tokens, hidden, tp = job.tokens, run.shape.hidden_size, run.tp
-    kept = layer_activations(model, tokens, tp, run.recompute, run.dropout > 0)
-    activations = held * job.layers_per_stage * kept
+    run, model, tokens = job.run, job.layer, job.tokens
+    count, hidden, tp = stage_parameters(job, index), run.shape.hidden_size, run.tp
+    held = _micro_batches_held(job, index)
+    activations = held * job.layers_per_stage * layer_activations(model, tokens, tp, run.recompute, run.dropout > 0)
     if index == 0 and run.dropout > 0:
         activations += held * tokens * hidden / tp
     if index == run.pp - 1:
@@ -78,7 +75,7 @@ def _stage(job: Job, arm: str, index: int) -> Memory:
     )
 
 
-def _held(job: Job, index: int) -> float:
+def _micro_batches_held(job: Job, index: int) -> float:
     pp, chunks, micro = job.run.pp, job.virtual_pipeline, job.run.micro_batches
     if chunks == 1:
         return min(pp - index, micro)
@@ -114,7 +111,7 @@ def stage_parameters(job: Job, index: int) -> int:
     """Parameters of one rank of stage ``index``."""
     shape, tp, pp = job.run.shape, job.run.tp, job.run.pp
     h, norms = shape.hidden_size, 2 if shape.normalization == "LayerNorm" else 1
-    count = job.layers_per_stage * layer_parameters(layer_model(shape), tp, bias=shape.bias, norms=norms)
+    count = job.layers_per_stage * layer_parameters(job.layer, tp, bias=shape.bias, norms=norms)
     table = job.run.padded_vocab_size * h // tp
     if index == 0:
         count += table + (shape.seq_length * h if shape.position_embedding == "learned_absolute" else 0)

@@ -17,7 +17,7 @@ small kernels           bytes / (``streamed`` x memory bandwidth), and ``gap_ms`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron_flux.bench.shapes import Case
 from megatron_flux.estimate.devices import Device
@@ -28,7 +28,7 @@ from megatron_flux.estimate.measured import MeasuredCalls
 class Calibration:
     """What only whole layers show, none of it taken from a layer of flux. Defaults: of the four workloads in
     results/layer-h200x4-ahead/sustained and results/layer-h200x4-more, as computed by
-    :func:`megatron_flux.estimate.validate.calibrate`; they are taken for all devices.
+    :func:`megatron_flux.estimate.validation.calibrate`; they are taken for all devices.
     """
 
     streamed: float = 0.41
@@ -54,22 +54,31 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """See the module. ``link_gb_per_s`` and ``overlap`` are what the user put in the place of the known figures."""
+    """Where times come from. What is None is as the calls or the device say."""
 
     device: Device
     calls: MeasuredCalls | None = None
     link_gb_per_s: float | None = None
+    """Between the GPUs of a node, one direction."""
+    network_gb_per_s: float | None = None
+    """Between nodes, a GPU's share of the adapters, one direction."""
     overlap: float | None = None
+    """FLUX's overlap efficiency."""
+    host_ms_per_layer: float = 0.0
+    """Host time to enqueue a layer's forward and backward."""
     calibration: Calibration = field(default_factory=Calibration)
-
-    def at(self, link_gb_per_s: float, overlap: float | None = None) -> Rates:
-        """The same with another link, and another overlap efficiency if it is given."""
-        return replace(self, link_gb_per_s=link_gb_per_s, overlap=self.overlap if overlap is None else overlap)
 
     @property
     def link(self) -> float:
         """Peak of the link within a node, GB/s in one direction."""
         return self.link_gb_per_s or self.device.link_gb_per_s
+
+    @property
+    def reached(self) -> float:
+        """GB/s that NCCL reaches per GPU within a node, for long messages."""
+        if self.calls:
+            return self.link / self.device.link_gb_per_s / self.calls.ms_per_byte / 1e6
+        return self.device.nccl * self.link
 
     def gemm(self, m: int, n: int, k: int) -> float:
         """Milliseconds of ``[m, k] x [k, n]``."""
@@ -97,9 +106,14 @@ class Rates:
         """Milliseconds that receiving so many bytes behind GEMMs costs."""
         return self.calibration.traffic * nbytes / (self.device.memory_gb_per_s * 1e6)
 
-    def network(self, nbytes: float, gb_per_s: float) -> float:
-        """Milliseconds to send so many bytes over a link of which software reaches the network's share."""
+    def network(self, nbytes: float, adapters: int = 1) -> float:
+        """Milliseconds to send so many bytes to another node over the shares of so many GPUs in its adapters."""
+        gb_per_s = (self.network_gb_per_s or self.device.network_gb_per_s) * adapters
         return nbytes / (self.device.network * gb_per_s * 1e6)
+
+    def within_node(self, nbytes: float) -> float:
+        """Milliseconds to send so many bytes to another GPU of the node."""
+        return nbytes / (self.device.nccl * self.link * 1e6)
 
     def overlapped(self, gemm: float, collective: float) -> float:
         """Milliseconds of a GEMM with an NCCL kernel beside it."""

@@ -1,7 +1,8 @@
-"""A prediction for people: tables for the terminal, and a page with two charts. ``Prediction`` is in each title."""
+"""Predictions and checks for people: tables for the terminal, and a page with two charts of a prediction."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import LOW_OVERLAP
-from megatron_flux.estimate.validate import Check, MemoryCheck, summary
+from megatron_flux.estimate.layout import Layout
 
 STEP_ROWS = (
     ("step time, ms", lambda arm: f"{arm['step']['total']:,.0f}"),
@@ -47,22 +49,16 @@ def show(plan: dict[str, Any], console: Console) -> None:
     """Print the tables of :func:`~megatron_flux.estimate.prediction.predict`."""
     console.print(title(plan))
     arms = plan["arms"]
-    console.print(table(("", "baseline", "flux"), [(n, *(cell(arms[a]) for a in arms)) for n, cell in STEP_ROWS]))
+    console.print(_table(("", "baseline", "flux"), [(n, *(cell(arms[a]) for a in arms)) for n, cell in STEP_ROWS]))
     console.print(
         f"{plan['kind']}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden "
         "communication did not slow the rest down)"
     )
     rows = [(name.replace("_", " "), *(f"{arms[arm]['memory'][name]:.1f}" for arm in arms)) for name in MEMORY_ROWS]
-    console.print(table((f"{plan['kind']}: memory per GPU, GB", "baseline", "flux"), rows))
+    console.print(_table((f"{plan['kind']}: memory per GPU, GB", "baseline", "flux"), rows))
     if plan["sensitivity"]:
-        header = (
-            "NCCL reaches, GB/s",
-            "baseline, ms",
-            "flux, ms",
-            "speed-up",
-            f"speed-up, E {LOW_OVERLAP:.2f}",
-            "exposed TP",
-        )
+        low = f"speed-up, E {LOW_OVERLAP:.2f}"
+        header = ("NCCL reaches, GB/s", "baseline, ms", "flux, ms", "speed-up", low, "exposed TP")
         body = [
             (
                 f"{row['reached_gb_per_s']:.0f}",
@@ -75,47 +71,87 @@ def show(plan: dict[str, Any], console: Console) -> None:
             for row in plan["sensitivity"]
         ]
         console.print(f"{plan['kind']}: the same job on slower links within a node")
-        console.print(table(header, body))
+        console.print(_table(header, body))
     used = plan["inputs"]
     console.print(f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else ""))
     for note in plan["notes"]:
         console.print(f"note: {note}")
 
 
-def show_checks(checks: list[Check], memory: Sequence[MemoryCheck], console: Console) -> None:
-    """Print predicted beside measured layers."""
-    told = summary(checks)
+def show_validation(found: dict[str, Any], console: Console) -> None:
+    """Print what :func:`~megatron_flux.estimate.validation.validate` found."""
     console.print(
-        f"{told['kind']} beside the layer benchmark, ms per layer; each workload with constants of the others"
+        f"{found['kind']} beside the layer benchmark, ms per layer; each workload with constants of the others"
     )
     body = [
         (
-            c.model,
-            f"{c.seq} x {c.micro_batch}",
-            c.arm,
-            f"{c.measured_ms:.2f}",
-            f"{c.predicted_ms:.2f}",
-            f"{c.error:+.1%}",
+            row["model"],
+            f"{row['seq']} x {row['micro_batch']}",
+            row["arm"],
+            f"{row['measured_ms']:.2f}",
+            f"{row['predicted_ms']:.2f}",
+            f"{row['error']:+.1%}",
         )
-        for c in checks
+        for row in found["rows"]
     ]
-    console.print(table(("model", "sequence x micro-batch", "arm", "measured", "predicted", "error"), body))
-    for row in told["speedups"]:
+    console.print(_table(("model", "sequence x micro-batch", "arm", "measured", "predicted", "error"), body))
+    for row in found["speedups"]:
         console.print(
             f"speed-up of flux, {row['workload']}: measured {row['measured']:.3f}, predicted {row['predicted']:.3f}"
         )
-    for kind, found in told["errors"].items():
-        console.print(f"error, {kind}: mean {found['mean']:.1%}, largest {found['largest']:.1%}")
-    mean, largest = told["mean_absolute_error"], told["largest_absolute_error"]
+    for kind, errors in found["errors"].items():
+        console.print(f"error, {kind}: mean {errors['mean']:.1%}, largest {errors['largest']:.1%}")
+    mean, largest = found["mean_absolute_error"], found["largest_absolute_error"]
     console.print(f"error, all: mean {mean:.1%}, largest {largest:.1%}")
-    if gains := told["speedup_errors"]:
+    if gains := found["speedup_errors"]:
         console.print(f"error, speed-up of flux: mean {gains['mean']:.3f}, largest {gains['largest']:.3f}")
-    sizes = [(c.workload, c.arm, f"{c.measured_gb:.2f}", f"{c.predicted_gb:.2f}", f"{c.error:+.1%}") for c in memory]
-    console.print(f"{told['kind']} beside its peak memory, GB")
-    console.print(table(("workload", "arm", "measured", "predicted", "error"), sizes))
+    sizes = [
+        (row["workload"], row["arm"], f"{row['measured_gb']:.2f}", f"{row['predicted_gb']:.2f}", f"{row['error']:+.1%}")
+        for row in found["memory"]
+    ]
+    console.print(f"{found['kind']} beside its peak memory, GB")
+    console.print(_table(("workload", "arm", "measured", "predicted", "error"), sizes))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def show_layout(found: Layout, console: Console) -> None:
+    """Print what :func:`megatron_flux.estimate.layout.check` found."""
+    job, run = found.job, found.job.run
+    console.print(
+        f"{job.gpus} ranks, tp {run.tp} x pp {run.pp} x dp {run.dp}, {run.preset}, each initialised in this process "
+        "with torch's fake process group"
+    )
+    rows = []
+    for view in found.ranks:
+        if view.places["tp"] == 0:
+            tp, dp = view.groups["tp"], view.groups["dp"]
+            nodes = sorted({member // job.gpus_per_node for member in tp})
+            place = (f"{tp[0]}-{tp[-1]}", _few(nodes), str(view.places["pp"]), str(view.places["dp"]), _few(dp))
+            rows.append((*place, view.link, view.backend))
+    console.print(_table(("ranks", "node", "stage", "dp rank", "first one's dp group", "link", "flux backend"), rows))
+    console.print("One layer of each stage, built by megatron-core and run patched over tensors without data:")
+    header = ("stage", "layers", "parameters per rank", "output", "linears that run flux")
+    stages = [
+        (str(s.stage), str(s.layers), f"{s.parameters:,}", " x ".join(map(str, s.output)), str(s.flux_layers))
+        for s in found.stages
+    ]
+    console.print(_table(header, stages))
+    calls = [(c.layer, c.direction, c.op, f"{c.m} x {c.n} x {c.k}", c.kernel, c.plan) for c in found.linears]
+    if calls and any(view.reason is None for view in found.ranks):
+        console.print(f"Fused calls of a layer on {job.device.key}, before tuning (m x n x k of a rank):")
+        console.print(_table(("layer", "direction", "operator", "shape", "kernel", "plan"), calls))
+    for reason in sorted({view.reason for view in found.ranks if view.reason}):
+        console.print(f"flux runs stock: {reason}")
+    for problem in found.problems:
+        console.print(f"problem: {problem}")
+    console.print(f"{len(found.problems)} problem(s)" if found.problems else "every rank fits")
+
+
+def _few(values: Sequence[int]) -> str:
+    shown = ",".join(map(str, values[:4]))
+    return shown if len(values) <= 4 else f"{shown},... ({len(values)})"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A borderless table: the first column to the left, the others to the right."""
     made = Table(box=None, pad_edge=False)
     for i, name in enumerate(header):
@@ -182,14 +218,26 @@ def _link_figure(plan: dict[str, Any]) -> Any:
     return made
 
 
-def write_page(plan: dict[str, Any], path: Path) -> None:
-    """Write the charts as one page that opens without a network."""
+def write(plan: dict[str, Any], folder: Path) -> None:
+    """Write ``plan.json``, and the charts as ``plan.html``, a page that opens without a network.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
+        (folder / "plan.html").write_text(_page(plan), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written: {error.strerror}; give another folder") from None
+
+
+def _page(plan: dict[str, Any]) -> str:
     parts = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures(plan))]
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan["notes"])
     heading = escape(title(plan))
-    path.write_text(
+    return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>'
         f'<body style="font-family: sans-serif"><h1 style="font-size: 1.2rem">{heading}</h1>{"".join(parts)}'
-        f"<ul>{notes}</ul></body></html>\n",
-        encoding="utf-8",
+        f"<ul>{notes}</ul></body></html>\n"
     )

@@ -1,4 +1,4 @@
-"""The column-parallel linear of sequence parallelism: all-gather before the GEMM.
+"""The column-parallel linear of sequence parallelism, all-gather before the GEMM; alone, or with a norm before it.
 
 Contract: all ranks of the group call forward and backward in the same order. Forward may run several times before any
 backward (pipeline warm-up, activation recompute): nothing but the saved tensors ties them together.
@@ -7,22 +7,44 @@ Backward enqueues three things in this order, so that each transfer has a GEMM t
 gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
 The first has been enqueued before where a row-parallel layer came behind this one (:mod:`layers.prefetch`).
 
-Hazard: under saved-tensor hooks (activation offloading) a saved weight comes back without the attributes that Megatron
-set on the parameter, so the parameter itself is kept beside it.
+With a norm, as in TransformerEngine's LayerNormLinear, norm and linear are one autograd function, which spares the host
+the second one's bookkeeping. The norm is computed once, on the rank's own rows, before the gather. Saved for backward:
+the norm's input and statistics, and its output (the rank's rows; nothing gathered). The norm's arithmetic is the
+caller's (:class:`Norm`), so that a patched layer runs the kernels that the stock one runs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers.derivative import autocast_of, first_only
-from megatron_flux.layers.prefetch import ColumnWeight, Gathered, offer
-from megatron_flux.layers.wgrad import main_grad_of, rows, weight_gradient
+from megatron_flux.layers import prefetch
+from megatron_flux.layers.backward import autocast_of, first_derivative_only
+from megatron_flux.layers.prefetch import ColumnState, Gathered
+from megatron_flux.layers.wgrad import main_grad_of, rows
+
+
+class Norm(Protocol):
+    """A norm over the last dimension; ``m`` rows of ``k``. The mean is None where the norm has none."""
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """``x`` ``[m, k]``, ``weight`` and ``bias`` ``[k]`` -> output ``[m, k]``, mean ``[m]``, 1/deviation ``[m]``."""
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor | None,
+        reciprocal_deviation: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``dy`` ``[m, k]`` -> gradients of ``x`` ``[m, k]``, of the weight ``[k]`` and of the bias ``[k]`` or None."""
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -34,61 +56,108 @@ class _ColumnParallelLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        gradient_accumulation_fusion: bool,
-        overwrite_main_grad: bool,
-        backends: Backends,
+        linear: ColumnState,
         epilogue_bias: bool,
         gather_ahead: bool,
     ) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.weight = ColumnWeight(weight, main_grad, overwrite_main_grad, group, backends)
-        ctx.autocast = autocast_of(x)
-        offer(ctx, ctx.weight, 0 if gather_ahead else None)
-        return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, backend=backends.forward)
+        ctx.linear = linear
+        return _forward(ctx, x, weight, bias, epilogue_bias, 0 if gather_ahead else None)
 
     @staticmethod
-    @first_only
+    @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.weight.saved_tensors(ctx)
+        x, weight = ctx.linear.saved_tensors(ctx)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        dx, dw, db = column_backward(dy, x, weight, ctx.weight, need_dx=need_dx, need_dw=need_dw, need_db=need_db)
-        return dx, dw, db, None, None, None, None, None, None
+        return *_backward(ctx.linear, dy, x, weight, need_dx, need_dw, need_db), None, None, None
 
 
-def column_backward(
+class _NormColumnParallelLinear(torch.autograd.Function):
+    """``y = all_gather(norm(x)) @ weight.T + bias``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: Norm,
+        linear: ColumnState,
+        epilogue_bias: bool,
+        gather_ahead: bool,
+    ) -> torch.Tensor:
+        flat = x.contiguous().view(-1, x.shape[-1])
+        normed, mean, reciprocal_deviation = norm.forward(flat, norm_weight, norm_bias)
+        normed = normed.view(x.shape)
+        ctx.save_for_backward(
+            flat,
+            norm_weight,
+            mean,
+            reciprocal_deviation,
+            normed if weight.requires_grad else None,  # a frozen weight needs no input in backward
+            weight,
+        )
+        ctx.norm, ctx.linear = norm, linear
+        return _forward(ctx, normed, weight, bias, epilogue_bias, 4 if gather_ahead else None)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        flat, norm_weight, mean, reciprocal_deviation, normed, weight = ctx.linear.saved_tensors(ctx)
+        need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]
+        need_dnormed = need_dx or need_norm_dw or need_norm_db
+        dnormed, dw, db = _backward(ctx.linear, dy, normed, weight, need_dnormed, need_dw, need_db)
+        dx = norm_dw = norm_db = None
+        if dnormed is not None:
+            dx, norm_dw, norm_db = ctx.norm.backward(
+                dnormed.view(flat.shape), flat, norm_weight, mean, reciprocal_deviation
+            )
+            dx = dx.view(dnormed.shape) if need_dx else None
+        norm_dw, norm_db = norm_dw if need_norm_dw else None, norm_db if need_norm_db else None
+        return dx, norm_dw, norm_db, dw, db, None, None, None, None
+
+
+def _forward(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue_bias: bool, saved: int | None
+) -> torch.Tensor:
+    """``saved``: which of the saved tensors is ``x``; None if it is not to be prefetched."""
+    linear: ColumnState = ctx.linear
+    prefetch.register(ctx, linear, saved)
+    try:
+        return ops.all_gather_gemm(
+            x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, backend=linear.backends.forward
+        )
+    except BaseException:
+        prefetch.clear()  # the next row-parallel layer belongs to another graph
+        raise
+
+
+def _backward(
+    linear: ColumnState,
     dy: torch.Tensor,
     x: torch.Tensor | None,
     weight: torch.Tensor,
-    about: ColumnWeight,
-    *,
     need_dx: bool,
     need_dw: bool,
     need_db: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """``dx``, ``dw`` (as from :func:`weight_gradient`) and ``db`` of a column-parallel linear; None where not needed.
+    """``dx``, ``dw`` (as from :func:`~megatron_flux.layers.wgrad.weight_gradient`) and ``db``, None where not needed.
 
-    Args:
-        dy: ``[s, b, n]``.
-        x: ``[s/tp, b, k]``; may be None where ``dw`` is not needed.
-        weight: ``[n, k]``.
-        about: the weight's parameter, ``main_grad``, group and backends, and what was gathered ahead.
-        need_dx: compute ``dx``.
-        need_dw: compute ``dw``.
-        need_db: compute ``db``.
+    ``dy`` is ``[s, b, n]``, ``x`` ``[s/tp, b, k]`` (None where ``dw`` is not needed), ``weight`` ``[n, k]``.
     """
-    group, backends = about.group, about.backends
+    group, backends = linear.group, linear.backends
     dx = dw = db = pending = None
-    gathered = about.gathered_ahead()
+    gathered = linear.take_prefetched()
     if need_dw and gathered is None:
         gathered = Gathered(x, group, backends.wgrad)
     if need_dx:
         pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
     whole = None if gathered is None else gathered.wait()
     if need_dw:
-        dw = weight_gradient(about.parameter, about.main_grad, dy, whole, overwrite=about.overwrite_main_grad)
+        dw = linear.weight_gradient(dy, whole)
     if need_db:
         db = rows(dy).sum(dim=0)
     if pending is not None:
@@ -124,14 +193,34 @@ def column_parallel_linear(
     Returns:
         ``[s, b, n]``.
     """
-    return _ColumnParallelLinear.apply(
-        x,
-        weight,
-        bias,
-        group,
-        gradient_accumulation_fusion,
-        overwrite_main_grad,
-        Backends.of(backend),
-        epilogue_bias,
-        gather_ahead,
+    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
+
+
+def norm_column_parallel_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    norm: Norm,
+    gradient_accumulation_fusion: bool = False,
+    overwrite_main_grad: bool = False,
+    backend: str | Backends = "auto",
+    epilogue_bias: bool = False,
+    gather_ahead: bool = True,
+) -> torch.Tensor:
+    """``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, differentiable.
+
+    ``x`` ``[s/tp, b, k]`` is the norm's input, ``norm_weight`` is ``[k]``, ``norm_bias`` ``[k]`` or None, and ``norm``
+    computes the norm and its gradients; all else is as in :func:`column_parallel_linear`. The gradients of the norm's
+    parameters are this rank's rows' part: their owner sums them over the group.
+    """
+    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    return _NormColumnParallelLinear.apply(
+        x, norm_weight, norm_bias, weight, bias, norm, linear, epilogue_bias, gather_ahead
     )

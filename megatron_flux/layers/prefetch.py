@@ -1,4 +1,4 @@
-"""Gathering a column-parallel layer's input again, for its wgrad, before backward comes to that layer.
+"""Prefetching a column-parallel layer's gathered input for its wgrad, before backward comes to that layer.
 
 Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter. Where that is
 bound by the link both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it,
@@ -6,31 +6,33 @@ and the layer that backward comes to next is known from forward: the column-para
 layer's backward starts that gather when its own dgrad is enqueued.
 
 Measured on four H200s (results/layer-h200x4-ahead): 37.58 -> 37.17 ms per layer of GPT-3 175B, 18.75 -> 18.44 of
-Llama-70B; on two that stand in for eight, Llama's QKV dgrad with its reduce-scatter 646 -> 401 us. Computing the column
+Llama-70B; on two that emulate eight, Llama's QKV dgrad with its reduce-scatter 646 -> 401 us. Computing the column
 layer's wgrad during the next row layer's gather of dy as well gained nothing, and is not done.
 
 Contract
-    * Forward: a column layer :func:`offers <offer>` itself, the next row layer of the same group :func:`accepts
-      <accepted>` it. Whatever pairs they make, results are the same: a column layer that finds its input not gathered
+    * Forward: a column layer registers itself (:func:`register`), the next row layer of the same group takes it
+      (:func:`take`). Whatever pairs they make, results are the same: a column layer that finds its input not gathered
       gathers it itself.
     * All ranks of a group run the same layers in the same order, and so make the same pairs and the same gathers in the
       same order.
-    * A gathered input is valid until the group's next all_gather begins (:func:`megatron_flux.ops.all_gather`): who
-      comes later gathers again (:meth:`Gathered.wait`).
+    * A gathered input is valid until the group's next all_gather begins (:func:`megatron_flux.ops.all_gather`); after
+      that it is gathered again (:meth:`Gathered.wait`).
 
 Hazards
     * Saved tensors may be unpacked once only (``torch.utils.checkpoint`` without reentrance), and the layer's own
       backward needs them too: they are kept here in between.
-    * Unpacking has a time of its own where hooks are in place (offloading, checkpoints): such layers do not offer.
+    * Where hooks are in place (offloading, checkpoints) unpacking must happen when they expect it: such layers do not
+      register.
     * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference. (Where
       the column layer's backward never comes, the input that was gathered for it lives until the group's next gather.)
     * Whether a weak reference is still alive may differ between ranks where a graph waits for the garbage collector.
-      The two layers of a pair are in one graph, in which the row layer's backward holds the other; layers that run
-      stock in between end the offer (:func:`forget`), so that no pair reaches across graphs.
+      The two layers of a pair are in one graph, in which the row layer's backward holds the other. A layer that runs
+      stock in between, or a forward that fails, ends the registration (:func:`clear`), so that no pair reaches across
+      graphs.
     * A CUDA graph that holds the row layer's backward must hold the column layer's too, or capture ends with an error:
       what was begun in it must end in it. In Megatron's graphs both are parts of one transformer layer.
-    * With torch's collectives the gathered input is memory of its own, which now lives from the row layer's dgrad to
-      the column layer's wgrad.
+    * With torch's collectives the gathered input is memory of its own, which lives from the row layer's dgrad to the
+      column layer's wgrad.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.pending import Pending
-from megatron_flux.config import Backends
+from megatron_flux.layers.backward import LinearState
 
 
 class Gathered:
@@ -70,14 +72,9 @@ class Gathered:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class ColumnWeight:
-    """What a column-parallel layer's backward needs beside its saved tensors."""
+class ColumnState(LinearState):
+    """As its base, of a column-parallel layer: with the prefetch of its input."""
 
-    parameter: torch.Tensor
-    main_grad: torch.Tensor | None
-    overwrite_main_grad: bool
-    group: dist.ProcessGroup
-    backends: Backends
     _ctx: weakref.ref[Any] | None = None
     _x: int = 0
     _saved: tuple[torch.Tensor | None, ...] | None = None
@@ -88,12 +85,12 @@ class ColumnWeight:
         saved, self._saved = self._saved, None
         return ctx.saved_tensors if saved is None else saved
 
-    def gathered_ahead(self) -> Gathered | None:
-        """The gather of ``x`` that was started ahead, if one was; the layer's backward has come."""
+    def take_prefetched(self) -> Gathered | None:
+        """The gather of ``x`` that was started early, if one was; call it in the layer's backward."""
         gathered, self._gathered, self._ctx = self._gathered, None, None
         return gathered
 
-    def gather(self) -> None:
+    def prefetch(self) -> None:
         """Start gathering ``x`` for the coming backward, unless the layer cannot have one."""
         ctx = None if self._ctx is None else self._ctx()
         if ctx is None or self._gathered is not None:
@@ -104,30 +101,30 @@ class ColumnWeight:
             self._gathered = Gathered(x, self.group, self.backends.wgrad)
 
 
-_newest: dict[str, weakref.ref[ColumnWeight]] = {}
-"""By group: the column-parallel layer that ran forward last and that no row-parallel one has accepted."""
+_newest: dict[str, weakref.ref[ColumnState]] = {}
+"""By group: the column-parallel layer that ran forward last and that no row-parallel one has taken."""
 
 
-def offer(ctx: Any, weight: ColumnWeight, x: int | None) -> None:
-    """Let the next row-parallel layer gather this layer's input; call it in forward.
+def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:
+    """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward.
 
     Args:
-        ctx: of the column layer's autograd function.
-        weight: of the layer.
-        x: which of the saved tensors is the input; None if it is not to be gathered ahead.
+        ctx: of the layer's autograd function.
+        linear: of the layer.
+        saved: which of the saved tensors is the input; None if it is not to be prefetched.
     """
-    _newest.pop(weight.group.group_name, None)
-    if x is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        weight._ctx, weight._x = weakref.ref(ctx), x
-        _newest[weight.group.group_name] = weakref.ref(weight)
+    _newest.pop(linear.group.group_name, None)
+    if saved is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        linear._ctx, linear._x = weakref.ref(ctx), saved
+        _newest[linear.group.group_name] = weakref.ref(linear)
 
 
-def forget() -> None:
-    """No row-parallel layer is to accept what was offered so far: a layer beside them runs stock."""
-    _newest.clear()
-
-
-def accepted(group: dist.ProcessGroup) -> ColumnWeight | None:
-    """The column-parallel layer whose input the calling row-parallel layer is to gather in its backward, if any."""
+def take(group: dist.ProcessGroup) -> ColumnState | None:
+    """The column-parallel layer whose input the calling row-parallel layer is to prefetch in its backward, if any."""
     found = _newest.pop(group.group_name, None)
     return None if found is None else found()
+
+
+def clear() -> None:
+    """End all registrations: a layer beside them runs stock, or failed."""
+    _newest.clear()

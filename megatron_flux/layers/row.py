@@ -14,50 +14,41 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers.derivative import autocast_of, first_only
-from megatron_flux.layers.prefetch import accepted
-from megatron_flux.layers.wgrad import main_grad_of, weight_gradient
+from megatron_flux.layers import prefetch
+from megatron_flux.layers.backward import LinearState, autocast_of, first_derivative_only
+from megatron_flux.layers.wgrad import main_grad_of
 
 
 class _RowParallelLinear(torch.autograd.Function):
     """``y = reduce_scatter(x @ weight.T)``; shapes in :mod:`megatron_flux.layers`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        gradient_accumulation_fusion: bool,
-        overwrite_main_grad: bool,
-        backends: Backends,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, linear: LinearState) -> torch.Tensor:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.parameter = weight
-        ctx.main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-        ctx.overwrite_main_grad = overwrite_main_grad
-        ctx.group, ctx.backends, ctx.autocast = group, backends, autocast_of(x)
-        ctx.column = accepted(group)
-        return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward)
+        ctx.linear = linear
+        ctx.column = prefetch.take(linear.group)
+        return ops.gemm_reduce_scatter(x, weight, linear.group, backend=linear.backends.forward)
 
     @staticmethod
-    @first_only
+    @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
+        linear: LinearState = ctx.linear
+        group, backends = linear.group, linear.backends
+        need_dx, need_dw, _ = ctx.needs_input_grad
         dx = dw = None
         if need_dx:
             dx, dy = ops.all_gather_gemm(
-                dy, weight, ctx.group, transposed=True, return_gathered=True, backend=ctx.backends.dgrad
+                dy, weight, group, transposed=True, return_gathered=True, backend=backends.dgrad
             )
             if ctx.column is not None:
-                ctx.column.gather()
+                ctx.column.prefetch()
         elif need_dw:
-            dy = ops.all_gather(dy, ctx.group, backend=ctx.backends.wgrad).wait()
+            dy = ops.all_gather(dy, group, backend=backends.wgrad).wait()
         if need_dw:
-            dw = weight_gradient(ctx.parameter, ctx.main_grad, dy, x, overwrite=ctx.overwrite_main_grad)
-        return dx, dw, None, None, None, None
+            dw = linear.weight_gradient(dy, x)
+        return dx, dw, None
 
 
 def row_parallel_linear(
@@ -82,5 +73,6 @@ def row_parallel_linear(
     Returns:
         ``[s/tp, b, n]``: the rank's rows of the sum.
     """
-    backends = Backends.of(backend)
-    return _RowParallelLinear.apply(x, weight, group, gradient_accumulation_fusion, overwrite_main_grad, backends)
+    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+    linear = LinearState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    return _RowParallelLinear.apply(x, weight, linear)

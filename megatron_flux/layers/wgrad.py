@@ -3,9 +3,9 @@
 Megatron's contract for a weight that its DistributedDataParallel manages (``gradient_accumulation_fusion``):
 
 * ``weight.main_grad`` is the buffer that gradients of all micro-batches are added to, fp32 as a rule;
-* after adding to it, ``weight.grad_added_to_main_grad`` is set to True, and backward returns a gradient nobody reads
-  (DDP's hook must still run on the autograd thread): zeros where ``weight.zero_out_wgrad`` is set, since then somebody
-  adds it to another one, and uninitialised memory elsewhere;
+* after adding to it, ``weight.grad_added_to_main_grad`` is set to True, and backward returns a gradient that is never
+  read (DDP's hook must still run on the autograd thread): zeros where ``weight.zero_out_wgrad`` is set, since then it
+  is added to another one, and uninitialised memory elsewhere;
 * a weight without the attribute ``grad_added_to_main_grad`` gets no gradient returned;
 * TransformerEngine's layers may be asked to replace what is in ``main_grad`` instead of adding to it.
 
@@ -28,7 +28,7 @@ import torch
 
 @cache
 def apex_kernel() -> ModuleType | None:
-    """Apex's accumulating wgrad GEMM, or None. It is looked for by module: PyPI's ``apex`` is another project."""
+    """Apex's accumulating wgrad GEMM, or None. Looked up by its module: PyPI's ``apex`` is another project."""
     try:
         return importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -90,7 +90,7 @@ _unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor that nobody reads, over memory shared with all others of its dtype and device."""
+    """A tensor that is never read, over memory shared with all others of its dtype and device."""
     size = shape.numel()
     memory = _unread_memory.get((dtype, device))
     if memory is None or memory.numel() < size:

@@ -24,7 +24,7 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 
 from megatron_flux.errors import UserError
-from megatron_flux.patch.package_info import version_of_tree
+from megatron_flux.patch.megatron_core import version_of_tree
 
 State = Literal["applied", "applies", "conflicts"]
 _Contents = dict[str, bytes]

@@ -2,7 +2,8 @@
 
 The JSONL is the record; everything else is made from it or mirrors it. This package imports nothing of training, the
 patch or the operators, and plotly, jinja2 and wandb only inside the functions that use them, so that a training process
-that only records pays for none of them.
+that only records pays for none of them. To be read in this order: ``schema`` (what a record holds), ``recorder``,
+``statistics``, ``summary``, ``table``; then ``watch``, ``report/``, ``regression``, ``wandb_mirror``, ``wandb_online``.
 
 Contents of a run folder::
 
@@ -17,9 +18,8 @@ Contents of a run folder::
 from megatron_flux.metrics.recorder import JsonlRecorder, read_records
 from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.schema import SCHEMA_VERSION
-from megatron_flux.metrics.summary import ARMS, read_summary, summarize, write_summary
+from megatron_flux.metrics.summary import ARMS, read_summary, summarize, verdict, write_summary
 from megatron_flux.metrics.table import print_summary
-from megatron_flux.metrics.verdict import verdict
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 
 __all__ = [

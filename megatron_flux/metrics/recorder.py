@@ -1,4 +1,4 @@
-"""The JSONL record of an arm: written so that a killed process loses nothing, read so that damage is said.
+"""The JSONL record of an arm: written so that a killed process loses nothing, read so that damage is reported.
 
 Contract of the file:
 
@@ -8,6 +8,9 @@ Contract of the file:
 * Strict JSON: a non-finite float is one of the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 * Records that a resumed run will write again are moved, verbatim, to ``<name>.superseded-<n>`` beside the file, n from
   1; so are all records of an earlier run when nothing is resumed. Nothing is deleted.
+
+There are two readers. :func:`read_records` refuses a damaged file, since a summary must not be made of half of it.
+:class:`RecordTail` follows a file that may still be written, and lists the lines that it leaves out.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ import logging
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import schema, strict_json
+from megatron_flux.metrics.statistics import Record
 
 logger = logging.getLogger("megatron_flux")
+
+MAX_PROBLEMS = 5
+"""More damaged lines than this are counted, not listed."""
 
 _FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "float")
 _MAPS_OF_FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "floats")
@@ -52,7 +59,7 @@ class JsonlRecorder:
                 f"cannot write metrics to {self.path}: {error.strerror}; choose a folder that can be written"
             ) from error
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Append one record.
 
         Raises:
@@ -60,9 +67,7 @@ class JsonlRecorder:
                 the caller, refused here because no reader could repair it.
             StorageError: the disk does not take it.
         """
-        wrong = schema.problem(record)
-        if wrong is None and record["iteration"] <= self.last_iteration:
-            wrong = f"iteration {record['iteration']} after iteration {self.last_iteration}"
+        wrong = schema.problem(record) or _order_problem(record, self.last_iteration)
         if wrong is not None:
             raise ValueError(f"not a record of schema {schema.SCHEMA_VERSION}: {wrong}")
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
@@ -123,11 +128,15 @@ def _set_aside(path: Path, last_kept: int) -> int:
     return last
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
+def _order_problem(record: Record, last: int) -> str | None:
+    return None if record["iteration"] > last else f"iteration {record['iteration']} after iteration {last}"
+
+
+def parse_record(line: bytes, after: int = 0) -> Record:
     """One line as a record with its floats as floats.
 
     Raises:
-        ValueError: not strict JSON in UTF-8, or not a record.
+        ValueError: not strict JSON in UTF-8, not a record, or not of an iteration later than ``after``.
     """
     record = strict_json.loads(line.decode())
     if isinstance(record, dict):
@@ -137,13 +146,13 @@ def parse_record(line: bytes) -> dict[str, Any]:
         for name in _MAPS_OF_FLOATS:
             if isinstance(record.get(name), dict):
                 record[name] = {key: strict_json.number(value) for key, value in record[name].items()}
-    wrong = schema.problem(record)
+    wrong = schema.problem(record) or _order_problem(record, after)
     if wrong is not None:
         raise ValueError(wrong)
     return record
 
 
-def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a file in order; non-finite floats are floats again. An empty file is an empty list.
 
     A last line without its newline is what a killed writer leaves: it is skipped with a warning.
@@ -160,14 +169,71 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if lines and not lines[-1].endswith(b"\n"):
         logger.warning("%s:%d: the last line is cut off (its writer was killed); skipped", path, len(lines))
         lines.pop()
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = parse_record(line)
-            if records and record["iteration"] <= records[-1]["iteration"]:
-                raise ValueError(f"iteration {record['iteration']} after iteration {records[-1]['iteration']}")
+            records.append(parse_record(line, after=records[-1]["iteration"] if records else 0))
         except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
             cause = " ".join(str(error).split())
             raise UserError(f"{path}:{number}: {cause}; remove or repair this line, or run again") from error
-        records.append(record)
     return records
+
+
+class RecordTail:
+    """The records of one file so far; :meth:`poll` adds those written since."""
+
+    def __init__(self, path: Path) -> None:
+        """``path`` need not exist yet."""
+        self.path = path
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.records: list[Record] = []
+        self.problems: list[str] = []
+        self._damaged = 0
+        self._lines = 0
+        self._offset = 0
+        self._inode = -1
+        self._rest = b""
+
+    def poll(self) -> int:
+        """Read what is new and return how many records came; a file that was replaced is read from its start.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+        """
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self._start_over()
+            return 0
+        with file:
+            stat = self.path.stat()
+            # A resumed run replaces the file by a shorter one.
+            if stat.st_ino != self._inode or stat.st_size < self._offset:
+                self._start_over()
+                self._inode = stat.st_ino
+            file.seek(self._offset)
+            new = file.read()
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        before = len(self.records)
+        for line in lines:
+            self._lines += 1
+            try:
+                self.records.append(parse_record(line, after=self.records[-1]["iteration"] if self.records else 0))
+            except ValueError as error:
+                self._damaged += 1
+                if self._damaged <= MAX_PROBLEMS:
+                    cause = " ".join(str(error).split())
+                    self.problems.append(f"line {self._lines} is damaged and left out ({cause})")
+        return len(self.records) - before
+
+    def all_problems(self) -> list[str]:
+        """What was left out, also at the end, where the line of a killed writer is cut off."""
+        more = self._damaged - MAX_PROBLEMS
+        return [
+            *self.problems,
+            *([f"{more} further damaged lines are left out"] if more > 0 else []),
+            *([f"line {self._lines + 1} is cut off and left out (its writer was killed)"] if self._rest else []),
+        ]

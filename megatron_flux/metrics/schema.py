@@ -11,20 +11,49 @@ allocator's peak: in a comparison it held the other arm's optimizer state, and i
 operators were compared with times from another state of the GPU, so that exposed times could be negative and
 efficiencies above 1.
 
-Not every step knows everything: fields marked "sampled" are there every ``sample_interval`` steps (``flux/sampled`` is
-true then) and absent from the others, because finding them out costs time. What is in :data:`CALL` and :data:`RUN` is
-described there. Where CUDA graphs are replayed nobody sees the single operator calls: what is known of them alone is
-null then, and ``operator_source`` of :data:`RUN` says so.
+Fields marked "(sampled)" are in the records of every ``sample_interval``-th step alone (``flux/sampled`` is true in
+them), because measuring them costs time. Replayed CUDA graphs hide single operator calls from the host: fields marked
+"(unseen)" are null then, and ``operator_source`` of :data:`RUN` says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 SCHEMA_VERSION = 3
 
-Kind = Literal["int", "float", "bool", "text", "counts", "floats", "object", "objects"]
+
+def _integer(value: Any) -> bool:
+    # bool is an int in Python, and a count that is `true` is a mistake.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _object_of(value: Any, right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(right, value.values()))
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a non-negative integer", _integer),
+    "float": ("a number", _number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "counts": ("an object of non-negative integers", lambda value: _object_of(value, _integer)),
+    "floats": (
+        "an object of numbers or nulls",
+        lambda value: _object_of(value, lambda item: item is None or _number(item)),
+    ),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "objects": (
+        "a list of objects",
+        lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
+    ),
+}
+"""What a value of each kind is, and whether one is."""
 
 
 @dataclass(frozen=True)
@@ -32,200 +61,82 @@ class Field:
     """One field of a record."""
 
     name: str
-    kind: Kind
-    """``counts`` is an object of non-negative integers by name, ``floats`` one of numbers or nulls, ``objects`` a list
-    of objects; ``int`` is non-negative."""
+    kind: str
+    """One of :data:`KINDS`."""
     unit: str
     meaning: str
-    nullable: bool = False
+    nullable: bool
     """The value may be null, or the field absent: it is not known."""
 
 
-_UNSEEN = "; null where CUDA graphs replay calls, which the host does not see"
+def _fields(table: str) -> tuple[Field, ...]:
+    rows = table.strip().replace("\n    ", " ").splitlines()
+    cells = ([cell.strip() for cell in row.split("|")] for row in rows)
+    return tuple(
+        Field(name, kind.removesuffix("?"), unit, meaning, kind.endswith("?")) for name, kind, unit, meaning in cells
+    )
 
-FIELDS: tuple[Field, ...] = (
-    Field("iteration", "int", "1", "number of the iteration, from 1, strictly increasing within a file"),
-    Field("lm loss", "float", "nat/token", "mean cross entropy of the iteration's global batch"),
-    Field("grad-norm", "float", "1", "L2 norm of all gradients before clipping"),
-    Field("learning-rate", "float", "1", "learning rate the optimizer used"),
-    Field("iteration-time", "float", "s", "wall time of the iteration on the slowest rank"),
-    Field("throughput", "float", "TFLOP/s per GPU", "model FLOPs of the iteration / time / number of devices"),
-    Field("tokens-per-second", "float", "token/s", "tokens of the global batch / time, over all devices"),
-    Field("mfu", "float", "fraction", "throughput / the device's peak; null where the peak is unknown", nullable=True),
-    Field("consumed-samples", "int", "sample", "sequences consumed since the start of training"),
-    Field(
-        "peak-memory-bytes",
-        "int",
-        "byte",
-        "most device memory in this iteration on any rank, this arm's own: the sum of the two below; null on a CPU",
-        nullable=True,
-    ),
-    Field(
-        "block",
-        "int",
-        "1",
-        "index of the block of consecutive iterations of one arm, in order of execution over both arms, from 0: "
-        "A B B A is baseline 0, flux 1, flux 2, baseline 3",
-    ),
-    Field("warmup", "bool", "", "left out of timing statistics; its loss counts like any other"),
-    Field("flux/active_layers", "int", "1", "linear layers that flux runs, in one copy of the model"),
-    Field(
-        "flux/all_gather_gemm_calls",
-        "int",
-        "1/iteration",
-        f"calls of all_gather_gemm on this rank{_UNSEEN}",
-        nullable=True,
-    ),
-    Field(
-        "flux/gemm_reduce_scatter_calls",
-        "int",
-        "1/iteration",
-        f"calls of gemm_reduce_scatter on this rank{_UNSEEN}",
-        nullable=True,
-    ),
-    Field(
-        "flux/bytes_received",
-        "int",
-        "byte/iteration",
-        f"bytes this rank's operators received from their peers{_UNSEEN}",
-        nullable=True,
-    ),
-    Field(
-        "flux/fallback_calls",
-        "int",
-        "1/iteration",
-        f"calls that patched layers left to stock Megatron{_UNSEEN}",
-        nullable=True,
-    ),
-    Field("flux/fallbacks", "counts", "1", "calls left to stock Megatron so far, by reason, replays not counted"),
-    Field(
-        "schema", "int", "1", "version of this definition that the record follows; absent in version 1", nullable=True
-    ),
-    Field("timestamp", "float", "s", "Unix time at the end of the iteration, by rank 0's clock", nullable=True),
-    Field(
-        "profiled",
-        "bool",
-        "",
-        "torch.profiler was on, which slows the step: left out of timing statistics; absent means false",
-        nullable=True,
-    ),
-    Field(
-        "flux/allocated_peak_bytes",
-        "int",
-        "byte",
-        "of that rank: peak of torch's allocator without what other arms of the process hold; null on a CPU, whose "
-        "processes share their memory among arms",
-        nullable=True,
-    ),
-    Field(
-        "flux/workspace_bytes",
-        "int",
-        "byte",
-        "of that rank: symmetric memory behind this arm's operators, which torch's allocator does not know",
-        nullable=True,
-    ),
-    Field("flux/sampled", "bool", "", "the fields marked (sampled) were measured in this iteration", nullable=True),
-    Field(
-        "flux/operator_time_ms",
-        "floats",
-        "ms/iteration",
-        "by operator: time that the compute stream (CPU: the thread) of rank 0 spent in its calls and in waiting for "
-        "their results (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/gemm_time_ms",
-        "floats",
-        "ms/iteration",
-        "by operator: time of the same calls' GEMMs alone, unsplit and without communication, measured on rank 0 right "
-        "behind sampled steps (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/serial_time_ms",
-        "floats",
-        "ms/iteration",
-        "by operator: time of the same calls as collective and GEMM in turn, the reference backend (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/exposed_communication_ms",
-        "floats",
-        "ms/iteration",
-        "by operator: operator time - GEMM time, the paper's effective communication time; waiting for peers inside "
-        "fused kernels counts; 0 where an operator was no slower than the GEMM alone; null where the comparison of a "
-        "call is withheld (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/e_overlap",
-        "floats",
-        "fraction",
-        "by operator: 1 - exposed / (serial - GEMM time), overlap efficiency as in arXiv 2406.06858; 1 is as fast as "
-        "the GEMM alone, 0 as slow as both in turn; null where a call's comparison is withheld (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/calls", "objects", "", "one object per different call of the iteration, see CALL (sampled)", nullable=True
-    ),
-    Field(
-        "flux/choices",
-        "object",
-        "",
-        "by call: what the tuner chose: an object of backend, plan (or null) and ms by candidate. In the first record "
-        "after a start, and whenever a choice was added",
-        nullable=True,
-    ),
-    Field(
-        "flux/wait_timeouts",
-        "int",
-        "1",
-        "device-side waits of rank 0's operators that ran into their limit so far (such a run ends soon after)",
-        nullable=True,
-    ),
-    Field("flux/slowest_rank", "int", "rank", "rank with the longest own time of this step (sampled)", nullable=True),
-    Field(
-        "flux/rank_spread_ms",
-        "float",
-        "ms",
-        "longest - shortest own time over ranks; a rank's own time is its step's wall time without the time in flux's "
-        "operators, where the others wait for the slowest (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/ranks",
-        "object",
-        "",
-        "lists with one number or null per rank: step_ms, operators_ms, peak_memory_bytes, sm_clock_mhz, "
-        "memory_clock_mhz, power_w, temperature_c; those that no rank knows are absent (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/gpu",
-        "floats",
-        "as named",
-        "over the GPUs of all ranks, from NVML: sm_clock_mhz_min, sm_clock_mhz_mean, memory_clock_mhz_min, "
-        "power_w_mean, power_w_max, temperature_c_max (sampled; null without NVML, flux/run says why)",
-        nullable=True,
-    ),
-    Field(
-        "flux/throttle_reasons",
-        "counts",
-        "GPU",
-        "GPUs whose clocks were held down in the middle of the step, by NVML's reason (sampled)",
-        nullable=True,
-    ),
-    Field(
-        "flux/metrics_ms",
-        "float",
-        "ms",
-        "host time of rank 0 between steps that recording the previous iteration took, all writers included",
-        nullable=True,
-    ),
-    Field(
-        "flux/run", "object", "", "the process that wrote, see RUN; in the first record after a start", nullable=True
-    ),
-)
+
+# name | kind, with "?" where the value may be null | unit | meaning; lines that go on are indented
+FIELDS: tuple[Field, ...] = _fields("""
+iteration | int | 1 | number of the iteration, from 1, strictly increasing within a file
+lm loss | float | nat/token | mean cross entropy of the iteration's global batch
+grad-norm | float | 1 | L2 norm of all gradients before clipping
+learning-rate | float | 1 | learning rate the optimizer used
+iteration-time | float | s | wall time of the iteration on the slowest rank
+throughput | float | TFLOP/s per GPU | model FLOPs of the iteration / time / number of devices
+tokens-per-second | float | token/s | tokens of the global batch / time, over all devices
+mfu | float? | fraction | throughput / the device's peak; null where the peak is unknown
+consumed-samples | int | sample | sequences consumed since the start of training
+peak-memory-bytes | int? | byte | most device memory in this iteration on any rank, this arm's own: the sum of the two
+    below; null on a CPU
+block | int | 1 | index of the block of consecutive iterations of one arm, in order of execution over both arms, from
+    0: A B B A is baseline 0, flux 1, flux 2, baseline 3
+warmup | bool | | left out of timing statistics; its loss counts like any other
+flux/active_layers | int | 1 | linear layers that flux runs, in one copy of the model
+flux/all_gather_gemm_calls | int? | 1/iteration | calls of all_gather_gemm on this rank (unseen)
+flux/gemm_reduce_scatter_calls | int? | 1/iteration | calls of gemm_reduce_scatter on this rank (unseen)
+flux/bytes_received | int? | byte/iteration | bytes this rank's operators received from their peers (unseen)
+flux/fallback_calls | int? | 1/iteration | calls that patched layers left to stock Megatron (unseen)
+flux/fallbacks | counts | 1 | calls left to stock Megatron so far, by reason, replays not counted
+schema | int? | 1 | version of this definition that the record follows; absent in version 1
+timestamp | float? | s | Unix time at the end of the iteration, by rank 0's clock
+profiled | bool? | | torch.profiler was on, which slows the step: left out of timing statistics; absent means false
+flux/allocated_peak_bytes | int? | byte | of that rank: peak of torch's allocator without what other arms of the
+    process hold; null on a CPU, whose processes share their memory among arms
+flux/workspace_bytes | int? | byte | of that rank: symmetric memory behind this arm's operators, which torch's
+    allocator does not know
+flux/sampled | bool? | | the fields marked (sampled) were measured in this iteration
+flux/operator_time_ms | floats? | ms/iteration | by operator: time that the compute stream (CPU: the thread) of rank 0
+    spent in its calls and in waiting for their results (sampled)
+flux/gemm_time_ms | floats? | ms/iteration | by operator: time of the same calls' GEMMs alone, unsplit and without
+    communication, measured on rank 0 right behind sampled steps (sampled)
+flux/serial_time_ms | floats? | ms/iteration | by operator: time of the same calls as collective and GEMM in turn, the
+    reference backend (sampled)
+flux/exposed_communication_ms | floats? | ms/iteration | by operator: operator time - GEMM time, the paper's effective
+    communication time; waiting for peers inside fused kernels counts; 0 where an operator was no slower than the GEMM
+    alone; null where the comparison of a call is withheld (sampled)
+flux/e_overlap | floats? | fraction | by operator: 1 - exposed / (serial - GEMM time), overlap efficiency as in arXiv
+    2406.06858; 1 is as fast as the GEMM alone, 0 as slow as both in turn; null where a call's comparison is withheld
+    (sampled)
+flux/calls | objects? | | one object per different call of the iteration, see CALL (sampled)
+flux/choices | object? | | by call: what the tuner chose: an object of backend, plan (or null) and ms by candidate. In
+    the first record after a start, and whenever a choice was added
+flux/wait_timeouts | int? | 1 | device-side waits of rank 0's operators that ran into their limit so far (such a run
+    ends soon after)
+flux/slowest_rank | int? | rank | rank with the longest own time of this step (sampled)
+flux/rank_spread_ms | float? | ms | longest - shortest own time over ranks; a rank's own time is its step's wall time
+    without the time in flux's operators, where the others wait for the slowest (sampled)
+flux/ranks | object? | | lists with one number or null per rank: step_ms, operators_ms, peak_memory_bytes,
+    sm_clock_mhz, memory_clock_mhz, power_w, temperature_c; those that no rank knows are absent (sampled)
+flux/gpu | floats? | as named | over the GPUs of all ranks, from NVML: sm_clock_mhz_min, sm_clock_mhz_mean,
+    memory_clock_mhz_min, power_w_mean, power_w_max, temperature_c_max (sampled; null without NVML, flux/run says why)
+flux/throttle_reasons | counts? | GPU | GPUs whose clocks were held down in the middle of the step, by NVML's reason
+    (sampled)
+flux/metrics_ms | float? | ms | host time of rank 0 between steps that recording the previous iteration took, all
+    writers included
+flux/run | object? | | the process that wrote, see RUN; in the first record after a start
+""")
 
 CALL: dict[str, str] = {
     "operator": "all_gather_gemm, gemm_reduce_scatter or all_gather",
@@ -299,43 +210,13 @@ BREAKDOWN_PARTS = (
     "idle",
 )
 
-_EXPECTED: dict[str, str] = {
-    "int": "a non-negative integer",
-    "float": "a number",
-    "bool": "true or false",
-    "text": "a string",
-    "counts": "an object of non-negative integers",
-    "floats": "an object of numbers or nulls",
-    "object": "an object",
-    "objects": "a list of objects",
-}
-
-
-def _is_kind(value: Any, kind: Kind) -> bool:
-    # bool is an int in Python, and a count that is `true` is a mistake.
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "counts":
-        return isinstance(value, dict) and all(_is_kind(count, "int") for count in value.values())
-    if kind == "floats":
-        return isinstance(value, dict) and all(item is None or _is_kind(item, "float") for item in value.values())
-    if kind == "objects":
-        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-    if kind in ("object", "text"):
-        return isinstance(value, dict if kind == "object" else str)
-    if isinstance(value, bool):
-        return False
-    if kind == "int":
-        return isinstance(value, int) and value >= 0
-    return isinstance(value, int | float)
-
 
 def problem(record: Any) -> str | None:
     """What is wrong with a decoded record, in a few words, or None if it follows the schema."""
     if not isinstance(record, dict):
         return f"a record is a JSON object, this is a {type(record).__name__}"
     version = record.get("schema", 1)
-    if not _is_kind(version, "int") or not 1 <= version <= SCHEMA_VERSION:
+    if not _integer(version) or not 1 <= version <= SCHEMA_VERSION:
         return f"schema version {version!r}, this program reads 1 to {SCHEMA_VERSION}"
     for field in FIELDS:
         value = record.get(field.name)
@@ -343,8 +224,9 @@ def problem(record: Any) -> str | None:
             if field.nullable:
                 continue
             return f"{field.name!r} is {'null' if field.name in record else 'missing'}"
-        if not _is_kind(value, field.kind):
-            return f"{field.name!r} is {value!r}, expected {_EXPECTED[field.kind]}"
+        expected, right = KINDS[field.kind]
+        if not right(value):
+            return f"{field.name!r} is {value!r}, expected {expected}"
     if record["iteration"] < 1:
         return f"'iteration' is {record['iteration']}, iterations count from 1"
     return None

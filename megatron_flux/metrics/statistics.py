@@ -22,14 +22,14 @@ RESAMPLES = 2000
 SEED = 0
 
 
-def timed(records: Sequence[Record]) -> list[Record]:
-    """The records that count for timing: no warm-up, and no profiler, which slows a step."""
-    return [record for record in records if counts(record)]
-
-
 def counts(record: Record) -> bool:
-    """Whether the time of this iteration counts."""
+    """Whether the time of this iteration counts: no warm-up, and no profiler, which slows a step."""
     return not record["warmup"] and not record.get("profiled")
+
+
+def timed(records: Sequence[Record]) -> list[Record]:
+    """The records that count for timing."""
+    return [record for record in records if counts(record)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:

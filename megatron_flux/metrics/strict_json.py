@@ -1,4 +1,4 @@
-"""JSON that any strict parser reads, although losses can be NaN.
+"""JSON that any strict parser reads, although losses can be NaN; and what of a configuration may be shared.
 
 Python's ``json`` writes ``NaN`` and ``Infinity`` as bare words, which are not JSON: browsers, jq and most languages
 refuse the file. Null would lose the difference between "diverged" and "not known". So non-finite floats are written as
@@ -11,11 +11,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# `tokenizer` is the one common option that would be lost for its name; its value is no secret.
+_SECRET = re.compile(r"key|token(?!iz)|secret|password|passwd|credential", re.IGNORECASE)
 
 
 def encodable(value: Any) -> Any:
@@ -94,3 +99,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without the entries, at any depth, whose name looks like a secret's.
+
+    For what is shared: a report is mailed around, a wandb project has readers. Names decide, not values, and in doubt
+    the entry goes: ``kv_key_dim`` is lost too.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return without_secrets(value)
+        return [cleaned(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return {str(name): cleaned(value) for name, value in config.items() if not _SECRET.search(str(name))}

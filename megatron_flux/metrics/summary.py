@@ -7,8 +7,9 @@ Rules for what is not normal, so that nothing vanishes:
 * Arms of different length: medians over what each has, differences over the iterations both have, and a note.
 * A loss that is not finite: the largest relative difference is ``"NaN"``, the arm says how many there are and where the
   first is, and a note and the verdict say it. A baseline loss of 0 against another value is ``"Infinity"``.
-* Memory of records before schema 3 is left out where it is not the arm's own
-  (:mod:`megatron_flux.metrics.peak_memory`).
+* Records before schema 3 have the peak that torch's allocator had in the whole process. Where an arm was alone in it,
+  that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out, and a note
+  says why.
 * Every such finding is one sentence in ``"notes"``.
 
 The summary is JSON already: non-finite floats are the strings of :mod:`megatron_flux.metrics.strict_json`.
@@ -24,9 +25,9 @@ from typing import Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.peak_memory import peak_memory, withheld
 from megatron_flux.metrics.schema import SCHEMA_VERSION
 from megatron_flux.metrics.statistics import (
+    MIN_PAIRED_BLOCKS,
     Record,
     largest,
     median_of,
@@ -36,9 +37,11 @@ from megatron_flux.metrics.statistics import (
     spread,
     timed,
 )
-from megatron_flux.metrics.verdict import verdict
 
 ARMS = ("baseline", "flux")
+
+OWN_MEMORY_SINCE = 3
+"""The schema version from which a record has the arm's own memory."""
 
 
 def summarize(
@@ -87,17 +90,15 @@ def summarize(
             record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline
         ),
         "environment": _environment([*baseline, *flux]),
-        "notes": [*_notes(baseline, flux, arms), *_left_out(baseline, flux, shared)],
+        "notes": [
+            *_notes(baseline, flux, arms),
+            *_memory_note(baseline, flux=False, shared=shared),
+            *_memory_note(flux, flux=True, shared=shared),
+        ],
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
     summary = strict_json.encodable(summary)
     return {**summary, "verdict": verdict(summary)}
-
-
-def _left_out(baseline: Sequence[Record], flux: Sequence[Record], shared: bool) -> list[str]:
-    """What is not said of memory."""
-    said = withheld(baseline, flux=False, shared=shared), withheld(flux, flux=True, shared=shared)
-    return [note for note in said if note is not None]
 
 
 def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
@@ -109,13 +110,40 @@ def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, An
         "tokens_per_second": median_of(steps, "tokens-per-second"),
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
-        **peak_memory(records, flux=flux, shared=shared),
+        **_peak_memory(records, flux=flux, shared=shared),
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
         "iterations": len(records),
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": diverged[0] if diverged else None,
     }
+
+
+def _peak_memory(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, int | None]:
+    """``peak_memory_bytes``, ``allocated_peak_bytes`` and ``workspace_bytes`` of an arm, None where not known.
+
+    The most counts, warm-up and tuning included. ``shared``: the other arm was trained in the same processes.
+    """
+    found: list[tuple[int | None, int | None, int | None]] = []
+    for record in records:
+        total = record.get("peak-memory-bytes")
+        if record.get("schema", 1) >= OWN_MEMORY_SINCE:
+            found.append((total, record.get("flux/allocated_peak_bytes"), record.get("flux/workspace_bytes")))
+        elif total is not None and not shared:
+            found.append((None, total, None) if flux else (total, total, 0))
+    names = ("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes")
+    most = max(found, key=lambda sizes: [size or 0 for size in sizes], default=(None, None, None))
+    return dict(zip(names, most, strict=True))
+
+
+def _memory_note(records: Sequence[Record], *, flux: bool, shared: bool) -> list[str]:
+    """Why the peak memory of earlier records is not shown; empty where it is, or where there is none."""
+    earlier = (record for record in records if record.get("schema", 1) < OWN_MEMORY_SINCE)
+    if not (shared or flux) or all(record.get("peak-memory-bytes") is None for record in earlier):
+        return []
+    missing = ["the other arm's memory is in it"] * shared + ["flux's workspaces are not"] * flux
+    arm = "flux" if flux else "baseline"
+    return [f"Peak memory of the {arm} arm was recorded by an earlier version and is left out: {', '.join(missing)}."]
 
 
 def _environment(records: Sequence[Record]) -> dict[str, Any] | None:
@@ -144,6 +172,39 @@ def _notes(baseline: Sequence[Record], flux: Sequence[Record], arms: Mapping[str
             f"{len(both)} that both have."
         )
     return notes
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``.
+
+    An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio.
+    What would make the ratio meaningless (no layer ran flux, a diverged loss, a baseline that was patched) is said
+    after it.
+    """
+    arms = summary["arms"]
+    speedup = summary["speedup"]
+    if not isinstance(speedup, int | float):
+        empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
+        parts = [f"no comparison: {' and '.join(empty) or 'an arm'} without timed steps"]
+    else:
+        parts = [_ratio(speedup, summary["speedup_ci95"], summary["paired_blocks"])]
+    if summary["flux_active_layers"] == 0:
+        parts.append("no layer ran flux, so stock was compared with stock")
+    parts += [f"{arm} loss is not finite" for arm in arms if arms[arm]["non_finite_losses"]]
+    if not summary["baseline_is_stock"]:
+        parts.append("the baseline ran flux operators")
+    return "; ".join(parts)
+
+
+def _ratio(speedup: float, interval: list[float] | None, pairs: int) -> str:
+    if interval is None:
+        plural = "" if pairs == 1 else "s"
+        return f"flux {speedup:.3g}x, no interval: {pairs} pair{plural} of blocks, {MIN_PAIRED_BLOCKS} are needed"
+    low, high = interval
+    finding = "no difference measured" if low <= 1 <= high else "faster" if low > 1 else "slower"
+    # Three decimals where two would show an interval that excludes 1 as touching it.
+    digits = 2 if finding == "no difference measured" or min(abs(low - 1), abs(high - 1)) >= 0.005 else 3
+    return f"flux {speedup:.{digits}f}x ({low:.{digits}f}…{high:.{digits}f}): {finding}"
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:

@@ -1,8 +1,13 @@
-"""The summary as a table for the terminal; the same text, without colour, when it goes to a file or a pipe."""
+"""A comparison as text: numbers in words, the lines of the table, and the table printed.
+
+Terminal, page and Markdown show the same cells. Printed to a file or a pipe the table has no colour and no width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rich import box
@@ -10,8 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flux.metrics.rows import MINUS, UNKNOWN, findings, rows
-from megatron_flux.metrics.verdict import verdict
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.summary import verdict
+
+UNKNOWN = "—"
+MINUS = "\u2212"
+CROSS = "\u00d7"
 
 PIPED_WIDTH = 140
 """Wider than a table ever is: rich would lay out for 80 columns, or for COLUMNS, and fold cells."""
@@ -19,60 +28,180 @@ PIPED_WIDTH = 140
 _ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
 
 
-def print_summary(summary: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """Print table, findings and verdict.
+def shown(value: Any, form: Callable[[float], str]) -> str:
+    """``value`` in ``form``; what is unknown or no number as a dash, non-finite numbers by name."""
+    try:
+        number = strict_json.number(value)
+    except ValueError:
+        return UNKNOWN
+    if number is None:
+        return UNKNOWN
+    return form(number) if math.isfinite(number) else strict_json.encodable(number)
 
-    Args:
-        summary: a dict of :func:`megatron_flux.metrics.summary.summarize`.
-        file: where to; standard output by default.
+
+def milliseconds(value: float) -> str:
+    """Three significant digits or more, without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 100 else f"{value:.1f}"
+
+
+def rate(value: float) -> str:
+    """Whole numbers with thousands separators, small ones with three significant digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def memory(value: float) -> str:
+    """Bytes as GiB, or MiB below one GiB."""
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+
+
+def percent(value: float) -> str:
+    """A fraction as whole per cent."""
+    return f"{100 * value:.0f} %".replace("-", MINUS)
+
+
+def relative(value: Any) -> str:
+    """A relative difference in the form 1.2e-07; 0 exactly is 0."""
+    return shown(value, lambda number: "0" if number == 0 else f"{number:.1e}")
+
+
+def percent_change(baseline: Any, flux: Any) -> str:
+    """Flux against the baseline in per cent with a sign; empty when either is unknown or not finite."""
+    b, f = strict_json.number(baseline), strict_json.number(flux)
+    if b is None or f is None or b == 0 or not math.isfinite(b) or not math.isfinite(f):
+        return ""
+    text = f"{100 * (f - b) / abs(b):+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text.replace("-", MINUS)
+
+
+def counted(count: int, noun: str = "iteration") -> str:
+    """``3 iterations``, ``1 iteration``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def multicast(environment: Mapping[str, Any] | None, *, userbuffers: bool = False) -> str:
+    """Whether NCCL, and TransformerEngine's ``userbuffers`` if they ran, could use NVLink multicast.
+
+    ``environment`` holds variables by name, null where one was not set; None where it was not recorded.
     """
-    printer = _Printer(file)
-    cells = [(row.label, row.baseline, row.flux, row.difference) for row in rows(summary)]
-    printer.table(("", "baseline", "flux", "difference"), cells)
-    for label, text in findings(summary):
-        printer.line(f"{label}: {text}", "yellow" if label == "note" else "")
-    printer.line(verdict(summary), "bold")
+    if environment is None:
+        return "NVLink multicast: not recorded"
+    nccl = environment.get("NCCL_NVLS_ENABLE")
+    set_to = "not set" if nccl is None else str(nccl)
+    text = f"NVLink multicast {'off' if nccl == '0' else 'left to NCCL'} (NCCL_NVLS_ENABLE {set_to})"
+    if userbuffers and environment.get("UB_SKIPMC") == "1":
+        text += ", TE's userbuffers without it too (UB_SKIPMC 1)"
+    return text
 
 
-def print_table(
-    head: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    *,
-    notes: Sequence[str] = (),
-    last: str = "",
-    file: IO[str] | None = None,
+def connections(environment: Mapping[str, Any] | None) -> str:
+    """How many hardware queues every method had; empty where it was not recorded."""
+    value = (environment or {}).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    return "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS {value}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; every cell is ready to be shown."""
+
+    label: str
+    baseline: str
+    flux: str
+    difference: str = ""
+    """Flux against the baseline in per cent, empty where that says nothing."""
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """In the order of :data:`HEAD`."""
+        return self.label, self.baseline, self.flux, self.difference
+
+
+HEAD = ("", "baseline", "flux", "difference")
+
+
+def rows(summary: Mapping[str, Any]) -> list[Row]:
+    """The lines of the table in order."""
+    arms = b, f = summary["arms"]["baseline"], summary["arms"]["flux"]
+    times = [arm["step_time_ms"] for arm in arms]
+    medians = [time["median"] for time in times]
+    spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
+
+    def row(label: str, key: str, form: Callable[[float], str], *, change: bool = True) -> Row:
+        values = b.get(key), f.get(key)
+        return Row(label, *(shown(value, form) for value in values), percent_change(*values) if change else "")
+
+    # A loss differs in its last digits or not at all: per cent would always say 0.
+    return [
+        Row("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), percent_change(*medians)),
+        Row("step time, p10…p90 (ms)", *spreads),
+        Row("timed steps", *(str(time["n"]) for time in times)),
+        row("tokens/s", "tokens_per_second", rate),
+        row("TFLOP/s per GPU", "tflops_per_gpu", rate),
+        row("MFU", "mfu", lambda value: f"{100 * value:.1f} %", change=False),
+        row("peak memory", "peak_memory_bytes", memory),
+        *(
+            row(f"peak memory, {part}", key, memory, change=False)
+            for part, key in (("allocated", "allocated_peak_bytes"), ("workspace", "workspace_bytes"))
+            if any(arm.get("allocated_peak_bytes") is not None for arm in arms)
+        ),
+        row("loss, first step", "first_loss", "{:.6f}".format, change=False),
+        row("loss, last step", "final_loss", "{:.6f}".format, change=False),
+    ]
+
+
+def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What stands below the table: ``(label, text)`` about the comparison and the flux arm."""
+    fallbacks = [f"{counted(calls, 'call')}: {reason}" for reason, calls in summary["flux_fallbacks"].items()]
+    layers = summary["flux_active_layers"]
+    loss = relative(summary["max_relative_loss_difference"])
+    return [
+        ("largest relative loss difference", f"{loss} over {summary['compared_iterations']} iterations"),
+        ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
+        ("active flux layers", UNKNOWN if layers is None else str(layers)),
+        *_conditions(summary),
+        *(("fallback to stock", line) for line in fallbacks or ["none"]),
+        *(("note", note) for note in summary["notes"]),
+    ]
+
+
+def _conditions(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What both arms were allowed to use; of GPUs alone, and nothing where it is not known what they ran on."""
+    device = summary.get("device")
+    if not isinstance(device, Mapping) or device.get("kind") != "cuda":
+        return []
+    environment = summary.get("environment")
+    return [("both arms", ", ".join(filter(None, (multicast(environment), connections(environment)))))]
+
+
+def print_summary(summary: Mapping[str, Any], file: IO[str] | None = None) -> None:
+    """Print table, findings and verdict of :func:`megatron_flux.metrics.summary.summarize`; by default to stdout."""
+    lines = [(f"{label}: {text}", "yellow" if label == "note" else "") for label, text in findings(summary)]
+    _print(HEAD, [row.cells for row in rows(summary)], [*lines, (verdict(summary), "bold")], file)
+
+
+def print_table(head: Sequence[str], cells: Sequence[Sequence[str]], *, notes: Sequence[str], last: str) -> None:
+    """Print a table to stdout, notes below it, and a last line in bold."""
+    _print(head, cells, [*((f"note: {note}", "yellow") for note in notes), (last, "bold")], None)
+
+
+def _print(
+    head: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[tuple[str, str]], file: IO[str] | None
 ) -> None:
-    """Print a table, notes below it, and a last line in bold."""
-    printer = _Printer(file)
-    printer.table(head, cells)
-    for note in notes:
-        printer.line(f"note: {note}", "yellow")
-    if last:
-        printer.line(last, "bold")
+    """The same text to a terminal and to a pipe, in ASCII where nothing else can be shown."""
+    console = Console(file=file, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
+    unicode = console.encoding.lower().startswith("utf")
 
-
-class _Printer:
-    """A console that writes the same text to a terminal and to a pipe, in ASCII where nothing else can be shown."""
-
-    def __init__(self, file: IO[str] | None) -> None:
-        self._console = Console(file=file, highlight=False, emoji=False)
-        if not self._console.is_terminal:
-            self._console = Console(file=file, highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
-        self._unicode = self._console.encoding.lower().startswith("utf")
-
-    def _text(self, text: str, style: str = "") -> Text:
+    def text(content: str, style: str = "") -> Text:
         # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
-        shown = text if self._unicode else text.translate(_ASCII).encode("ascii", "replace").decode()
-        return Text(shown, style=style)
+        return Text(content if unicode else content.translate(_ASCII).encode("ascii", "replace").decode(), style)
 
-    def table(self, head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-        table = Table(box=box.SIMPLE_HEAD if self._unicode else box.ASCII2, pad_edge=False)
-        for index, name in enumerate(head):
-            table.add_column(name, justify="right" if index else "left", overflow="fold")
-        for row in cells:
-            table.add_row(*(self._text(cell) for cell in row))
-        self._console.print(table)
-
-    def line(self, text: str, style: str = "") -> None:
+    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(text, row))
+    console.print(table)
+    for line in lines:
         # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself.
-        self._console.print(self._text(text, style), soft_wrap=True)
+        console.print(text(*line), soft_wrap=True)

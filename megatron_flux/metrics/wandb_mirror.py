@@ -1,8 +1,8 @@
-"""A mirror of one arm's records in Weights & Biases.
+"""A mirror of one arm's records in Weights & Biases, and what of a comparison is shown with them.
 
 The JSONL is the record, this is for looking: whatever wandb does (not installed, no network, a full disk, its service
-killed), the first failure is said once and training goes on without it. Asked to be online but not logged in, it
-writes offline files instead, and says how to upload them.
+killed), the first failure is logged once and training goes on without it. Asked to be online but not logged in, it
+writes offline files instead, and logs how to upload them.
 
 A run keeps its id in ``wandb.json`` beside its records. A training that resumes there goes on under the same id, and
 ``iteration`` is wandb's own step, so that curves continue where they were; iterations that are done again after a
@@ -11,12 +11,18 @@ requeue are dropped by wandb where it has them already.
 What leaves the machine is chosen here: the records, and the configuration without secrets. wandb's own collection of
 the command line, the git state, the console, the code and the package list is switched off; it still records the host's
 name, its version and the machine's utilisation.
+
+Both arms' runs get the outcome of their comparison, named ``compare/*``. The baseline's exposed communication cannot be
+seen in its own steps, where collectives are no calls of an operator. It is that of flux's calls as collective and GEMM
+in turn (``flux/serial_time_ms`` - ``flux/gemm_time_ms``), the way stock runs them in forward; in backward stock hides a
+part beside the wgrad. Where steps were profiled, what the traces show is there too.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import statistics
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +31,10 @@ from typing import Any, Self
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.redact import without_secrets
-from megatron_flux.metrics.wandb_summary import BASELINE_EXPOSED, baseline_exposed_ms
+from megatron_flux.metrics.recorder import read_records
+from megatron_flux.metrics.statistics import timed
+from megatron_flux.metrics.strict_json import without_secrets
+from megatron_flux.metrics.summary import ARMS, read_json_object
 
 logger = logging.getLogger("megatron_flux")
 
@@ -42,6 +50,17 @@ _SUMMARIES = {
     "tokens-per-second": "mean,max",
     "mfu": "mean,max",
 }
+
+BASELINE_EXPOSED = "baseline/exposed_communication_ms"
+"""By operator, a curve of flux's run beside its own ``flux/exposed_communication_ms``; ms per iteration."""
+
+_OUTCOME = (
+    "speedup",
+    "paired_blocks",
+    "max_relative_loss_difference",
+    "max_relative_grad_norm_difference",
+    "verdict",
+)
 
 TIMEOUT_S = 60.0
 """Longest wait for wandb at the start and at the end of a run."""
@@ -227,4 +246,52 @@ def _kept_id(folder: Path) -> str | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s cannot be read (%s): wandb gets a new run", folder / ID_FILE, error)
+        return None
+
+
+def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
+    """Of a sampled flux record, by operator, in ms per iteration; empty for any other."""
+    serial, gemm = (record.get(f"flux/{part}_time_ms") or {} for part in ("serial", "gemm"))
+    return {
+        operator: serial[operator] - gemm[operator]
+        for operator in serial
+        if serial[operator] is not None and gemm.get(operator) is not None
+    }
+
+
+def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """``compare/*`` of a comparison that has ended; null where it is not known.
+
+    Args:
+        folder: the run folder, for the records and the breakdowns.
+        summary: as :func:`megatron_flux.metrics.summary.summarize` makes it.
+
+    Returns:
+        ``speedup``, ``speedup_low`` and ``speedup_high`` (its 95 % interval), ``paired_blocks``, the largest relative
+        differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<arm>_exposed_communication_ms/*``
+        by operator (median of the sampled steps that are timed) and ``<arm>_exposed_communication_traced_ms``.
+    """
+    low, high = summary["speedup_ci95"] or (None, None)
+    found = {name: summary[name] for name in _OUTCOME} | {"speedup_low": low, "speedup_high": high}
+    flux = timed(read_records(folder / "flux" / "metrics.jsonl"))
+    found |= _medians("baseline_exposed_communication_ms", [baseline_exposed_ms(record) for record in flux])
+    own = [record.get("flux/exposed_communication_ms") or {} for record in flux]
+    found |= _medians("flux_exposed_communication_ms", own)
+    for arm in ARMS:
+        found[f"{arm}_exposed_communication_traced_ms"] = _traced(folder / arm / "breakdown.json")
+    return {f"compare/{name}": value for name, value in found.items()}
+
+
+def _medians(name: str, samples: list[dict[str, Any]]) -> dict[str, float]:
+    operators = dict.fromkeys(operator for sample in samples for operator in sample)
+    known = {operator: [s[operator] for s in samples if s.get(operator) is not None] for operator in operators}
+    return {f"{name}/{operator}": statistics.median(values) for operator, values in known.items() if values}
+
+
+def _traced(file: Path) -> float | None:
+    if not file.is_file():
+        return None
+    try:
+        return read_json_object(file).get("parts", {}).get("communication_exposed")
+    except UserError:
         return None

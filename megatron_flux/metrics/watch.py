@@ -1,36 +1,91 @@
-"""A running job in a terminal, from its records alone: it needs no connection to the job, only to its folder."""
+"""``megatron-flux watch``: a running job in a terminal, from its records alone.
+
+It needs no connection to the job, only its folder, and shows plain words and a table that fits 80 columns.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.statistics import median_of, paired_blocks, speedup_interval
-from megatron_flux.metrics.summary import ARMS, read_json_object
-from megatron_flux.metrics.tail import Tail
+from megatron_flux.metrics.recorder import RecordTail
+from megatron_flux.metrics.statistics import Record, median_of, paired_blocks, speedup_interval, timed
+from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, read_json_object
+from megatron_flux.metrics.table import memory, milliseconds, rate
 
 RECENT = 20
 """Steps that "recent" speaks of."""
 
+STALL_S, STALL_STEPS = 30.0, 10.0
+"""A run without a record for this long, and for this many usual steps, is reported as stalled."""
+
+
+def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float = 60.0) -> None:
+    """Show a run until it has done all its steps, or Ctrl-C; once where standard output is no terminal.
+
+    Args:
+        path: the run folder.
+        interval: seconds between looks.
+        once: print the table as it is now, and return.
+        wait: seconds to wait for the run to appear.
+
+    Raises:
+        UserError: no run appeared, it is no training run, or it cannot be read.
+    """
+    watched = Watched(path)
+    console = Console(highlight=False, emoji=False)
+    try:
+        _wait_for_run(watched, wait, interval)
+        if once or not console.is_terminal:
+            console.print(view(watched, time.time()))
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(view(watched, time.time()), refresh=True)
+                if watched.done:
+                    return
+                time.sleep(interval)
+                watched.look()
+    except KeyboardInterrupt:
+        return
+
+
+def _wait_for_run(watched: Watched, wait: float, interval: float) -> None:
+    if watched.path.exists() and not watched.path.is_dir():
+        raise UserError(f"{watched.path} is not a folder; name the run folder of a training job")
+    until = time.monotonic() + wait
+    while not watched.look():
+        if time.monotonic() >= until:
+            what = "has no run in it" if watched.path.is_dir() else "is missing"
+            raise UserError(f"{watched.path} {what}; name the run folder of a training job (--wait S waits for it)")
+        time.sleep(min(interval, 0.5))
+    if watched.settings and not {"steps", "preset"} & set(watched.settings):
+        raise UserError(f"{watched.path} is a benchmark, which has no steps; `megatron-flux report` shows it")
+
 
 @dataclass
 class Watched:
-    """A run folder that is looked at again and again."""
+    """A run folder that is read repeatedly."""
 
     path: Path
-    tails: dict[str, Tail] = field(init=False)
+    tails: dict[str, RecordTail] = field(init=False)
     config: dict[str, Any] = field(default_factory=dict, init=False)
     _interval: tuple[int, list[float] | None] = field(default=(0, None), init=False)
 
     def __post_init__(self) -> None:
         """Nothing is read yet."""
-        self.tails = {arm: Tail(self.path / arm / "metrics.jsonl") for arm in ARMS}
+        self.tails = {arm: RecordTail(self.path / arm / "metrics.jsonl") for arm in ARMS}
 
     def look(self) -> bool:
         """Read what is new; False while there is no run yet.
@@ -91,7 +146,7 @@ class Watched:
         return total
 
     def speedup_interval(self) -> list[float] | None:
-        """The interval of the speed-up so far, made anew when a pair of blocks has been added: it takes a while."""
+        """The interval of the speed-up so far, computed again when a pair of blocks was added: it takes a while."""
         pairs = paired_blocks(*(self.tails[arm].records for arm in ARMS))
         if self._interval[0] != len(pairs):
             self._interval = (len(pairs), speedup_interval(pairs))
@@ -103,47 +158,126 @@ class Watched:
         return max(0.0, now - max(times)) if times else None
 
 
-def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float = 60.0) -> None:
-    """Show a run until it has done all its steps, or Ctrl-C; once where standard output is no terminal.
-
-    Args:
-        path: the run folder.
-        interval: seconds between looks.
-        once: print the table as it is now, and return.
-        wait: seconds to wait for the run to appear.
-
-    Raises:
-        UserError: no run appeared, it is no training run, or it cannot be read.
-    """
-    from megatron_flux.metrics.watch_view import view
-
-    watched = Watched(path)
-    console = Console(highlight=False, emoji=False)
-    once = once or not console.is_terminal
-    try:
-        _await(watched, wait, interval)
-        if once:
-            console.print(view(watched, time.time()))
-            return
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(view(watched, time.time()), refresh=True)
-                if watched.done:
-                    return
-                time.sleep(interval)
-                watched.look()
-    except KeyboardInterrupt:
-        return
+def view(watched: Watched, now: float) -> Group:
+    """Title, progress, the table as it stands, and what else there is to know below it."""
+    arms = watched.arms
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for arm in arms:
+        table.add_column(arm, justify="right", style="cyan" if arm == "baseline" else "yellow")
+    for label, cell in _ROWS.items():
+        cells = [cell(watched.tails[arm].records) for arm in arms]
+        if any(cells):
+            table.add_row(label, *(Text(text or "-") for text in cells))
+    lines = (Text(line, style=style) for line, style in _remarks(watched, now))
+    return Group(Text(_title(watched)), Text(_progress(watched), style="bold"), table, *lines)
 
 
-def _await(watched: Watched, wait: float, interval: float) -> None:
-    if watched.path.exists() and not watched.path.is_dir():
-        raise UserError(f"{watched.path} is not a folder; name the run folder of a training job")
-    until = time.monotonic() + wait
-    while not watched.look():
-        if time.monotonic() >= until:
-            what = "has no run in it" if watched.path.is_dir() else "is missing"
-            raise UserError(f"{watched.path} {what}; name the run folder of a training job (--wait S waits for it)")
-        time.sleep(min(interval, 0.5))
-    if watched.settings and not {"steps", "preset"} & set(watched.settings):
-        raise UserError(f"{watched.path} is a benchmark, which has no steps; `megatron-flux report` shows it")
+def _title(watched: Watched) -> str:
+    device, layout = watched.config.get("device"), watched.config.get("layout")
+    words = [str(watched.path), str(watched.settings.get("preset", ""))]
+    if isinstance(device, dict) and len(device) > 1:
+        words.append(f"{device['count']} x {device['name']}")
+    if isinstance(layout, dict):
+        words.append(" ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "dp") if name in layout))
+    return ", ".join(filter(None, words))
+
+
+def _progress(watched: Watched) -> str:
+    steps = watched.steps
+    parts = []
+    for arm in watched.arms:
+        last = watched.last_iteration(arm)
+        parts.append(f"{arm} {last}" + (f" of {steps} ({100 * last / steps:.0f} %)" if steps else ""))
+    remaining = watched.remaining_s()
+    if watched.done:
+        parts.append("all steps done")
+    elif remaining is not None:
+        parts.append(f"{duration(remaining)} left")
+    return ", ".join(parts)
+
+
+def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
+    """Lines with their style."""
+    lines: list[tuple[str, str]] = []
+    records = {arm: watched.tails[arm].records for arm in ARMS}
+    pace = {arm: median_of(timed(records[arm]), "iteration-time") for arm in ARMS}
+    if pace["baseline"] and pace["flux"]:
+        interval = watched.speedup_interval()
+        shown = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ", too few blocks for an interval"
+        lines.append((f"speed-up so far {pace['baseline'] / pace['flux']:.3f}{shown}", "bold"))
+    flux = records["flux"]
+    for reason, calls in (flux[-1]["flux/fallbacks"] if flux else {}).items():
+        lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
+    silent = watched.silent_s(now)
+    if silent is not None and not watched.done:
+        usual = max((value for value in pace.values() if value), default=0.0)
+        stalled = silent > max(STALL_S, STALL_STEPS * usual)
+        lines.append((f"last record {duration(silent)} ago{': stalled, or ended' * stalled}", "red" * stalled))
+    for arm in watched.arms:
+        # The last line of a running job may be half written: only whole lines can be damaged.
+        lines += [(f"{arm}/metrics.jsonl: {problem}", "red") for problem in watched.tails[arm].problems]
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _last(name: str, form: Callable[[float], str], since: int = 1) -> Callable[[list[Record]], str]:
+    """The field's last known value among records of schema version ``since`` or later."""
+
+    def cell(records: list[Record]) -> str:
+        known = (r[name] for r in reversed(records) if r.get(name) is not None and r.get("schema", 1) >= since)
+        value = next(known, None)
+        return "" if value is None else form(value) if math.isfinite(value) else str(value)
+
+    return cell
+
+
+def _sampled(name: str, form: Callable[[Any], str]) -> Callable[[list[Record]], str]:
+    """The object of the latest sample, an entry a line."""
+
+    def cell(records: list[Record]) -> str:
+        found = next((r[name] for r in reversed(records) if r.get(name)), {})
+        return "\n".join(f"{key} {form(value)}" for key, value in found.items() if value is not None)
+
+    return cell
+
+
+def _step_time(records: list[Record]) -> str:
+    if not records:
+        return ""
+    recent = median_of(records[-RECENT:], "iteration-time") or 0.0
+    return f"{milliseconds(1000 * records[-1]['iteration-time'])} ({milliseconds(1000 * recent)})"
+
+
+def _ranks(records: list[Record]) -> str:
+    found = next((r for r in reversed(records) if r.get("flux/slowest_rank") is not None), None)
+    if found is None:
+        return ""
+    spread = found.get("flux/rank_spread_ms")
+    return f"{found['flux/slowest_rank']}" + (f" ({milliseconds(spread)} ms)" if spread is not None else "")
+
+
+_ROWS: dict[str, Callable[[list[Record]], str]] = {
+    f"step time, last (median of {RECENT}), ms": _step_time,
+    "loss": _last("lm loss", "{:.4f}".format),
+    "gradient norm": _last("grad-norm", "{:.3f}".format),
+    "learning rate": _last("learning-rate", "{:.2e}".format),
+    "tokens/s": _last("tokens-per-second", rate),
+    "TFLOP/s per GPU": _last("throughput", rate),
+    "MFU": _last("mfu", lambda value: f"{100 * value:.1f} %"),
+    "peak memory": _last("peak-memory-bytes", memory, since=OWN_MEMORY_SINCE),
+    "active flux layers": _last("flux/active_layers", str),
+    "calls left to stock, per step": _last("flux/fallback_calls", str),
+    "overlap efficiency": _sampled("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),
+    "exposed communication (waits in kernels too), ms": _sampled("flux/exposed_communication_ms", milliseconds),
+    "slowest rank (spread)": _ranks,
+    "GPUs": _sampled("flux/gpu", "{:.0f}".format),
+    "throttled GPUs": _sampled("flux/throttle_reasons", str),
+    "waits that ran into their limit": _last("flux/wait_timeouts", str),
+}

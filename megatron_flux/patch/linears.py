@@ -6,7 +6,8 @@ Why these two: the column layer's gather happens inside ``_forward_impl``, the r
 ``forward``, after its ``_forward_impl``.
 
 Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers.
-Whatever is not recognised runs the stock method and is counted (:mod:`megatron_flux.patch.fallbacks`).
+Whatever is not recognised runs the stock method and is counted with the reason (:meth:`LinearPatch.runs_stock`): a
+silent fallback could not be told from the feature working, so every path to stock goes through there.
 
 Where a layer's configuration asks for Megatron's CUDA graphs, its first call switches the operators of this process to
 the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
@@ -14,20 +15,23 @@ the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it l
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_flux.config import STOCK, FluxConfig
-from megatron_flux.layers import column_parallel_linear, row_parallel_linear
-from megatron_flux.layers import prefetch as ahead
-from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.errors import FallbackError
+from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
+from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.operators import DTYPES
-from megatron_flux.patch.choices import backends_of
-from megatron_flux.patch.fallbacks import Fallbacks
-from megatron_flux.patch.line import MegatronCoreLine
+from megatron_flux.patch.layer_backends import backends_of
+from megatron_flux.patch.megatron_core import MegatronCoreLine
+
+logger = logging.getLogger("megatron_flux")
 
 CHOSEN = "chosen with set_backend"
 """Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
@@ -43,7 +47,8 @@ class LinearPatch:
         """``row_forward_impl`` is the stock one of ``RowParallelLinear``: a subclass with its own is left alone."""
         self.config = config
         self.line = line
-        self.fallbacks = Fallbacks()
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        """Calls that ran stock, by kind of layer and reason."""
         self._row_forward_impl = row_forward_impl
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.cuda_graphs = False
@@ -161,13 +166,20 @@ class LinearPatch:
         return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
 
     def runs_stock(self, kind: str, reason: str, layer: torch.nn.Module) -> None:
-        """Count a call of ``layer`` that runs stock for ``reason``.
+        """Count a call of ``layer`` that runs stock for ``reason``; the first of its kind and reason is logged.
 
         Raises:
             FallbackError: with ``strict``, unless it was chosen.
         """
-        self.fallbacks.take(kind, reason, layer, strict=self.config.strict and reason != CHOSEN)
-        ahead.forget()
+        if self.config.strict and reason != CHOSEN:
+            raise FallbackError(
+                f"{kind} layer {layer} cannot run flux: {reason}; change the layout, or allow stock layers with "
+                "strict=False"
+            )
+        if (kind, reason) not in self.fallbacks:
+            logger.warning("megatron_flux: %s layers run stock Megatron: %s (first seen: %s)", kind, reason, layer)
+        self.fallbacks[kind, reason] += 1
+        prefetch.clear()
 
     def activate(self, layer: torch.nn.Module) -> None:
         """Count ``layer`` as one that runs flux. It must do so on all ranks of a group at the same call."""
@@ -176,12 +188,12 @@ class LinearPatch:
         self._active.add(layer)
         if not self.cuda_graphs and asks_for_graphs(layer.config):
             self.cuda_graphs = True
-            capture.always(True)
+            cuda_graphs.always(True)
 
     def close(self) -> None:
         """The patch is undone. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
-            capture.always(False)
+            cuda_graphs.always(False)
 
     def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""

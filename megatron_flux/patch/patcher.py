@@ -4,7 +4,7 @@ Contract
     * idempotent: a second ``patch()`` replaces nothing; with another config it exchanges the config;
     * reversible: ``unpatch()`` restores the identical stock objects and verifies it;
     * all or nothing: every symbol is checked before the first one is replaced;
-    * if somebody replaced a method after us, ``unpatch()`` refuses rather than throw their replacement away;
+    * where another replacement came on top, ``unpatch()`` refuses rather than throw it away;
     * TransformerEngine's layers are replaced where megatron-core could import it, and it is never imported for that.
 
 Hazard: the process has one megatron-core, so there is one patch; ``patched()`` nests and restores what was there.
@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,42 +25,28 @@ import torch
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.ops import stats
-from megatron_flux.patch import choices, te_seam, tune_ahead
+from megatron_flux.patch import te_seam, tuning
+from megatron_flux.patch.layer_backends import check_backends
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.registry import checked_line, installed_megatron_core, resolve
+from megatron_flux.patch.megatron_core import REPLACED, TE_REPLACED, checked_line, installed_megatron_core, resolve
 from megatron_flux.patch.te_linears import TELinearPatch
 
 logger = logging.getLogger("megatron_flux")
-
-
-REPLACED = (("ColumnParallelLinear", "_forward_impl"), ("RowParallelLinear", "forward"))
-"""Classes of ``megatron.core.tensor_parallel.layers`` and the method of each that flux replaces."""
-
-TE_REPLACED = (
-    ("TELayerNormColumnParallelLinear", "forward"),
-    ("TEColumnParallelLinear", "forward"),
-    ("TERowParallelLinear", "forward"),
-)
-"""As ``REPLACED``, of ``megatron.core.extensions.transformer_engine``; the last two inherit the method."""
+_Method = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Replacement:
+class _Replacement:
     """One attribute of one class, before and after."""
 
     owner: type
     name: str
-    stock: Callable[..., Any]
-    flux: Callable[..., Any]
+    stock: _Method
+    flux: _Method
     inherited: bool
     """The class had no such attribute of its own: undoing removes it."""
 
-    def install(self) -> None:
-        """Put flux in the place of stock."""
-        setattr(self.owner, self.name, self.flux)
-
     def undo(self) -> None:
-        """Put back what was there."""
         if self.inherited:
             delattr(self.owner, self.name)
         else:
@@ -67,13 +54,12 @@ class Replacement:
 
     @property
     def path(self) -> str:
-        """The dotted name that was replaced."""
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
 @dataclass
 class _Installed:
-    replacements: tuple[Replacement, ...]
+    replacements: list[_Replacement]
     linears: LinearPatch
     te_linears: TELinearPatch | None
     """None where megatron-core does without TransformerEngine."""
@@ -102,7 +88,7 @@ def patch(config: FluxConfig | None = None) -> None:
     """
     global _installed
     if config is not None:
-        choices.check(config.backends)
+        check_backends(config.backends)
     if _installed is not None:
         if config is not None and config != _installed.linears.config:
             _installed.linears.config = config
@@ -111,23 +97,19 @@ def patch(config: FluxConfig | None = None) -> None:
     line = checked_line()
     from megatron.core.tensor_parallel import layers
 
-    linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear._forward_impl)
-    makers = (linears.column_forward_impl, linears.row_forward)
-    replacements = tuple(
-        _replacement(getattr(layers, owner), name, make) for (owner, name), make in zip(REPLACED, makers, strict=True)
-    )
-    te_layers, te_linears = te_seam.in_use(), None
-    if te_layers is not None:
+    linears, te_linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear._forward_impl), None
+    replacements = _replacements(layers, REPLACED, linears.column_forward_impl, linears.row_forward)
+    if (te_layers := te_seam.in_use()) is not None:
         for symbol in line.te_symbols:
             resolve(symbol)
-        te_linears = TELinearPatch(linears, _transformer_engine())
-        te_makers = (te_linears.norm_column_forward, te_linears.column_forward, te_linears.row_forward)
-        replacements += tuple(
-            _replacement(getattr(te_layers, owner), name, make)
-            for (owner, name), make in zip(TE_REPLACED, te_makers, strict=True)
-        )
+        try:
+            te_linears = TELinearPatch(linears, te_seam.load())
+        except UnsupportedVersionError as error:
+            te_linears = TELinearPatch(linears, str(error))
+        makers = (te_linears.norm_column_forward, te_linears.column_forward, te_linears.row_forward)
+        replacements += _replacements(te_layers, TE_REPLACED, *makers)
     for r in replacements:
-        r.install()
+        setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
     _installed = _Installed(replacements, linears, te_linears)
     _log(
@@ -142,7 +124,7 @@ def unpatch() -> None:
     """Put the stock methods back. Does nothing when not patched.
 
     Raises:
-        FluxError: a method was replaced by somebody else after ``patch()``; nothing is changed then.
+        FluxError: a method was replaced once more after ``patch()``; nothing is changed then.
     """
     global _installed
     if _installed is None:
@@ -202,7 +184,7 @@ def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int
     if _installed is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return tune_ahead.tune(chunks, _installed.linears, _installed.te_linears, sequence, micro_batch_size)
+    return tuning.tune(chunks, _installed.linears, _installed.te_linears, sequence, micro_batch_size)
 
 
 def report() -> dict[str, Any]:
@@ -215,37 +197,33 @@ def report() -> dict[str, Any]:
         ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs
         are replayed, it is not called any more.
     """
-    linears = _installed.linears if _installed is not None else None
+    now = _installed
+    fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.linears.fallbacks.items()}
     return {
-        "patched": linears is not None,
-        "replaced": [r.path for r in _installed.replacements] if _installed is not None else [],
-        "active_layers": linears.active_layers if linears is not None else 0,
-        "fallbacks": {
-            **({f"{kind}: {why}": n for (kind, why), n in linears.fallbacks.counts.items()} if linears else {}),
-            **{f"operators: {why}": n for why, n in stats.degraded.items()},
-        },
+        "patched": now is not None,
+        "replaced": [] if now is None else [r.path for r in now.replacements],
+        "active_layers": 0 if now is None else now.linears.active_layers,
+        "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
-        "cuda_graphs": linears.cuda_graphs if linears is not None else False,
+        "cuda_graphs": now is not None and now.linears.cuda_graphs,
     }
 
 
-def _replacement(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Replacement:
-    inherited = name not in owner.__dict__
-    stock = getattr(owner, name) if inherited else owner.__dict__[name]
-    flux = make(stock)
-    flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
-    flux.__doc__ = stock.__doc__
-    flux.__qualname__ = f"megatron_flux.{owner.__name__}.{name}"
-    return Replacement(owner, name, stock, flux, inherited)
-
-
-def _transformer_engine() -> te_seam.TransformerEngine | str:
-    """The checked TransformerEngine, or why its layers must run stock."""
-    try:
-        return te_seam.load()
-    except UnsupportedVersionError as error:
-        return str(error)
+def _replacements(
+    module: ModuleType, methods: tuple[tuple[str, str], ...], *makers: Callable[[_Method], _Method]
+) -> list[_Replacement]:
+    made = []
+    for (cls, name), make in zip(methods, makers, strict=True):
+        owner = getattr(module, cls)
+        inherited = name not in owner.__dict__
+        stock = getattr(owner, name) if inherited else owner.__dict__[name]
+        flux = make(stock)
+        flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+        flux.__doc__ = stock.__doc__
+        flux.__qualname__ = f"megatron_flux.{cls}.{name}"
+        made.append(_Replacement(owner, name, stock, flux, inherited))
+    return made
 
 
 def _log(message: str, *args: object) -> None:

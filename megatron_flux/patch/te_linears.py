@@ -30,7 +30,7 @@ import torch
 from megatron_flux.config import STOCK
 from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
 from megatron_flux.ops.cuda_graphs import capture_id
-from megatron_flux.patch.choices import backends_of
+from megatron_flux.patch.layer_backends import backends_of
 from megatron_flux.patch.linears import CHOSEN, LinearPatch
 from megatron_flux.patch.te_seam import TransformerEngine
 

@@ -32,8 +32,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from megatron_flux.errors import UnsupportedVersionError
-from megatron_flux.patch.line import TE_LAYERS
-from megatron_flux.patch.registry import release_of, shown
+from megatron_flux.layers import Norm
+from megatron_flux.patch.megatron_core import TE_LAYERS, release_of, shown
 
 SUPPORTED_TE = SpecifierSet(">=2.9,<2.19")
 
@@ -67,7 +67,7 @@ def load() -> TransformerEngine:
     if release is None or release not in SUPPORTED_TE:
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
     try:
-        return TransformerEngine(installed)
+        return TransformerEngine()
     except (ImportError, AttributeError, TypeError) as error:
         raise UnsupportedVersionError(
             f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
@@ -94,22 +94,20 @@ def why_unusable() -> str | None:
 class TransformerEngine:
     """What flux calls and asks of the installed TransformerEngine."""
 
-    def __init__(self, installed: str) -> None:
-        """Find and check the symbols; ``installed`` is the version.
+    def __init__(self) -> None:
+        """Find and check the symbols.
 
         Raises:
             ImportError: a module is missing.
             AttributeError: a symbol is missing.
             TypeError: a kernel takes another number of parameters.
         """
-        self.version = installed
-        kernels = importlib.import_module("transformer_engine_torch")
+        self.kernels = kernels = importlib.import_module("transformer_engine_torch")
         for name, expected in _KERNELS.items():
-            found = parameter_count(getattr(kernels, name))
+            found = _parameter_count(getattr(kernels, name))
             if found is not None and found != expected:
                 raise TypeError(f"{name} takes {found} parameters, not {expected}")
-        self._kernels = kernels
-        self._dtypes = _symbol("constants:TE_DType")
+        self.dtypes = _symbol("constants:TE_DType")
         self._fp8_enabled = _symbol("quantization:FP8GlobalStateManager.is_fp8_enabled")
         self._fp8_calibration = _symbol("quantization:FP8GlobalStateManager.is_fp8_calibration")
         self._offloading = _symbol("cpu_offload:is_cpu_offload_enabled")
@@ -148,21 +146,16 @@ class TransformerEngine:
             return "TransformerEngine's debug tools"
         return None
 
-    def norm(self, layer: Any) -> NormKernels:
+    def norm(self, layer: Any) -> Norm:
         """The norm of a ``LayerNormLinear``, for use in the current grad mode."""
         forward_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
         return _norm(
             self, layer.normalization, layer.eps, layer.zero_centered_gamma, forward_margin, layer.bwd_ln_sm_margin
         )
 
-    def make_norm(self, kind: str, *options: Any) -> NormKernels:
-        """A ``LayerNorm`` or ``RMSNorm``; ``options`` are the last four of :class:`NormKernels`."""
-        cls = {"LayerNorm": LayerNormKernels, "RMSNorm": RMSNormKernels}[kind]
-        return cls(self._kernels, self._dtypes, *options)
 
-
-class NormKernels:
-    """Options of one norm; :class:`megatron_flux.layers.Norm` says what ``forward`` and ``backward`` do."""
+class _NormKernels:
+    """Options of one norm; what ``forward`` and ``backward`` of the two below take and give: :class:`Norm`."""
 
     def __init__(
         self, kernels: Any, dtypes: Any, eps: float, zero_centered: bool, forward_margin: int, backward_margin: int
@@ -176,11 +169,8 @@ class NormKernels:
         return self._eps, None, None, self._dtypes[x.dtype], self._forward_margin, self._zero_centered
 
 
-class LayerNormKernels(NormKernels):
-    """``layernorm_fwd`` and ``layernorm_bwd``."""
-
+class _LayerNorm(_NormKernels):
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Output, mean and 1/deviation."""
         return self._kernels.layernorm_fwd(x, weight, bias, *self._forward_options(x))
 
     def backward(
@@ -191,17 +181,13 @@ class LayerNormKernels(NormKernels):
         mean: torch.Tensor | None,
         reciprocal_deviation: torch.Tensor,
     ) -> Any:
-        """Gradients of ``x``, of the weight and of the bias."""
         return self._kernels.layernorm_bwd(
             dy, x, mean, reciprocal_deviation, weight, self._backward_margin, self._zero_centered
         )
 
 
-class RMSNormKernels(NormKernels):
-    """``rmsnorm_fwd`` and ``rmsnorm_bwd``."""
-
+class _RMSNorm(_NormKernels):
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Output, None and 1/deviation; ``bias`` is None."""
         return self._kernels.rmsnorm_fwd(x, weight, *self._forward_options(x))
 
     def backward(
@@ -212,7 +198,6 @@ class RMSNormKernels(NormKernels):
         mean: torch.Tensor | None,
         reciprocal_deviation: torch.Tensor,
     ) -> Any:
-        """Gradients of ``x`` and of the weight, and None."""
         dx, dweight = self._kernels.rmsnorm_bwd(
             dy, x, reciprocal_deviation, weight, self._backward_margin, self._zero_centered
         )
@@ -220,12 +205,12 @@ class RMSNormKernels(NormKernels):
 
 
 @lru_cache(maxsize=256)
-def _norm(te: TransformerEngine, *options: Any) -> NormKernels:
+def _norm(te: TransformerEngine, kind: str, *options: Any) -> Norm:
     """One for all layers with the same options: it has no state."""
-    return te.make_norm(*options)
+    return {"LayerNorm": _LayerNorm, "RMSNorm": _RMSNorm}[kind](te.kernels, te.dtypes, *options)
 
 
-def parameter_count(function: Callable[..., Any]) -> int | None:
+def _parameter_count(function: Callable[..., Any]) -> int | None:
     """How many parameters a function takes; of a compiled one by its docstring, None where that does not say."""
     try:
         return len(inspect.signature(function).parameters)

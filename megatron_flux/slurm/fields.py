@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.redact import without_secrets
+from megatron_flux.metrics.strict_json import without_secrets
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

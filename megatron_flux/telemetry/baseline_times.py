@@ -1,7 +1,7 @@
-"""What a call's GEMM takes alone, and what collective and GEMM take in turn: the two ends of overlap efficiency.
+"""What a call's GEMM takes by itself, and what collective and GEMM take in turn: the two ends of overlap efficiency.
 
 FLUX (arXiv 2406.06858, section 5.1) defines the effective communication time of a way to run a call as its time minus
-that of the GEMM alone, unsplit, and overlap efficiency as
+that of the unsplit GEMM, and overlap efficiency as
 
     E_overlap = 1 - ECT(overlapped) / ECT(not overlapped) = (serial - overlapped) / (serial - GEMM)
 
@@ -10,12 +10,12 @@ with ``serial`` the collective and the GEMM one after the other: here the ``refe
 Both times are this rank's, measured here, between steps: right behind a sampled step, while the GPU is as warm and its
 clock as low as training has made them, a short burst of each at every one of the first :data:`ROUNDS` samples that
 have the call. (The tuner's times would not do: its bursts of one GEMM run at the power limit, while a step with other
-work in between clocks higher, so that calls would seem to beat the GEMM alone.) The clock is read meanwhile, since even
+work in between clocks higher, so that calls would seem to beat their GEMM.) The clock is read meanwhile, since even
 so it is not the step's: a GEMM takes longer by as much as the clock is lower, and where that could be much of what the
 collective takes, no efficiency is given (:mod:`megatron_flux.telemetry.call_sampler`).
 
 Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
-training's random numbers stay what they were. ``all_gather`` has no GEMM: its time alone is 0.
+training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
+from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.call_events import Call
 
 ROUNDS = 5
@@ -42,49 +41,11 @@ BURST_MS, MOST_CALLS = 2.0, 20
 """Of one burst: about how long, and how many calls at most."""
 
 
-class GemmAlone:
-    """A stand-in for a backend that leaves communication out: its results are wrong, its time is the GEMM's."""
-
-    def __init__(self) -> None:
-        """The gathered operand is made once and kept."""
-        self._gathered: torch.Tensor | None = None
-
-    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
-        try:
-            self._gathered = x.repeat(group.size(), 1)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GEMM over this rank's rows, repeated to the gathered size."""
-        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
-
-    def gemm_reduce_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        async_op: bool = False,
-    ) -> Pending:
-        """The GEMM, nothing summed."""
-        return Pending(gemm(x, weight, transposed=transposed))
+NO_MEMORY = "not measured: no memory for the operands on some rank"
 
 
 @dataclass(frozen=True)
-class Alone:
+class Baseline:
     """Of one call, medians over the rounds; None where they are not known."""
 
     gemm_ms: float | None
@@ -92,10 +53,7 @@ class Alone:
     source: str
     """``measured``, or why there is none."""
     sm_clock_mhz: float | None = None
-    """Of this rank's GPU while the GEMM ran; None where nobody tells."""
-
-
-NO_MEMORY = "not measured: no memory for the operands on some rank"
+    """Of this rank's GPU while the GEMM ran; None where it is not known."""
 
 
 @dataclass
@@ -110,11 +68,11 @@ class _Rounds:
     def wanted(self) -> bool:
         return not self.failed and len(self.serial_ms) < ROUNDS
 
-    def alone(self) -> Alone:
+    def baseline(self) -> Baseline:
         if self.failed:
-            return Alone(None, None, NO_MEMORY)
+            return Baseline(None, None, NO_MEMORY)
         clock = statistics.median(self.clocks) if self.clocks else None
-        return Alone(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
+        return Baseline(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
 
 
 def rounds_at_once(device: torch.device) -> int:
@@ -122,7 +80,7 @@ def rounds_at_once(device: torch.device) -> int:
     return 1 if device.type == "cuda" else ROUNDS
 
 
-class AloneTimes:
+class BaselineTimes:
     """The times of the calls seen so far; each gets its rounds at the first samples that have it."""
 
     def __init__(self) -> None:
@@ -130,16 +88,16 @@ class AloneTimes:
         self._known: dict[Call, _Rounds] = {}
         self._gpus: dict[torch.device, nvml.Gpu | None] = {}
 
-    def of(self, calls: Iterable[Call]) -> dict[Call, Alone]:
+    def of(self, calls: Iterable[Call]) -> dict[Call, Baseline]:
         """The times of ``calls``. Collective over the calls' groups while one of them lacks rounds on their ranks."""
         calls = list(calls)
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
-        for call in sorted(calls, key=lambda call: (_shape_of(call), call.group_name)):
+        for call in sorted(calls, key=_same_on_all_ranks):
             rounds = self._known.setdefault(call, _Rounds())
             for _ in range(rounds_at_once(call.device)):
                 if rounds.wanted():
                     measure(call, rounds, self._gpu(call.device))
-        return {call: self._known[call].alone() for call in calls}
+        return {call: self._known[call].baseline() for call in calls}
 
     def _gpu(self, device: torch.device) -> nvml.Gpu | None:
         if device not in self._gpus:
@@ -150,9 +108,8 @@ class AloneTimes:
         return self._gpus[device]
 
 
-def _shape_of(call: Call) -> tuple[Any, ...]:
-    """What is the same on all ranks of the call's group."""
-    return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend
+def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
+    return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend, call.group_name
 
 
 def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
@@ -162,7 +119,7 @@ def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
     if not timing.all_agree(operands is not None, group, call.device) or operands is None:
         rounds.failed = True
         return
-    x, weight, alone = operands
+    x, weight, gemm_only = operands
 
     def run(backend: Any) -> Any:
         if call.operator == "all_gather_gemm":
@@ -174,15 +131,15 @@ def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
     # The slowest rank's, so that all ranks make as many calls.
     once = timing.burst(lambda: run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
-    ways = ["serial"] if call.operator == "all_gather" else ["serial", "gemm"]
-    for way in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
-        backend = reference if way == "serial" else alone
-        taken, clock = _burst(partial(run, backend), count, group, call.device, gpu)
-        (rounds.serial_ms if way == "serial" else rounds.gemm_ms).append(taken)
-        if clock is not None and way == ways[-1]:
-            rounds.clocks.append(clock)
+    ways: list[tuple[Any, list[float]]] = [(reference, rounds.serial_ms), (gemm_only, rounds.gemm_ms)]
     if call.operator == "all_gather":
+        ways.pop()
         rounds.gemm_ms.append(0.0)
+    for backend, times in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
+        taken, clock = _burst(partial(run, backend), count, group, call.device, gpu)
+        times.append(taken)
+        if clock is not None and times is ways[-1][1]:
+            rounds.clocks.append(clock)
 
 
 def _burst(
@@ -208,7 +165,7 @@ def _burst(
     return start.elapsed_time(end) / count, None if reading is None else reading.sm_clock_mhz
 
 
-def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None:
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmOnly] | None:
     """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
 
     Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
@@ -220,15 +177,15 @@ def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmAlone] | None
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=call.device, dtype=call.dtype)
 
-    alone = GemmAlone()
+    gemm_only = GemmOnly()
     try:
         x = random(rows, call.k)
         weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
-        if call.operator == "all_gather_gemm" and not alone.prepare(x, call.group):
+        if call.operator == "all_gather_gemm" and not gemm_only.prepare(x, call.group):
             return None
         # The reference backend's gathered operand, its result and the one before, which is dropped later.
         scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
         del scratch
     except torch.OutOfMemoryError:
         return None
-    return x, weight, alone
+    return x, weight, gemm_only

@@ -5,8 +5,8 @@
         ...                          # one training step
     values = sampler.result(clock)   # None unless that step was sampled; the GPU's clock in it, in MHz, if known
 
-The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`; what exactly is timed is said in
-:mod:`ops.call_events`, what it is compared with in :mod:`telemetry.baseline_times`. They are of this rank.
+The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`. They are of this rank.
+:mod:`ops.call_events` says what exactly is timed, :mod:`telemetry.baseline_times` what it is compared with.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 
-from megatron_flux.ops import call_events as observe
+from megatron_flux.ops import call_events
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
 from megatron_flux.ops.kernel_config import Plan
-from megatron_flux.telemetry.baseline_times import Alone, AloneTimes
-
-_TUNED = "tuned"
+from megatron_flux.telemetry.baseline_times import Baseline, BaselineTimes
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -36,6 +34,16 @@ FIELDS = (
     "flux/calls",
 )
 """What a sample holds."""
+
+NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at different ones"
+OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
+FASTER = "the call took less than the GEMM alone, which must have run in another state"
+"""Why a comparison is withheld."""
+
+TOLERANCE = 0.1
+"""How much of what could be hidden may be due to clocks."""
+RESOLUTION = 0.005
+"""Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
 
 
 class Sampler:
@@ -48,7 +56,7 @@ class Sampler:
         self.interval = interval
         self._operators = operators
         self._timer = CallTimer()
-        self._alone = AloneTimes()
+        self._baselines = BaselineTimes()
         self._sampling = False
 
     def due(self, iteration: int) -> bool:
@@ -58,7 +66,7 @@ class Sampler:
     def step(self, iteration: int) -> AbstractContextManager[None]:
         """The context of one step."""
         self._sampling = self.due(iteration)
-        return observe.timed_by(self._timer if self._sampling and self._operators else None)
+        return call_events.timed_by(self._timer if self._sampling and self._operators else None)
 
     def result(self, clock: float | None = None) -> dict[str, Any] | None:
         """What was sampled in the latest step; call it right behind the step, while the GPU is as the step has left it.
@@ -72,16 +80,16 @@ class Sampler:
         if not self._operators:
             return dict.fromkeys(FIELDS)
         times = self._timer.collect()
-        return overlap(times, self._alone.of(times), clock)
+        return overlap(times, self._baselines.of(times), clock)
 
 
-def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone], clock: float | None) -> dict[str, Any]:
+def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
     """``flux/*`` of sampled calls; ``clock`` as for :meth:`Sampler.result`.
 
     Sums by operator leave out what is not known: an operator with a call whose GEMM was not measured has a time, and
     null elsewhere; one with a call whose comparison is withheld has no exposed time and no efficiency.
     """
-    rows = [_row(call, times[call], alone[call], clock) for call in sorted(times, key=str)]
+    rows = [_row(call, times[call], baselines[call], clock) for call in sorted(times, key=str)]
     by_operator: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_operator[row["operator"]].append(row)
@@ -93,55 +101,43 @@ def overlap(times: Mapping[Call, Times], alone: Mapping[Call, Alone], clock: flo
         }
 
     taken, gemm, serial, exposed = (sums(key) for key in ("time_ms", "gemm_ms", "serial_ms", "exposed_ms"))
-    e_overlap = {name: efficiency(exposed[name], gemm[name], serial[name]) for name in by_operator}
+    e_overlap = {name: _efficiency(exposed[name], gemm[name], serial[name]) for name in by_operator}
     return dict(zip(FIELDS, (taken, gemm, serial, exposed, e_overlap, rows), strict=True))
 
 
-def efficiency(exposed: float | None, gemm: float | None, serial: float | None) -> float | None:
+def _efficiency(exposed: float | None, gemm: float | None, serial: float | None) -> float | None:
     """E_overlap, None where a time is not known or the collective took no time to be hidden."""
     if exposed is None or gemm is None or serial is None or serial <= gemm:
         return None
     return 1 - exposed / (serial - gemm)
 
 
-NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at different ones"
-OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
-FASTER = "the call took less than the GEMM alone, which must have run in another state"
-"""Why a comparison is withheld."""
-
-TOLERANCE = 0.1
-"""How much of what could be hidden may be due to clocks."""
-RESOLUTION = 0.005
-"""Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
-
-
-def withheld(taken: float, alone: Alone, clock: float | None, *, on_gpu: bool) -> str | None:
-    """Why a call of ``taken`` ms is not compared with its times alone; None where it is.
+def _withheld(taken: float, baseline: Baseline, clock: float | None, *, on_gpu: bool) -> str | None:
+    """Why a call that took ``taken`` ms cannot be compared with its GEMM, or None if it can (or has none).
 
     A GEMM's time goes with the clock. Where the clocks of step and measurement are so far apart that the GEMM's time
     may be off by more than :data:`TOLERANCE` of the time that could be hidden, the difference says nothing; nor does
     it where a call is faster than its GEMM by more than that.
     """
-    if alone.gemm_ms is None or alone.serial_ms is None or not alone.gemm_ms:
+    if baseline.serial_ms is None or not baseline.gemm_ms:
         return None
-    allowed = TOLERANCE * max(alone.serial_ms - alone.gemm_ms, 0.0)
+    allowed = TOLERANCE * max(baseline.serial_ms - baseline.gemm_ms, 0.0)
     if on_gpu:
-        if clock is None or alone.sm_clock_mhz is None:
+        if clock is None or baseline.sm_clock_mhz is None:
             return NO_CLOCK
-        apart = max(abs(clock / alone.sm_clock_mhz - 1), RESOLUTION)
-        if apart * alone.gemm_ms > allowed:
+        apart = max(abs(clock / baseline.sm_clock_mhz - 1), RESOLUTION)
+        if apart * baseline.gemm_ms > allowed:
             return OTHER_CLOCK
-    return FASTER if taken < alone.gemm_ms - allowed else None
+    return FASTER if taken < baseline.gemm_ms - allowed else None
 
 
-def _row(call: Call, times: Times, alone: Alone, clock: float | None) -> dict[str, Any]:
+def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> dict[str, Any]:
     # Only waits of calls that began before the sample: nothing to divide by.
     calls = max(times.calls, 1)
     taken = times.milliseconds / calls
-    answer = _answer(call)
-    why = withheld(taken, alone, clock, on_gpu=call.device.type == "cuda")
+    why = _withheld(taken, baseline, clock, on_gpu=call.device.type == "cuda")
     # Within the tolerance a call that was faster than its GEMM has hidden all; it has not gained time.
-    exposed = None if alone.gemm_ms is None or why is not None else max(taken - alone.gemm_ms, 0.0)
+    exposed = None if baseline.gemm_ms is None or why is not None else max(taken - baseline.gemm_ms, 0.0)
     return {
         "operator": call.operator,
         "m": call.m,
@@ -150,29 +146,29 @@ def _row(call: Call, times: Times, alone: Alone, clock: float | None) -> dict[st
         "dtype": str(call.dtype).removeprefix("torch."),
         "transposed": call.transposed,
         "tp": call.group.size(),
-        "backend": call.backend if answer is None else f"{call.backend}: {_chosen(answer)}",
+        "backend": _backend(call),
         "calls": calls,
         "time_ms": taken,
-        "gemm_ms": alone.gemm_ms,
-        "serial_ms": alone.serial_ms,
+        "gemm_ms": baseline.gemm_ms,
+        "serial_ms": baseline.serial_ms,
         "exposed_ms": exposed,
-        "e_overlap": efficiency(exposed, alone.gemm_ms, alone.serial_ms),
-        "source": alone.source,
-        "sm_clock_mhz": alone.sm_clock_mhz,
+        "e_overlap": _efficiency(exposed, baseline.gemm_ms, baseline.serial_ms),
+        "source": baseline.source,
+        "sm_clock_mhz": baseline.sm_clock_mhz,
         "withheld": why,
     }
 
 
-def _answer(call: Call) -> dict[str, Any] | None:
-    """What the tuner decided about a call that it ran; it leaves plain gathers to the copy engine."""
-    if call.backend != _TUNED or call.operator == "all_gather":
-        return None
+def _backend(call: Call) -> str:
+    """The call's backend, and what the tuner chose for it; the tuner leaves plain gathers to the copy engine."""
+    if call.backend != TunedBackend.name or call.operator == "all_gather":
+        return call.backend
     like = torch.empty(0, dtype=call.dtype, device=call.device)
-    return _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group)
-
-
-def _chosen(answer: Mapping[str, Any]) -> str:
-    return answer["backend"] if answer["plan"] is None else f"fused {Plan(**answer['plan']).label()}"
+    answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group)
+    if answer is None:
+        return call.backend
+    chosen = answer["backend"] if answer["plan"] is None else f"fused {Plan(**answer['plan']).label()}"
+    return f"{call.backend}: {chosen}"
 
 
 def choices() -> dict[str, dict[str, Any]]:
@@ -189,6 +185,6 @@ def choices_made() -> int:
 
 
 def _tuner() -> TunedBackend:
-    backend = get_backend(_TUNED)
+    backend = get_backend(TunedBackend.name)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself
     return backend

@@ -12,9 +12,16 @@ from rich.table import Table
 from megatron_flux import ops
 from megatron_flux.errors import FluxError
 from megatron_flux.patch import te_seam
-from megatron_flux.patch.line import LAYERS, TE_LAYERS
-from megatron_flux.patch.patcher import REPLACED, TE_REPLACED
-from megatron_flux.patch.registry import SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, checked_line, shown
+from megatron_flux.patch.megatron_core import (
+    LAYERS,
+    REPLACED,
+    SUPPORTED_MEGATRON_CORE,
+    SUPPORTED_TORCH,
+    TE_LAYERS,
+    TE_REPLACED,
+    checked_line,
+    shown,
+)
 from megatron_flux.telemetry import environment
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from megatron_flux import nvml
-from megatron_flux.comm import links as topology
+from megatron_flux.comm import links
+from megatron_flux.comm.links import Link
+from megatron_flux.version import __version__
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
 
@@ -34,15 +36,13 @@ def versions() -> dict[str, str | None]:
 
     ``apex`` is judged by its kernel module: the distribution of that name on PyPI is another project.
     """
-    from megatron_flux.version import __version__
-
     found: dict[str, str | None] = {"megatron-flux": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        found[package] = _installed(package)
+    found |= {package: _installed(package) for package in _PACKAGES}
     found["triton"] = found["triton"] or _installed("pytorch-triton")  # its name beside torch's nightly builds
     found["apex wgrad kernel"] = "present" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else None
-    found["cuda"] = torch.version.cuda if torch.cuda.is_available() else None
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    gpus = torch.cuda.is_available()
+    found["cuda"] = torch.version.cuda if gpus else None
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if gpus else None
     return found
 
 
@@ -80,30 +80,23 @@ def link() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
+    pairs = count * (count - 1)
     seen = nvml.pairs()
-    if seen is None or len(seen) != count * (count - 1):
-        return _link_by_cuda(count)
-    peers = sum(peer for peer, _ in seen)
-    without = sum(not linked for _, linked in seen)
-    if peers < len(seen):
-        kind, reason = "host", "not every pair of GPUs has peer access"
-    elif without:
-        kind, reason = "p2p", f"{without} of {len(seen)} pairs of GPUs without NVLink"
+    if seen is None or len(seen) != pairs:
+        peers, found = _link_by_cuda(count)
     else:
-        kind, reason = "nvlink", ""
-    return {"kind": kind, "reason": reason, "pairs": len(seen), "peer_access": peers}
+        peers, without = sum(peer for peer, _ in seen), sum(not linked for _, linked in seen)
+        found = Link("p2p", f"{without} of {pairs} pairs of GPUs without NVLink") if without else Link("nvlink", "")
+    if peers < pairs:
+        found = Link("host", "not every pair of GPUs has peer access")
+    return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
 
 
-def _link_by_cuda(count: int) -> dict[str, Any]:
-    """:func:`link` without NVML."""
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    if peers < len(pairs):
-        kind, reason = "host", "not every pair of GPUs has peer access"
-    else:
-        found = topology.between(list(range(count)))
-        kind, reason = found.kind, found.reason
-    return {"kind": kind, "reason": reason, "pairs": len(pairs), "peer_access": peers}
+def _link_by_cuda(count: int) -> tuple[int, Link]:
+    """Pairs with peer access, and the link if all have it."""
+    gpus = range(count)
+    peers = sum(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
+    return peers, links.between(list(gpus))
 
 
 _JOB = {

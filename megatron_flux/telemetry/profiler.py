@@ -1,20 +1,21 @@
 """Some steps of a training under torch.profiler: one trace per rank that Perfetto opens, and where the time went.
 
-    with StepProfiler(5, 7, folder, ...) as profiler:
-        for iteration in ...:
-            with profiler.step(iteration):     # also names the step for nsys
-                ...
+    profiler = StepProfiler(5, 7, folder, ...)
+    for iteration in ...:
+        with profiler.step(iteration):     # also names the step for nsys
+            ...
+    profiler.close()
 
 Files, in ``folder``::
 
     trace/rank00000.json.gz      Chrome trace of a rank, with ranges of every operator call, of steps and optimizer
-    breakdown.json               rank 0's, see trace.parts
+    breakdown.json               where rank 0's time went (:mod:`telemetry.trace_parts`)
 
 The step before the first one is used to start the profiler. Both the host's and the GPU's side are recorded, since
 ranges are the host's; that slows the host, and small models show gaps that they do not have otherwise.
 
 Each trace says at its end (``flux``) which rank and host it is of, which steps it holds, and a few times on that host's
-clock at which all ranks left a barrier: what :mod:`megatron_flux.telemetry.trace_merge` aligns hosts by.
+clock at which all ranks left a barrier: :mod:`telemetry.trace_merge` aligns hosts by them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_flux.metrics import strict_json
-from megatron_flux.ops import call_events as observe
+from megatron_flux.ops import call_events
 from megatron_flux.telemetry.trace_parts import STEP, parts
 
 logger = logging.getLogger("megatron_flux")
@@ -85,7 +86,7 @@ class StepProfiler:
         if iteration == self.first - 1:
             self._begin()
         try:
-            with observe.named(f"{STEP} {iteration}"):
+            with call_events.named(f"{STEP} {iteration}"):
                 yield
         except BaseException:
             self._failed = True  # what there is of a trace then is not what was asked for
@@ -113,7 +114,7 @@ class StepProfiler:
             self._barrier()
             self._clock_ns.append(time.time_ns())
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
-        self._running.enter_context(observe.ranges(profiler=True))
+        self._running.enter_context(call_events.ranges(profiler=True))
         self._profile = self._running.enter_context(
             profile(
                 activities=activities,

@@ -3,7 +3,7 @@
 Every rank becomes processes of its own in the merged trace (host, GPU), named and sorted by rank. Ranks of one host
 share its clock. Clocks of different hosts do not agree: each host is shifted so that the barriers which all ranks left
 together before the profile (``clock_ns``, by :mod:`telemetry.profiler`) lie on those of rank 0's host. What
-remains is the time a barrier takes to be left, some tens of microseconds as a rule; the shifts are in the file.
+remains is the time it takes to leave a barrier, some tens of microseconds as a rule; the shifts are in the file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from megatron_flux.errors import UserError
 from megatron_flux.telemetry.profiler import write_trace
 
 MERGED = "merged.json.gz"
-
-_SORT_STEP = 100
-"""Room in the order of processes for those of one rank."""
 
 
 def merge_run(run: Path) -> list[Path]:
@@ -63,7 +60,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One Chrome trace of several ranks' traces; times count from the first event of any."""
     shifts = clock_shifts_ns([trace["flux"] for trace in traces])
-    starts = [_base_ns(trace) + shifts[trace["flux"]["host"]] for trace in traces]
+    starts = [float(trace.get("baseTimeNanoseconds", 0)) + shifts[trace["flux"]["host"]] for trace in traces]
     first = min(
         start + 1e3 * float(event["ts"])
         for start, trace in zip(starts, traces, strict=True)
@@ -98,17 +95,12 @@ def clock_shifts_ns(about: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _base_ns(trace: dict[str, Any]) -> float:
-    """Unix time that the trace's timestamps count from."""
-    return float(trace.get("baseTimeNanoseconds", 0))
-
-
 def _moved(trace: dict[str, Any], shift_us: float) -> list[dict[str, Any]]:
     """The events of a rank, later by ``shift_us``, in processes and with flows of their own."""
     rank, host = trace["flux"]["rank"], trace["flux"]["host"]
     # Every trace names all GPUs of its machine; only those that did something are worth a line.
     busy = dict.fromkeys(str(event.get("pid")) for event in trace["traceEvents"] if event.get("ph") == "X")
-    processes = {old: 1 + rank * _SORT_STEP + number for number, old in enumerate(busy)}
+    processes = {old: 1 + rank * 100 + number for number, old in enumerate(busy)}  # far fewer than 100 a rank
     names: dict[int, str] = {}
     events = []
     for event in trace["traceEvents"]:

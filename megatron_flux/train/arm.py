@@ -15,20 +15,21 @@ import torch
 import torch.distributed as dist
 
 import megatron_flux
+from megatron_flux.comm import timeouts
 from megatron_flux.metrics import SCHEMA_VERSION, JsonlRecorder, WandbMirror, strict_json
-from megatron_flux.ops import call_events as observe
+from megatron_flux.ops import call_events
 from megatron_flux.telemetry import environment
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.flops import device_peak, step_flops
-from megatron_flux.train.gather import StepResult, gathered, known
-from megatron_flux.train.telemetry import Telemetry
+from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered, known
 from megatron_flux.train.trainer import Trainer, require_finite
 
 logger = logging.getLogger("megatron_flux")
 
 ArmName = Literal["baseline", "flux"]
+_OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 class Arm:
@@ -45,13 +46,14 @@ class Arm:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
-        peak, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
-        self._peak_tflops = peak
+        self._peak_tflops, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
         self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12
         """Of one step, per device."""
         self._replayed = name == "flux" and config.cuda_graph_impl != "none"
         """Operator calls are in CUDA graphs: what Python counts is not what runs."""
-        self._telemetry = Telemetry(config.sample_interval, device, flux=name == "flux", replayed=self._replayed)
+        self._measurements = StepMeasurements(
+            config.sample_interval, device, flux=name == "flux", replayed=self._replayed
+        )
         self._profiler: StepProfiler | None = None
         self._run: dict[str, Any] | None = None
         """What the first record says of this process; None once it is written."""
@@ -79,7 +81,7 @@ class Arm:
         dist.all_gather_object(hosts, socket.gethostname())
         self._open_profiler()
         if self.config.nvtx:
-            self._writers.enter_context(observe.ranges(nvtx=True))
+            self._writers.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
             resume_from = self.trainer.iteration or None
             self._recorder = self._writers.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", resume_from))
@@ -120,7 +122,7 @@ class Arm:
                 self.trainer.memory.reset_peak()
                 before = megatron_flux.report()
                 profiled = self._profiler.step(iteration) if self._profiler is not None else nullcontext()
-                with profiled, self._telemetry.step(iteration):
+                with profiled, self._measurements.step(iteration):
                     local = self.trainer.step()
                 began = time.perf_counter()
                 after = megatron_flux.report()
@@ -130,7 +132,7 @@ class Arm:
                     "allocated_peak_bytes": peak.allocated,
                     "workspace_bytes": peak.workspace,
                     "active_layers": after["active_layers"],
-                    **self._telemetry.values(local),
+                    **self._measurements.values(local),
                 }
                 result = gathered(local, values, self._device)
                 if self._recorder is not None and self._mirror is not None:
@@ -153,6 +155,9 @@ class Arm:
         tflops = self._tflop / result.seconds
         fallbacks = Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         self._fallbacks += fallbacks
+        counts = {f"flux/{name}_calls": _calls(after, name) - _calls(before, name) for name in _OPERATORS}
+        counts["flux/bytes_received"] = after["bytes_received"] - before["bytes_received"]
+        counts["flux/fallback_calls"] = fallbacks.total()
         record = {
             "iteration": iteration,
             "lm loss": result.loss,
@@ -168,11 +173,11 @@ class Arm:
             "warmup": iteration <= self._warm_after,
             # Of one copy of the model: the sum over pipeline stages.
             "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
-            **self._counts(before, after, fallbacks),
+            **(dict.fromkeys(counts) if self._replayed else counts),
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,
             "timestamp": time.time(),
-            **self._telemetry.fields(result),
+            **self._measurements.fields(result),
         }
         if self._profiler is not None:
             record["profiled"] = self._profiler.active(iteration)
@@ -181,16 +186,6 @@ class Arm:
         if self._run is not None:
             record["flux/run"], self._run = self._run, None
         return record
-
-    def _counts(self, before: dict[str, Any], after: dict[str, Any], fallbacks: Counter[str]) -> dict[str, int | None]:
-        """What the operators did in a step, by the host's counts; None where graphs did it."""
-        counts = {
-            f"flux/{operator}_calls": _calls(after, operator) - _calls(before, operator)
-            for operator in ("all_gather_gemm", "gemm_reduce_scatter")
-        }
-        counts["flux/bytes_received"] = after["bytes_received"] - before["bytes_received"]
-        counts["flux/fallback_calls"] = fallbacks.total()
-        return dict.fromkeys(counts) if self._replayed else {**counts}
 
     def _about(self, resumed_from: int | None, nodes: list[str]) -> dict[str, Any]:
         """``flux/run``."""
@@ -205,8 +200,8 @@ class Arm:
             "device": environment.device_name(),
             "peak_tflops": self._peak_tflops,
             "peak_source": self._peak_source,
-            "gpu_source": self._telemetry.gpu_source,
-            "operator_source": self._telemetry.operator_source,
+            "gpu_source": self._measurements.gpu_source,
+            "operator_source": self._measurements.operator_source,
             "sample_interval": self.config.sample_interval,
             "versions": environment.versions(),
             "environment": environment.switches(),
@@ -254,15 +249,13 @@ class Arm:
 
     def _note_failure(self, error: Exception) -> None:
         """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
-        from megatron_flux.comm import timeouts as watch
-
         rank = dist.get_rank()
         note = {
             "rank": rank,
             "host": socket.gethostname(),
             "iteration": self.trainer.iteration,
             "timestamp": time.time(),
-            "wait_timeouts": watch.timeouts(),
+            "wait_timeouts": timeouts.timeouts(),
             "error": f"{type(error).__name__}: {error}",
         }
         try:
@@ -277,15 +270,14 @@ class Arm:
 def _memory(result: StepResult) -> dict[str, int | None]:
     """What the rank with the most has, and of what it is made."""
     ranks = result.ranks
-    by = "peak_memory_bytes" if known(ranks["peak_memory_bytes"]) else "workspace_bytes"
-    most = max(range(len(ranks[by])), key=lambda rank: ranks[by][rank] or 0)
+    by = ranks["peak_memory_bytes"] if known(ranks["peak_memory_bytes"]) else ranks["workspace_bytes"]
+    most = max(range(len(by)), key=lambda rank: by[rank] or 0)
     names = {
         "peak-memory-bytes": "peak_memory_bytes",
         "flux/allocated_peak_bytes": "allocated_peak_bytes",
         "flux/workspace_bytes": "workspace_bytes",
     }
-    found = {name: ranks[key][most] for name, key in names.items()}
-    return {name: None if value is None else int(value) for name, value in found.items()}
+    return {name: None if (value := ranks[key][most]) is None else int(value) for name, key in names.items()}
 
 
 def _calls(report: dict[str, Any], operator: str) -> int:

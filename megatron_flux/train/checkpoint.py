@@ -1,4 +1,7 @@
-"""Saving and resuming through megatron.core.dist_checkpointing; ``checkpoint_folder`` says which files there are.
+"""Saving and resuming through megatron.core.dist_checkpointing.
+
+:mod:`~megatron_flux.train.checkpoint_folder` says which files there are, :mod:`~megatron_flux.train.checkpoint_access`
+which of them a run may load or replace.
 
 A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
 renamed when complete, and the tracker file is moved last: a save that fails or dies leaves the previous checkpoint in
@@ -19,102 +22,35 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_flux.errors import FluxError, StorageError, UserError
-from megatron_flux.train import checkpoint_folder, checksums, save_folder
-from megatron_flux.train.checkpoint_folder import DESCRIPTION, chosen, damage, instead
+from megatron_flux.train import checkpoint_folder
+from megatron_flux.train.checkpoint_access import MUST_MATCH, check_fits, held, instead
+from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.model import unwrap
-from megatron_flux.train.randomness import random_state, set_random_state
-from megatron_flux.train.trainer import Trainer
+from megatron_flux.train.trainer import Trainer, random_state, set_random_state
 
 logger = logging.getLogger("megatron_flux")
 
-_MUST_MATCH = ("precision", "distributed_optimizer", "transformer_impl")
-_UNSAID = {"transformer_impl": "local"}
-"""What a checkpoint was saved with that does not say."""
 _LAYOUT = ("tp", "pp")
 _T = TypeVar("_T")
-
-
-def check_resume(config: RunConfig) -> None:
-    """Check that ``config.load`` fits this run, and that something is left to do.
-
-    Raises:
-        UserError: as :func:`check_fits`, no arm has a step left, or options of a resume without one.
-    """
-    if config.load is None:
-        for option, given in (("--ckpt-step", config.ckpt_step is not None), ("--other-data", config.other_data)):
-            if given:
-                raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
-        return
-    found = {folder: check_fits(folder, config) for folder in save_folder.folders(config.load, config)}
-    if min(found.values()) >= config.steps:
-        folder, iteration = min(found.items(), key=lambda item: item[1])
-        raise UserError(
-            f"checkpoint {chosen(folder, config.ckpt_step)} is at step {iteration} and --steps is {config.steps}; "
-            "--steps counts from the start of training, give more"
-        )
-
-
-def check_fits(folder: Path, config: RunConfig) -> int:
-    """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
-
-    Raises:
-        UserError: none there, a damaged one, or one of another shape, precision or optimizer.
-    """
-    checkpoint = chosen(folder, config.ckpt_step)
-    if (wrong := damage(checkpoint)) is not None:
-        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {_instead(checkpoint, config)}")
-    saved = checkpoint_folder.description(checkpoint)
-    shape, iteration = saved["shape"], int(saved["iteration"])
-    ours = config.shape.model_dump(mode="json")
-    different = {f"{n} {shape.get(n)}": f"{n} {v}" for n, v in ours.items() if shape.get(n) != v and n != "seq_length"}
-    saved = {**_UNSAID, **saved}
-    different |= {
-        f"{n} {saved.get(n)}": f"{n} {getattr(config, n)}" for n in _MUST_MATCH if saved.get(n) != getattr(config, n)
-    }
-    if shape.get("seq_length") != config.shape.seq_length and config.shape.position_embedding == "learned_absolute":
-        different[f"seq_length {shape.get('seq_length')}"] = f"seq_length {config.shape.seq_length}"
-    if different:
-        raise UserError(
-            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; "
-            "use the options it was saved with, or another checkpoint"
-        )
-    return iteration
-
-
-def check_data(config: RunConfig) -> str | None:
-    """Whether the run goes on with the text that its checkpoint was trained on (``config.text`` is known).
-
-    Returns:
-        A line for the user where it is another one, and the user has asked for it.
-
-    Raises:
-        UserError: it is another one, and nobody has said so.
-    """
-    if config.load is None or config.text is None:
-        return None
-    checkpoint = chosen(save_folder.folders(config.load, config)[0], config.ckpt_step)
-    try:
-        saved = checkpoint_folder.description(checkpoint).get("data")
-    except ValueError:  # which check_resume says
-        return None
-    if saved is None or saved["sha256"] == config.text.sha256:
-        return None
-    then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
-    if config.data or config.other_data:
-        return f"resumes on other data: checkpoint {checkpoint} was trained on {then}, this run trains on {now}"
-    raise UserError(
-        f"checkpoint {checkpoint} was trained on {then}, and this run, without --data, would train on {now}; give the "
-        "--data it was trained on, or --other-data to go on with this text"
-    )
 
 
 class Saves:
     """The checkpoints that a run saves to ``config.save``; a context manager, entered by all ranks.
 
-    It holds the folder (:mod:`megatron_flux.train.save_folder`) as long as the run goes on.
+    It holds the folder (:mod:`megatron_flux.train.checkpoint_access`) as long as the run goes on.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -127,10 +63,10 @@ class Saves:
         """Hold the folder.
 
         Raises:
-            UserError: as :func:`megatron_flux.train.save_folder.held`, on all ranks.
+            UserError: as :func:`megatron_flux.train.checkpoint_access.held`, on all ranks.
         """
         if self.config.save is not None:
-            self._run = _on_first_rank(lambda: self._holding.enter_context(save_folder.held(self.config)))
+            self._run = _on_first_rank(lambda: self._holding.enter_context(held(self.config)))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -152,7 +88,7 @@ class Saves:
             _on_first_rank(lambda: _begin(partial))
             _write(trainer, partial)
             _on_first_rank(lambda: self._describe(trainer, partial))
-            found = checksums.of_files(partial) if self.config.checksums else None
+            found = checkpoint_folder.checksums_of(partial) if self.config.checksums else None
             _on_first_rank(lambda: self._finish(trainer, partial, final, found))
         except (OSError, StorageError) as error:
             room = _room(folder)
@@ -172,21 +108,18 @@ class Saves:
             "iteration": trainer.iteration,
             "consumed_sequences": trainer.batches.consumed,
             "shape": config.shape.model_dump(mode="json"),
-            **{name: getattr(config, name) for name in (*_MUST_MATCH, *_LAYOUT)},
+            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT)},
             "run": {"id": self._run, "folder": str(config.out.resolve())},
             "data": config.text.model_dump() if config.text is not None else None,
             "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
         }
-        with (partial / DESCRIPTION).open("w") as file:
-            file.write(json.dumps(about, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        checkpoint_folder.write_synced(partial / DESCRIPTION, json.dumps(about, indent=2) + "\n")
 
     def _finish(self, trainer: Trainer, partial: Path, final: Path, found: dict[str, str] | None) -> None:
         """Make what lies in ``partial`` the newest checkpoint."""
         folder, iteration = final.parent, trainer.iteration
         if found is not None:
-            checksums.write(partial, found)
+            checkpoint_folder.write_checksums(partial, found)
         checkpoint_folder.sync_folder(partial)
         if final.exists():  # a run that was resumed before it has come here again
             checkpoint_folder.move_latest_before(folder, iteration)
@@ -202,12 +135,9 @@ def load(trainer: Trainer, folder: Path) -> None:
     """Bring a freshly built trainer to the chosen checkpoint in ``folder``. A collective call.
 
     Raises:
-        UserError: as :func:`check_fits`, or its files are not what was saved.
+        UserError: as :func:`~megatron_flux.train.checkpoint_access.check_fits`, or its files are not what was saved.
         FluxError: megatron-core cannot load it.
     """
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
-
     config = trainer.config
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
@@ -226,7 +156,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         loaded = dist_checkpointing.load(state, str(checkpoint))
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
         raise FluxError(
-            f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {_instead(checkpoint, config)}"
+            f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
         ) from error
     unwrap(trainer.model).load_state_dict(loaded["model"])
     if config.distributed_optimizer:
@@ -241,18 +171,13 @@ def load(trainer: Trainer, folder: Path) -> None:
 
 
 def _check_content(checkpoint: Path, config: RunConfig) -> None:
-    wrong = checksums.differences(checkpoint)
+    wrong = checkpoint_folder.changed_files(checkpoint)
     if wrong is None:
         if dist.get_rank() == 0:
-            logger.info("%s has no %s: its content is not checked", checkpoint, checksums.CHECKSUMS)
+            logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
     elif wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {_instead(checkpoint, config)}")
-
-
-def _instead(checkpoint: Path, config: RunConfig) -> str:
-    """What to do where ``checkpoint`` of ``config.load`` is damaged."""
-    return instead(save_folder.folders(config.load, config), int(checkpoint.name.removeprefix("iter_")))
+        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
 
 
 def _begin(partial: Path) -> None:
@@ -261,19 +186,45 @@ def _begin(partial: Path) -> None:
 
 
 def _write(trainer: Trainer, partial: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from megatron_flux.train.writer import InProcess
-
     try:
-        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), InProcess())
+        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), _InProcess())
     except CheckpointException as error:
         cause = _cause(error)
         # It is raised on all ranks; up to megatron-core 0.16, rank 0 alone is told the cause.
         raise StorageError(_on_first_rank(lambda: cause), everywhere=True) from error
     except (OSError, RuntimeError) as error:  # torch's name for a write that failed
         raise StorageError(_cause(error)) from error
+
+
+class _InProcess(TorchDistSaveShardedStrategy):
+    """megatron-core's ``torch_dist`` format, written by the rank itself with torch's own file writer.
+
+    megatron-core's strategy prepares for writing in the background even where it is not asked to. At the first save it
+    starts a manager process on every rank, which stays, and up to version 0.16 every save forks the process that holds
+    the GPU twice. Those processes die of signals that the rank survives, and the next save with them; they outlive a
+    rank that is killed; and a rank waits for ever for a writer that was killed. A training waits for its save in any
+    case, so no other process is needed. The files are the same, and megatron-core reads them.
+
+    One file a rank: torch's writer loses the exceptions of all threads but the first.
+    """
+
+    def __init__(self) -> None:
+        """Name the format as megatron-core's loader looks it up."""
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Write all tensors and objects of the state, and the index. A collective call.
+
+        Raises:
+            CheckpointException: on every rank, with the errors of those that could not write. No ``Exception``.
+        """
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            # megatron-core's tensors are neither nested nor twofold: no need to look for that.
+            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
 
 
 def _cause(error: BaseException) -> str:
@@ -358,9 +309,6 @@ def _load_distributed_optimizer(optimizer: Any, loaded: dict[str, Any]) -> None:
 
 
 def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -370,10 +318,6 @@ def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     }
     model = unwrap(trainer.model).sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    pp, tp = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
     return {
         "model": model,
         "optimizer": optimizer,
@@ -383,7 +327,7 @@ def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
             "random_state",
             random_state(),
             (trainer.config.pp, trainer.config.tp),
-            (pp, tp),
+            (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
             replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         ),
     }

@@ -1,35 +1,47 @@
-"""A folder of checkpoints as files: which are there, whose they are, and whether they are whole. Starts no process.
+"""A folder of checkpoints as files: which are there, whose they are, and whether they are whole.
 
 ::
 
     SAVE/latest_checkpointed_iteration.txt     the iteration to resume from
     SAVE/iter_0000100/                         megatron.core's distributed checkpoint
     SAVE/iter_0000100/megatron_flux.json       shape, layout, data, the run that saved it, and the size of every file
-    SAVE/iter_0000100/SHA256SUMS               see :mod:`megatron_flux.train.checksums`
+    SAVE/iter_0000100/SHA256SUMS               checksums of all these files
     SAVE/iter_0000100.partial/                 a save in progress, or one that died
 
 The names of folders and tracker are Megatron's own, and Megatron reads them.
+
+Checksums: a disk or a network that changes a few bytes changes weights, and nothing in the format of torch's shards
+would notice. ``sha256sum --check SHA256SUMS`` reads the file too. Every rank hashes what it has written itself, most of
+it still in memory; at a load all ranks share the files by size and read them twice. SHA-256 runs at 1.1 GB/s per rank
+(one core of a Xeon with SHA extensions, OpenSSL 3.0): a save of 10 GB per rank takes nine seconds more.
+``--no-checksums`` leaves both out.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import UserError
+import torch.distributed as dist
+
+from megatron_flux.errors import StorageError, UserError
 
 logger = logging.getLogger("megatron_flux")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "megatron_flux.json"
-_NAME = re.compile(r"iter_(\d{7,})")
+CHECKSUMS = "SHA256SUMS"
+_NAME = re.compile(r"iter_\d{7,}")
+_SHARD_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+_CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def checkpoint_of(folder: Path, iteration: int) -> Path:
@@ -37,10 +49,15 @@ def checkpoint_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
+def iteration_of(checkpoint: Path) -> int:
+    """The iteration in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("iter_"))
+
+
 def iterations(folder: Path) -> list[int]:
     """The iterations that ``folder`` has a checkpoint of, whole or damaged, in order."""
-    found = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name[1]) for name in found if name)
+    there = folder.iterdir() if folder.is_dir() else ()
+    return sorted(iteration_of(path) for path in there if _NAME.fullmatch(path.name))
 
 
 def tracked(folder: Path) -> int | None:
@@ -111,19 +128,6 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def instead(folders: Sequence[Path], iteration: int) -> str:
-    """What to do where the checkpoint of ``iteration`` is damaged, as the end of a message.
-
-    Args:
-        folders: of all arms; what is offered is whole in each of them.
-        iteration: an older one is offered.
-    """
-    for older in reversed(iterations(folders[0])):
-        if older < iteration and all(damage(checkpoint_of(folder, older)) is None for folder in folders):
-            return f"--ckpt-step {older} resumes from the one before it"
-    return "there is no whole one before it; restore it from a copy, or give another --load"
-
-
 def owner(checkpoint: Path) -> dict[str, str]:
     """``id`` and ``folder`` of the run that saved ``checkpoint``; empty where that is not known."""
     try:
@@ -135,10 +139,7 @@ def owner(checkpoint: Path) -> dict[str, str]:
 def move_latest(folder: Path, iteration: int) -> None:
     """Point the tracker to ``iteration``; a reader finds the old one or the new one, after a power cut too."""
     partial = folder / f"{TRACKER}.partial"
-    with partial.open("w") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(partial, str(iteration))
     partial.replace(folder / TRACKER)
     sync_folder(folder)
 
@@ -149,6 +150,14 @@ def move_latest_before(folder: Path, iteration: int) -> None:
         older = [n for n in iterations(folder) if n < iteration and damage(checkpoint_of(folder, n)) is None]
         if older:
             move_latest(folder, older[-1])
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write ``file``, and bring it to the disk."""
+    with file.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -196,3 +205,97 @@ def remove_partial(folder: Path) -> None:
 def _shown(folder: Path) -> str:
     names = ", ".join(map(str, iterations(folder)))
     return f"iteration(s) {names}" if names else "no checkpoint"
+
+
+def checksums_of(checkpoint: Path) -> dict[str, str]:
+    """The checksums of all files in ``checkpoint``, on all ranks. A collective call.
+
+    Raises:
+        StorageError: on all ranks, where one of them cannot read its files again.
+    """
+    rank = dist.get_rank()
+    mine = [path.name for path in sorted(checkpoint.iterdir()) if path.is_file() and _writer(path.name) == rank]
+    try:
+        answer: dict[str, str] | str = {name: sha256(checkpoint / name) for name in mine}
+    except OSError as error:
+        answer = f"{error.filename} cannot be read again: {error.strerror}"
+    answers: list[dict[str, str] | str] = [""] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    found: dict[str, str] = {}
+    for theirs in answers:
+        if isinstance(theirs, str):
+            raise StorageError(theirs, everywhere=True)
+        found |= theirs
+    return found
+
+
+def write_checksums(checkpoint: Path, found: dict[str, str]) -> None:
+    """Write :data:`CHECKSUMS`."""
+    write_synced(checkpoint / CHECKSUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(found.items())))
+
+
+def changed_files(checkpoint: Path) -> list[str] | None:
+    """What differs from :data:`CHECKSUMS`, file by file; None where there is no such file. A collective call."""
+    listed: list[dict[str, str] | None] = [None]
+    if dist.get_rank() == 0:
+        listed = [read_checksums(checkpoint)]
+    dist.broadcast_object_list(listed, src=0)
+    if listed[0] is None:
+        return None
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, compare_share(checkpoint, listed[0], dist.get_rank(), len(everyone)))
+    return sorted(line for lines in everyone for line in lines)
+
+
+def read_checksums(checkpoint: Path) -> dict[str, str] | None:
+    """The checksums by file name; a line that is none gives the list itself one that does not match. None: no list."""
+    try:
+        lines = (checkpoint / CHECKSUMS).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return {CHECKSUMS: f"unreadable: {error.strerror}"}
+    found = (_CHECKSUM_LINE.fullmatch(line) for line in lines)
+    return {match[2] if match else CHECKSUMS: match[1] if match else "damaged" for match in found}
+
+
+def compare_share(checkpoint: Path, listed: dict[str, str], rank: int, ranks: int) -> list[str]:
+    """What differs among the files that fall to ``rank`` of ``ranks``."""
+    wrong = []
+    for name in shares(checkpoint, listed, ranks)[rank]:
+        try:
+            if sha256(checkpoint / name) != listed[name]:
+                wrong.append(f"{name} is not what was saved (its checksum differs)")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+    return wrong
+
+
+def shares(checkpoint: Path, names: Iterable[str], ranks: int) -> list[list[str]]:
+    """The files of each rank: about as many bytes for all of them."""
+
+    def size(name: str) -> int:
+        try:
+            return (checkpoint / name).stat().st_size
+        except OSError:
+            return 0
+
+    sizes = {name: size(name) for name in names}
+    loads, shared = [0] * ranks, [[] for _ in range(ranks)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        shared[least].append(name)
+    return shared
+
+
+def sha256(file: Path) -> str:
+    """The file's SHA-256 as 64 hexadecimal digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _writer(name: str) -> int:
+    """The rank that has written a file: it reads it from memory. All but the shards are rank 0's."""
+    found = _SHARD_OF_RANK.fullmatch(name)
+    return int(found[1]) if found else 0

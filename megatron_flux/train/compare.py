@@ -24,13 +24,14 @@ from megatron_flux.metrics import (
     print_summary,
     read_records,
     summarize,
-    wandb_summary,
+    wandb_mirror,
     write_report,
     write_summary,
 )
 from megatron_flux.run.folder import CONFIG
-from megatron_flux.train import checkpoint, run_folder, save_folder
+from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
+from megatron_flux.train.checkpoint_access import folders
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.progress import watch
 from megatron_flux.train.stop import StopRequest
@@ -68,7 +69,7 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
 def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequest) -> None:
     arms = {name: Arm(name, config, dataset, device) for name in ARMS}
     if config.load is not None:
-        for arm, folder in zip(arms.values(), save_folder.folders(config.load, config), strict=True):
+        for arm, folder in zip(arms.values(), folders(config.load, config), strict=True):
             with arm.trainer.turn():
                 checkpoint.load(arm.trainer, folder)
     iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
@@ -106,7 +107,7 @@ def _turns(
             due = config.save_interval is not None and slower // config.save_interval > saved // config.save_interval
             if config.save is not None and (stopped or due):
                 saved = slower
-                for arm, folder in zip(arms.values(), save_folder.folders(config.save, config), strict=True):
+                for arm, folder in zip(arms.values(), folders(config.save, config), strict=True):
                     with arm.trainer.turn():
                         saves.save(arm.trainer, folder)
             if stopped:
@@ -114,7 +115,7 @@ def _turns(
         summary = None
         if dist.get_rank() == 0 and not stopped:
             summary = _summary(config)
-            final = wandb_summary.of_comparison(config.out, summary)
+            final = wandb_mirror.comparison_summary(config.out, summary)
             for arm in arms.values():
                 arm.conclude(final)
     return stopped, summary

@@ -5,6 +5,7 @@ process group starts, with what was given, what is allowed and what to do.
 from __future__ import annotations
 
 import importlib.util
+import re
 from math import gcd
 from pathlib import Path
 from typing import Literal
@@ -17,11 +18,10 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.patch.registry import shown
+from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
-from megatron_flux.train.profile_steps import profiled_steps
 
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
@@ -37,13 +37,11 @@ class Text(BaseModel):
     length: int
     """In tokens."""
     sha256: str
-    """As of :func:`megatron_flux.train.corpus.fingerprint`."""
+    """As of :func:`megatron_flux.train.data.fingerprint`."""
 
 
-class RunConfig(BaseModel):
+class RunConfig(CheckpointOptions, RunOptions):
     """One run, complete. Written to ``config.json`` and handed to every rank."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: Literal["train", "compare"]
     preset: str
@@ -51,64 +49,19 @@ class RunConfig(BaseModel):
     padded_vocab_size: int
     transformer_impl: Literal["local", "transformer_engine"]
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
-
     device: Literal["cuda", "cpu"]
     world_size: int
     tp: int
-    pp: int
     dp: int
-    sequence_parallel: bool
-    distributed_optimizer: bool
-    overlap_grad_reduce: bool
-
     micro_batch_size: int
     global_batch_size: int
-    steps: int
     lr: float
-    min_lr: float
-    lr_warmup_steps: int
-    lr_decay_steps: int | None
-    weight_decay: float
-    clip_grad: float
-    dropout: float
-    seed: int
     precision: Literal["fp32", "bf16"]
-    recompute: Literal["none", "selective", "full"]
     gradient_accumulation_fusion: bool
-
-    data: list[Path]
-    data_cache: Path | None
     text: Text | None = None
     """What ``data`` was found to hold; None before it has been looked at."""
-    backend: str
-    forward_backend: str | None = None
-    dgrad_backend: str | None = None
-    wgrad_backend: str | None = None
-    layer_backend: list[str] = []
-    gather_ahead: bool = True
-    strict: bool
-    timeout: float
-    exit_signal: Literal["USR1"] | None = None
     out: Path
-    overwrite: bool
-    log_interval: int
-    sample_interval: int = 0
     profile_steps: tuple[int, int] | None = None
-    nvtx: bool = False
-    wandb: Literal["disabled", "offline", "online", "auto"]
-    wandb_project: str
-    wandb_group: str | None = None
-    wandb_tags: list[str] = []
-    wandb_ranks: bool = False
-
-    flux: bool = True
-    save: Path | None = None
-    save_interval: int | None = None
-    save_keep: int | None = None
-    load: Path | None = None
-    ckpt_step: int | None = None
-    other_data: bool = False
-    checksums: bool = True
     block_steps: int = 0
     warmup_steps: int = 0
 
@@ -155,23 +108,20 @@ def resolve(
     """
     if options.preset not in PRESETS:
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
+    preset = PRESETS[options.preset]
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
     _check_backends(options, device, precision)
     if options.transformer_impl == "transformer_engine":
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
     if options.cuda_graph_impl != "none":
         _check_cuda_graphs(options, special, device, precision)
-    preset = PRESETS[options.preset]
-    overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
-    if options.num_attention_heads and not options.num_query_groups:
-        overrides["num_query_groups"] = _kept_grouping(preset.shape, options.num_attention_heads)
-    shape = ModelShape(**{**preset.shape.model_dump(), **overrides})
     tp, pp, dp = _layout(options, world_size)
     if options.cuda_graph_impl != "none" and special.flux and tp > 1:
         _check_beside_graphs(options, pp, dp)
     if options.strict and (tp == 1 or not options.sequence_parallel) and getattr(special, "flux", True):
         given = "tp 1" if tp == 1 else "--no-sequence-parallel"
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
+    shape = _shape(options, preset.shape)
     _check_shape(shape, tp, pp, options.sequence_parallel)
     micro_batch_size = options.micro_batch_size or preset.micro_batch_size
     global_batch_size = options.global_batch_size or micro_batch_size * preset.micro_batches * dp
@@ -187,8 +137,12 @@ def resolve(
         raise UserError(
             f"lr-decay-steps {options.lr_decay_steps} must be more than lr-warmup-steps {options.lr_warmup_steps}"
         )
+    if options.nvtx and device != "cuda":
+        raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
-    values |= {name: getattr(special, name) for name in type(special).model_fields}
+    values |= special.model_dump()
+    if isinstance(special, CompareOptions):
+        values |= _turns(options.steps, special)
     fusion = options.gradient_accumulation_fusion
     values |= {
         "command": "compare" if isinstance(special, CompareOptions) else "train",
@@ -203,38 +157,73 @@ def resolve(
         "lr": lr,
         "precision": precision,
         "gradient_accumulation_fusion": device == "cuda" if fusion is None else fusion,
+        "profile_steps": profiled_steps(options.profile_steps, options.steps, values.get("block_steps")),
         "out": out,
     }
-    if isinstance(special, CompareOptions):
-        steps = options.steps
-        block = special.block_steps or max(1, round(steps / 8))
-        warmup = special.warmup_steps if special.warmup_steps is not None else min(5, max(1, steps // 10), steps - 1)
-        if warmup >= steps:
-            raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
-        values |= {"block_steps": min(block, steps), "warmup_steps": warmup}
-    if options.nvtx and device != "cuda":
-        raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
-    values["profile_steps"] = profiled_steps(options.profile_steps, options.steps, values.get("block_steps"))
     return RunConfig(**values)
+
+
+def _turns(steps: int, special: CompareOptions) -> dict[str, int]:
+    """Steps of a turn, and how many of the first ones are not timed."""
+    warmup = special.warmup_steps if special.warmup_steps is not None else min(5, max(1, steps // 10), steps - 1)
+    if warmup >= steps:
+        raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
+    return {"block_steps": min(special.block_steps or max(1, round(steps / 8)), steps), "warmup_steps": warmup}
+
+
+def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
+    """First and last step of ``--profile-steps``.
+
+    Args:
+        given: ``5-7``, or ``5`` alone; None is none.
+        steps: steps of the run.
+        block_steps: steps of a turn where two arms take turns: one profiler cannot run over both.
+
+    Raises:
+        UserError: not of that form, not within the run, or not within one turn.
+    """
+    if given is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", given.strip())
+    if match is None:
+        raise UserError(f"--profile-steps {given!r} is not of the form 5-7; give the first and the last step")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 2 <= first <= last <= steps:
+        raise UserError(
+            f"--profile-steps {given} must lie within the steps 2 to {steps}, the first one not behind the last (the "
+            "step ahead of them starts the profiler)"
+        )
+    if block_steps is not None and (first - 2) // block_steps != (last - 1) // block_steps:
+        begin = (first - 1) // block_steps * block_steps + 2
+        end = min(begin + block_steps - 2, steps)
+        use = f"use {begin}-{end} or fewer, or more" if begin <= end else "use more"
+        raise UserError(
+            f"--profile-steps {given} with the step ahead of them must lie within one turn of {block_steps} steps; "
+            f"{use} --block-steps"
+        )
+    return first, last
 
 
 def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
     """Every backend that is named exists and can run here."""
-    directions = options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend
-    named = [name for name in directions if name is not None]
     for choice in options.layer_backend:
         names, _, backend = choice.rpartition("=")
         if not names or not backend:
             raise UserError(f"--layer-backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
-        if backend != STOCK:
-            named.append(backend)
-    for name in named:
+    directions, layers = _named_backends(options)
+    for name in [name for name in directions if name is not None] + [name for name in layers if name != STOCK]:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
             raise UserError(
                 f"backend {name!r} needs GPUs and bf16, this run is {precision} on {device}; use --backend auto"
             )
+
+
+def _named_backends(options: TrainOptions) -> tuple[list[str | None], list[str]]:
+    """As given: of all layers and of forward, dgrad and wgrad; and of layers by name."""
+    directions = [options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend]
+    return directions, [choice.rpartition("=")[2] for choice in options.layer_backend]
 
 
 def _check_transformer_engine(device: str, given: str, instead: str) -> None:
@@ -249,10 +238,9 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
 
 def _check_beside_graphs(options: TrainOptions, pp: int, dp: int) -> None:
     """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.backends.fused`."""
-    whole = options.backend
-    directions = [given or whole for given in (options.forward_backend, options.dgrad_backend, options.wgrad_backend)]
-    chosen = (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend))
-    fused = any(backend not in ("reference", "pipelined", STOCK) for backend in chosen)
+    (whole, *directions), layers = _named_backends(options)
+    chosen = [*(name or whole for name in directions), *layers]
+    fused = any(name not in ("reference", "pipelined", STOCK) for name in chosen)
     if fused and pp * dp > 1 and sm_margin() == 0:
         raise UserError(
             f"--cuda-graph-impl {options.cuda_graph_impl} with PP {pp} x DP {dp}: nothing orders the launch of a graph "
@@ -279,16 +267,20 @@ def _check_cuda_graphs(
             raise UserError(f"{given} needs bf16, this run is {precision}; use --cuda-graph-impl local")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
-    directions = options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend
-    chosen = (*directions, *(choice.rpartition("=")[2] for choice in options.layer_backend))
-    if special.flux and "pipelined" in chosen:
+    directions, layers = _named_backends(options)
+    if special.flux and "pipelined" in (*directions, *layers):
         raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
 
 
-def _kept_grouping(shape: ModelShape, heads: int) -> int:
-    """Key/value heads for another number of heads: the preset's heads per group, where that divides."""
-    per_group = shape.num_attention_heads // shape.num_query_groups
-    return heads // per_group if heads % per_group == 0 else heads
+def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:
+    """The preset's shape with what the options say instead."""
+    overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
+    heads = options.num_attention_heads
+    if heads and not options.num_query_groups:
+        # The preset's heads per key/value head, where that divides.
+        per_group = preset.num_attention_heads // preset.num_query_groups
+        overrides["num_query_groups"] = heads // per_group if heads % per_group == 0 else heads
+    return ModelShape(**{**preset.model_dump(), **overrides})
 
 
 def _layout(options: TrainOptions, world_size: int) -> tuple[int, int, int]:

@@ -1,16 +1,243 @@
-"""Micro-batches from megatron-core's GPTDataset, a pure function of seed and position: any run can be resumed."""
+"""The text that a run trains on: tokenized into Megatron's indexed dataset, and read from it in micro-batches.
+
+Byte-level tokens: 0-255 are the bytes, 256 ends a document, 257 pads. No vocabulary file, nothing to download, any
+language. Without ``--data`` the text is the source code of Python's standard library, which every user has.
+
+Tokenized text is kept in a cache folder under a name made from the files' paths, sizes and times. Several processes
+may ask at once: one builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import sysconfig
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_flux.cache import cache_folder
+from megatron_flux.errors import UserError
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.corpus import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PAD, Corpus, check_vocabulary
+
+END_OF_DOCUMENT = 256
+PAD = 257
+BYTE_VOCAB_SIZE = 258
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_SCANNED_TOKENS = 1 << 24
+"""Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
+
+_FINGERPRINT_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """An indexed dataset on disk."""
+
+    prefix: Path
+    """The pair is ``prefix.bin`` and ``prefix.idx``."""
+    tokens: int
+    is_bytes: bool
+    """Made here from text, one token per byte."""
+
+
+def find_sources(data: list[Path]) -> list[Path] | Path:
+    """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair.
+
+    Raises:
+        UserError: a path that is missing or has no text, or a pair mixed with anything else.
+    """
+    pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
+    if pairs and len(data) > 1:
+        raise UserError(
+            f"--data takes one .bin/.idx pair or any number of text files, got {len(data)} paths with a pair"
+        )
+    if pairs:
+        return pairs[0]
+    files: list[Path] = []
+    for path in data or [Path(sysconfig.get_paths()["stdlib"])]:
+        found = _text_files(path, only_python=not data)
+        if not found:
+            raise UserError(f"--data {path} has no text in it; give text files, a folder of them or a .bin/.idx pair")
+        files += found
+    return sorted(dict.fromkeys(files))
+
+
+def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int) -> Corpus:
+    """The indexed dataset for ``data``, tokenized now if it is not in the cache.
+
+    Raises:
+        UserError: no text, too little of it for one sequence, or tokens that the vocabulary does not have.
+    """
+    sources = find_sources(data)
+    if isinstance(sources, Path):
+        corpus = _check_pair(sources, vocab_size)
+    else:
+        if vocab_size < BYTE_VOCAB_SIZE:
+            raise UserError(
+                f"vocabulary of {vocab_size} is too small for byte-level text, which needs {BYTE_VOCAB_SIZE}; raise "
+                "--vocab-size or give a .bin/.idx pair"
+            )
+        corpus = _tokenized(sources, cache_folder(cache))
+    if corpus.tokens < seq_length + 1:
+        given = " ".join(map(str, data)) or name_of(data)
+        raise UserError(
+            f"{given} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1; give more text or a "
+            "smaller --seq-length"
+        )
+    return corpus
+
+
+def name_of(data: list[Path]) -> str:
+    """``data`` in words: the paths, or what is taken without any."""
+    return " ".join(str(path.absolute()) for path in data) or "the source files of Python's standard library"
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """SHA-256 of the corpus's number of tokens and of 64 MiB of them: of all, or of pieces from beginning to end.
+
+    It is the same wherever the text lies. A larger corpus is read in 1024 pieces: enough to tell texts apart, not to
+    find a changed word.
+    """
+    digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
+    with Path(f"{corpus.prefix}.bin").open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        pieces = 1024 if size > _FINGERPRINT_BYTES else 1
+        length = _FINGERPRINT_BYTES // pieces
+        for piece in range(pieces):
+            file.seek(piece * (size - length) // (pieces - 1) if piece else 0)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _pair_prefix(path: Path) -> Path | None:
+    """The common prefix if ``path`` names a pair: by prefix, by its .bin or by its .idx."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    present = [suffix for suffix in (".bin", ".idx") if Path(f"{prefix}{suffix}").is_file()]
+    if len(present) == 2:
+        return prefix
+    if present and (path != prefix or not path.exists()):
+        missing = ".idx" if present == [".bin"] else ".bin"
+        raise UserError(f"--data {path}: {prefix}{missing} is missing; a dataset is a pair of .bin and .idx")
+    return None
+
+
+def _text_files(path: Path, *, only_python: bool) -> list[Path]:
+    if not path.exists():
+        raise UserError(f"--data {path} does not exist; give text files, a folder of them or a .bin/.idx pair")
+    if path.is_file():
+        return [path] if _is_text(path) else []
+    files = []
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = sorted(
+            s for s in subfolders if not s.startswith(".") and s not in ("site-packages", "__pycache__")
+        )
+        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return [f for f in files if (not only_python or f.suffix == ".py") and _is_text(f)]
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(8192)
+    except OSError as error:
+        raise UserError(f"--data {path} cannot be read: {error.strerror}; check its permissions") from None
+    return bool(head) and b"\0" not in head
+
+
+def _tokenized(files: list[Path], cache: Path) -> Corpus:
+    digest = hashlib.sha256()
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    prefix = cache / f"bytes-{digest.hexdigest()[:16]}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{prefix.name}.lock"):
+            if not Path(f"{prefix}.idx").is_file():
+                _build(files, prefix)
+    except OSError as error:
+        raise UserError(f"the data cache {cache} cannot be written: {error.strerror}; set --data-cache") from None
+    # One byte a token would do, but 256 and 257 are tokens too: two bytes.
+    return Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, is_bytes=True)
+
+
+def _build(files: list[Path], prefix: Path) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    building = f"{prefix}.building-{os.getpid()}"
+    builder = IndexedDatasetBuilder(f"{building}.bin", dtype=np.uint16)
+    for file in files:
+        tokens = np.append(
+            np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT)
+        )
+        builder.add_document(torch.from_numpy(tokens.astype(np.int32)), [len(tokens)])
+    builder.finalize(f"{building}.idx")
+    # The .idx last: its presence is what says that the pair is complete.
+    os.replace(f"{building}.bin", f"{prefix}.bin")
+    os.replace(f"{building}.idx", f"{prefix}.idx")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        deadline = time.monotonic() + 600
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"another process has held {path} for 10 minutes; end it or set --data-cache"
+                    ) from None
+                time.sleep(0.1)
+        yield
+
+
+def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    with Path(f"{prefix}.idx").open("rb") as file:
+        if file.read(len(_INDEX_MAGIC)) != _INDEX_MAGIC:
+            raise UserError(f"--data {prefix}.idx is not a Megatron index; make the pair with Megatron's preprocessing")
+    try:
+        dataset = IndexedDataset(str(prefix))
+        lengths, dtype = dataset.sequence_lengths, dataset.index.dtype
+    except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
+        raise UserError(
+            f"--data {prefix}.idx is damaged: {error or type(error).__name__}; make the pair again"
+        ) from None
+    tokens = int(lengths.sum(dtype=np.int64))
+    size = Path(f"{prefix}.bin").stat().st_size
+    if size != tokens * np.dtype(dtype).itemsize:
+        raise UserError(
+            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of "
+            f"{np.dtype(dtype).itemsize} bytes; make the pair again"
+        )
+    if tokens:
+        head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
+        check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))
+    return Corpus(prefix, tokens, is_bytes=False)
+
+
+def check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) -> None:
+    """Refuse tokens outside the vocabulary: Megatron's embedding would silently read them as zeros.
+
+    Raises:
+        UserError: a token outside ``[0, vocab_size)``.
+    """
+    if lowest < 0 or highest >= vocab_size:
+        outside = lowest if lowest < 0 else highest
+        raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set --vocab-size")
 
 
 class _TokenSpace:

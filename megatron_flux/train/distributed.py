@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,29 +13,15 @@ import torch.distributed as dist
 from megatron_flux.errors import RendezvousError
 
 
-class Layout(Protocol):
-    """What a run's configuration must say for its process groups."""
-
-    @property
-    def device(self) -> str:
-        """``cuda`` or ``cpu``."""
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel size."""
-
-    @property
-    def pp(self) -> int:
-        """Pipeline-parallel size."""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds after which a collective without its peers is an error."""
-
-
 @contextmanager
-def process_groups(config: Layout) -> Iterator[torch.device]:
+def process_groups(device: str, *, tp: int, pp: int = 1, timeout: float) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size.
+        timeout: seconds after which a collective without its peers is an error.
 
     On an error the groups are left as they are: tearing them down would wait for peers that may be gone.
 
@@ -45,20 +30,17 @@ def process_groups(config: Layout) -> Iterator[torch.device]:
     """
     from megatron.core import parallel_state
 
-    if config.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
-    else:
-        device, backend, device_id = torch.device("cpu"), "gloo", None
+    backend, device_id, own = "gloo", None, torch.device("cpu")
+    if device == "cuda":
+        own = device_id = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(own)
+        backend = "nccl"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device_id)
     except dist.DistError as error:
-        raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
-    parallel_state.initialize_model_parallel(
-        config.tp, config.pp, distributed_timeout_minutes=max(1, round(config.timeout / 60))
-    )
-    yield device
+        raise RendezvousError(_no_meeting(str(error), timeout)) from error
+    parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=max(1, round(timeout / 60)))
+    yield own
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

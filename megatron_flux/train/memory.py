@@ -1,13 +1,13 @@
-"""Whose device memory it is: arms that take turns in one process, each measured as if it were alone.
+"""Whose device memory it is: arms that take turns in one process, each measured as if it were the only one.
 
-torch's allocator knows what a process holds, not for whom. Nothing but its own trainer allocates during an arm's turn,
-so what the others hold is what is allocated when a turn begins, less what this arm held when its last one ended. It is
-taken away from the allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
+torch's allocator knows what a process holds, not for whom. Only its own trainer allocates during an arm's turn, so the
+others hold what is allocated when a turn begins, less what this arm held when its last one ended. That is taken away
+from the allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
 
-Two caches are emptied when a turn ends, since the next arm would use them and not pay for them: the gradients nobody
-reads that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's workspaces.
-Not where CUDA graphs hold their addresses. Tens of MB that other libraries keep for good count for the arm that came
-first.
+Two caches are emptied when a turn ends, since the next arm would use them and not pay for them: the unread weight
+gradients that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's
+workspaces. Not where CUDA graphs hold their addresses. Tens of MB that other libraries keep for good count for the arm
+that came first.
 
 Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP that the tuner may
 choose, are added by their size. What NCCL, CUDA and its contexts take is in no figure.
@@ -19,50 +19,33 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from megatron_flux.comm import slab
 
 
-class Allocator(Protocol):
-    """What is known of a process's memory, in bytes."""
-
-    def allocated(self) -> int:
-        """Now."""
-
-    def peak(self) -> int:
-        """The most since :meth:`reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Start measuring anew."""
-
-    def forget_shared(self) -> None:
-        """Empty caches that the next arm would use."""
-
-
 class CudaAllocator:
-    """torch's, of one device."""
+    """torch's allocator of one device, in bytes."""
 
-    def __init__(self, device: torch.device, *, forgets: bool = True) -> None:
-        """``forgets``: caches may be emptied; no CUDA graph holds what is in them."""
+    def __init__(self, device: torch.device, *, forgets: bool) -> None:
+        """``forgets``: shared caches may be emptied; no CUDA graph holds what is in them."""
         self._device, self._forgets = device, forgets
 
     def allocated(self) -> int:
-        """See :class:`Allocator`."""
+        """What is allocated now."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """See :class:`Allocator`."""
+        """The most since :meth:`reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """See :class:`Allocator`."""
+        """Start measuring the peak anew."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def forget_shared(self) -> None:
-        """See :class:`Allocator`."""
+        """Empty caches that the next arm would use."""
         if self._forgets:
             forget_dummy_gradients()
             torch._C._cuda_clearCublasWorkspaces()
@@ -83,7 +66,7 @@ def workspace_bytes() -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one arm; None where nobody knows."""
+    """Bytes of one arm; None where it is not known."""
 
     allocated: int | None
     """By torch's allocator, at the moment when it was most."""
@@ -99,7 +82,7 @@ class Peak:
 class OwnMemory:
     """One arm's."""
 
-    def __init__(self, allocator: Allocator | None) -> None:
+    def __init__(self, allocator: CudaAllocator | None) -> None:
         """Nothing is held yet. Without an allocator (CPU) only workspaces are known."""
         self._allocator = allocator
         self._own = self._own_workspace = 0

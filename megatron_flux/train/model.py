@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.norm import SequenceParallelNorm
+from megatron_flux.train.shims import SequenceParallelNorm
 
 
 def have_transformer_engine(config: RunConfig) -> bool:

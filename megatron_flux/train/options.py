@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class TrainOptions(BaseModel):
-    """Options as given; None means "as the preset, the device or the other options say"."""
+class ModelOptions(BaseModel):
+    """What to build, on how many processes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,20 +23,24 @@ class TrainOptions(BaseModel):
     vocab_size: int | None = Field(None, ge=2, description="Vocabulary, instead of the preset's; padded for tp.")
     activation: Literal["gelu", "swiglu"] | None = Field(None, description="MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="Norm, instead of the preset's.")
-
     transformer_impl: Literal["local", "transformer_engine"] = Field(
         "local", description="Linears of the layers: megatron-core's own, or TransformerEngine's (GPUs only)."
     )
-
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = Field(
         "none",
         description="Run every transformer layer as CUDA graphs: megatron-core's own, or TransformerEngine's (bf16). "
         "GPUs only, and not in compare.",
     )
-
     nproc: int | None = Field(
         None, ge=1, description="Processes to start on this machine. Default: one per GPU, or 2 on a CPU."
     )
+
+
+class RunOptions(BaseModel):
+    """How to train it. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     tp: int | None = Field(None, ge=1, description="Tensor-parallel size. Default: processes / pp.")
     pp: int = Field(1, ge=1, description="Pipeline-parallel size; the rest of the processes is data parallel.")
     sequence_parallel: bool = Field(True, description="Split the sequence over tp between the linears.")
@@ -112,6 +116,10 @@ class TrainOptions(BaseModel):
     wandb_ranks: bool = Field(False, description="Also send to wandb what is known of every rank.")
 
 
+class TrainOptions(RunOptions, ModelOptions):
+    """Options as given; None means "as the preset, the device or the other options say"."""
+
+
 class CheckpointOptions(BaseModel):
     """Options of ``train`` alone."""
 
@@ -139,8 +147,7 @@ class CompareOptions(BaseModel):
         None, ge=0, description="First steps of each arm left out of the timing. Default: a tenth, between 1 and 5."
     )
     save: Path | None = Field(
-        None,
-        description="Folder for checkpoints of both arms, saved at --save-interval and on --exit-signal.",
+        None, description="Folder for checkpoints of both arms, saved at --save-interval and on --exit-signal."
     )
     save_interval: int | None = Field(None, ge=1, description="Steps of each arm between checkpoints of both.")
     save_keep: int | None = Field(None, ge=1, description="Newest checkpoints of each arm to keep. Default: all.")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.gather import StepResult
+from megatron_flux.train.measurements import StepResult
 
 logger = logging.getLogger("megatron_flux")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError
-from megatron_flux.metrics.redact import without_secrets
+from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
 from megatron_flux.train.config import RunConfig

@@ -7,6 +7,7 @@ knows of the other. Which linears run is decided outside, by whether flux is pat
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_flux.errors import FluxError
-from megatron_flux.ops import call_events as observe
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.ops import call_events
 from megatron_flux.telemetry.trace_parts import OPTIMIZER
-from megatron_flux.train import graphs
+from megatron_flux.train import cuda_graphs
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.memory import CudaAllocator, OwnMemory
 from megatron_flux.train.model import build_model, transformer_config
-from megatron_flux.train.randomness import random_state, seed_everything, set_random_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Trainer:
             self._mcore_config = transformer_config(config)
             self.model = self._build_model()
             self.optimizer, self.scheduler = self._build_optimizer()
-            self._graphs = graphs.make(config, self.model, self._mcore_config, self.optimizer)
+            self._graphs = cuda_graphs.make(config, self.model, self._mcore_config, self.optimizer)
             self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
         self.iteration = 0
         self._random_state = random_state()
@@ -97,7 +98,7 @@ class Trainer:
             forward_only=False,
         )
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        with observe.named(OPTIMIZER):
+        with call_events.named(OPTIMIZER):
             _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=config.global_batch_size)
         self.iteration += 1
@@ -111,22 +112,17 @@ class Trainer:
 
     def step(self) -> LocalStep:
         """:meth:`advance`, timed between two moments at which the device is idle."""
+        from megatron.core import parallel_state
+
         self._synchronize()
         start = time.perf_counter()
         done = self.advance()
         self._synchronize()
         seconds = time.perf_counter() - start
-        total, tokens = self._loss(done.losses)
+        total = tokens = 0.0
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            total, tokens = sum(loss["lm loss"].double() for loss in done.losses).tolist()
         return LocalStep(loss_sum=total, loss_tokens=tokens, grad_norm=done.grad_norm, lr=done.lr, seconds=seconds)
-
-    def _loss(self, losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-        """Sum and count of the losses that this rank answers for."""
-        from megatron.core import parallel_state
-
-        if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
-            return 0.0, 0.0
-        total, tokens = sum(loss["lm loss"].double() for loss in losses).tolist()
-        return total, tokens
 
     def _build_model(self) -> torch.nn.Module:
         from megatron.core.distributed import (
@@ -137,7 +133,7 @@ class Trainer:
 
         config = self.config
         bare = build_model(config, self._mcore_config)
-        with graphs.side_stream(config):
+        with cuda_graphs.side_stream(config):
             model = DistributedDataParallel(
                 self._mcore_config,
                 DistributedDataParallelConfig(
@@ -192,6 +188,71 @@ class Trainer:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
+    """Seed as Megatron does: pipeline stages differ, tensor-parallel ranks share all but Megatron's tracker.
+
+    For CUDA graphs the tracker holds generators, which graphs advance as they are replayed.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    if cuda_graph_impl == "none":
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed,
+            te_rng_tracker=cuda_graph_impl == "transformer_engine",
+            use_cudagraphable_rng=True,
+            force_reset_rng=True,
+        )
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """The state now. Tensors and plain values only."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    tracker = get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
+    return {
+        "python": random.getstate(),
+        "numpy": {"key": torch.from_numpy(numpy_state["key"].astype(np.int64)), "pos": int(numpy_state["pos"])},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": {n: s.get_state() if isinstance(s, torch.Generator) else s.clone() for n, s in tracker.items()},
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to a state of :func:`random_state`.
+
+    Raises:
+        UserError: it is of other trackers than those whose generators CUDA graphs know.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    key = state["numpy"]["key"].cpu().numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
+    torch.set_rng_state(state["torch"].cpu())
+    torch.cuda.set_rng_state(state["cuda"].cpu())
+    tracker = get_cuda_rng_tracker()
+    values = {name: s.cpu() for name, s in state["tracker"].items()}
+    generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
+    if generators and generators.keys() != values.keys():
+        raise UserError(
+            f"the random state is of the trackers {sorted(values)}, this run has {sorted(generators)}; resume with the "
+            "parallelism and --cuda-graph-impl it was saved with"
+        )
+    for name, generator in generators.items():
+        generator.set_state(values.pop(name))  # itself: graphs know it
+    if not generators:
+        tracker.set_states(values)
 
 
 def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> None:

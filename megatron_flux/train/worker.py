@@ -18,20 +18,17 @@ from megatron_flux.train.config import RunConfig
 def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
     """Everything that a run needs on this rank, as ``(dataset, device)``: data, process groups, shims."""
     # Heavy imports here: refusing bad input must not wait for them.
-    from megatron_flux.train.corpus import prepare
-    from megatron_flux.train.cpu_shims import cpu_shims
+    from megatron_flux.train import data
     from megatron_flux.train.distributed import process_groups
-    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+    from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
-    corpus = prepare(config.data, config.data_cache, config.shape.seq_length, config.shape.vocab_size)
+    corpus = data.prepare(config.data, config.data_cache, config.shape.seq_length, config.shape.vocab_size)
     with ExitStack() as stack:
         stack.enter_context(cpu_shims())
         if config.gradient_accumulation_fusion:
             stack.enter_context(gradient_accumulation_fusion())
-        device = stack.enter_context(process_groups(config))
-        from megatron_flux.train.data import build_dataset
-
-        yield build_dataset(config, corpus), device
+        device = stack.enter_context(process_groups(config.device, tp=config.tp, pp=config.pp, timeout=config.timeout))
+        yield data.build_dataset(config, corpus), device
 
 
 def run(config: RunConfig) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from megatron_flux import FluxConfig, ops, patched, report, unpatch
-from megatron_flux.train.cpu_shims import cpu_shims
-from megatron_flux.train.norm import SequenceParallelNorm
+from megatron_flux.train.shims import SequenceParallelNorm, cpu_shims
 
 _layout: dict[str, int] | None = None
 

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
-from megatron_flux.layers import column_parallel_linear, row_parallel_linear, wgrad
-from megatron_flux.layers import prefetch as ahead
+from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear, wgrad
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
@@ -194,9 +193,9 @@ def rank_saved_tensor_hooks() -> None:
     assert len(unpacked) == 2 * 2 * (2 + 1 + 2)  # of two micro-batches' two blocks: x and weight, tanh, x and weight
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         hidden = blocks.column(blocks.input(), 0)
-    assert ahead.accepted(dist.group.WORLD) is None
+    assert prefetch.take(dist.group.WORLD) is None
     hidden = blocks.column(blocks.input(), 0)
-    assert ahead.accepted(dist.group.WORLD) is not None
+    assert prefetch.take(dist.group.WORLD) is not None
     del hidden
 
 
@@ -236,7 +235,7 @@ def rank_half_a_graph() -> None:
     x = blocks.input()
     hidden = blocks.column(x, 0)
     torch.autograd.grad(blocks.row(torch.tanh(hidden), 1).sum(), [hidden])  # gathers for a backward that never comes
-    blocks.column(x, 2)  # offers itself, and no row layer follows
+    blocks.column(x, 2)  # registers, and no row layer follows
     with torch.no_grad():
         blocks.forward(blocks.input(), True)
     blocks.column(x, 2)
@@ -244,7 +243,7 @@ def rank_half_a_graph() -> None:
     del hidden, x
     gc.collect()
     assert kept() is None  # no activation is kept
-    assert ahead.accepted(dist.group.WORLD) is None
+    assert prefetch.take(dist.group.WORLD) is None
     require_equal(blocks.results(True), plain)
 
 

@@ -61,7 +61,7 @@ def test_selective_recompute(te_world2: WorkerPool) -> None:
 
 def rank_data_parallel() -> None:
     """DDP's hooks see a gradient for every parameter, and main_grad holds the sum over the micro-batches."""
-    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+    from megatron_flux.train.shims import gradient_accumulation_fusion
 
     def train() -> dict[str, torch.Tensor]:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

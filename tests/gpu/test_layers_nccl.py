@@ -56,7 +56,7 @@ def _forward_backward(backend: str | None, dtype: torch.dtype, fusion: bool) -> 
     import contextlib
 
     import megatron_flux
-    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
+    from megatron_flux.train.shims import gradient_accumulation_fusion
 
     tp, rank = dist.get_world_size(), dist.get_rank()
     with contextlib.ExitStack() as stack:

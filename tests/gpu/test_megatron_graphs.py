@@ -117,8 +117,8 @@ def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) 
 
     from megatron_flux import ops
     from megatron_flux.ops import cuda_graphs as capture
+    from megatron_flux.train.shims import gradient_accumulation_fusion
     from megatron_flux.train.trainer import Trainer
-    from megatron_flux.train.wgrad_standin import gradient_accumulation_fusion
 
     losses, norms, last = [], [], {}
     with (

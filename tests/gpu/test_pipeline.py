@@ -40,7 +40,7 @@ def chunks() -> list[torch.nn.Module]:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from megatron_flux.train.norm import SequenceParallelNorm
+    from megatron_flux.train.shims import SequenceParallelNorm
 
     sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8} if on_gpu() else {}
     dtype = torch.bfloat16 if on_gpu() else torch.float32

@@ -225,7 +225,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.training import pretrain
-from megatron_flux.train.cpu_shims import cpu_shims
+from megatron_flux.train.shims import cpu_shims
 
 
 class Model(torch.nn.Module):

@@ -17,9 +17,7 @@ def test_arguments_that_do_not_go_with_flux(run: Run) -> None:
     result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--tp-comm-overlap", "--flux")
     assert result.code == 1
     last = result.err.strip().splitlines()[-1]
-    assert last.startswith(
-        "megatron_flux.megatron_lm.validation.MegatronArgumentsError: flux is on, but --tp-comm-overl"
-    )
+    assert last.startswith("megatron_flux.megatron_lm.start.MegatronArgumentsError: flux is on, but --tp-comm-overlap")
     assert "lm loss" not in result.out
 
 

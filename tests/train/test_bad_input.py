@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_flux.cli import main as cli
-from megatron_flux.patch import registry
+from megatron_flux.patch import megatron_core
 from megatron_flux.run import launcher
-from megatron_flux.train import corpus as corpus_module
+from megatron_flux.train import data as data_module
 
 Refused = Callable[..., str]
 
@@ -220,8 +220,8 @@ def test_out_that_is_a_file(refused: Refused, tmp_path: Path) -> None:
 def test_unsupported_versions(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, package: str, found: str, supported: str
 ) -> None:
-    real = registry.version
-    monkeypatch.setattr(registry, "version", lambda name: found if name == package else real(name))
+    real = megatron_core.version
+    monkeypatch.setattr(megatron_core, "version", lambda name: found if name == package else real(name))
     line = refused("train")
     assert f"{package} {found}" in line
     assert supported in line
@@ -256,7 +256,7 @@ def test_resuming_on_other_text_without_a_word(
 ) -> None:
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "os.py").write_text("import sys\n" * 1000)
-    monkeypatch.setattr(corpus_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "library")})
+    monkeypatch.setattr(data_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "library")})
     data = {"name": "/home/me/texts", "length": 100_000, "sha256": "0" * 64}
     line = refused("train", "--load", _checkpoint(tmp_path / "checkpoints", data=data), data=False)
     assert "was trained on /home/me/texts (100000 tokens)" in line

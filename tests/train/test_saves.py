@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.train import checkpoint_folder, checksums
+from megatron_flux.train import checkpoint_folder
 from tests.small_disk import small_disk
 from tests.train.conftest import Run, losses, records, summary
 
@@ -57,7 +57,9 @@ def test_a_stopped_run_keeps_two_and_its_lists_of_checksums_fit(stopped: Path) -
     ]
     for iteration in checkpoint_folder.iterations(saved):
         made = checkpoint_folder.checkpoint_of(saved, iteration)
-        done = subprocess.run(["sha256sum", "--check", checksums.CHECKSUMS], cwd=made, capture_output=True, text=True)
+        done = subprocess.run(
+            ["sha256sum", "--check", checkpoint_folder.CHECKSUMS], cwd=made, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout
         assert len(done.stdout.splitlines()) == len(list(made.iterdir())) - 1
 
@@ -85,7 +87,7 @@ def test_flipped_bytes_are_noticed_and_an_older_one_is_resumed(command: Run, sto
     shutil.rmtree(out)
 
     # The one before it: the damaged one and the whole one after it are of the same run, and counted together.
-    (checkpoint_folder.checkpoint_of(saved, older) / checksums.CHECKSUMS).unlink()
+    (checkpoint_folder.checkpoint_of(saved, older) / checkpoint_folder.CHECKSUMS).unlink()
     done = command(*resume, "--ckpt-step", str(older), "--save-interval", str(newest), "--out", out)
     assert done.stderr.count("its content is not checked") == 1
     assert checkpoint_folder.tracked(saved) == newest + 1

@@ -274,7 +274,7 @@ def test_a_refusal_inside_the_ranks_is_one_line_too(command: Run, tmp_path: Path
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron_flux.train import corpus as module
+    from megatron_flux.train import data as module
 
     builder = IndexedDatasetBuilder(str(tmp_path / "tokens.bin"), dtype=np.uint16)
     tokens = torch.zeros(module._SCANNED_TOKENS + 129, dtype=torch.int32)

@@ -1,7 +1,9 @@
 """Reports of run folders: ``report.html``, one page that needs nothing but itself, ``report.md`` and PNG figures.
 
-A report is chapters of parts (:mod:`megatron_flux.metrics.report.parts`), made once from the records and then written
-as HTML or Markdown. What is missing or damaged in a run is said in its chapter.
+A report is chapters of parts, made once from the records and then written in every form. What is missing or damaged in
+a run is explained in its chapter. To be read in this order: ``parts`` (what a report is made of), ``run`` (a folder as
+the report sees it), ``figures``, the chapters ``training`` with its ``samples``, ``benchmarks`` and ``several``,
+``render`` (HTML, Markdown, PNG).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from pathlib import Path
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.report.parts import Chapter, Part, Table
+from megatron_flux.metrics.report import benchmarks, render, several, training
+from megatron_flux.metrics.report.parts import Chapter, Part
 from megatron_flux.metrics.report.run import Run, load, load_all
 
 
@@ -26,20 +29,17 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         UserError: this is no run folder, or the page cannot be written.
     """
     run = load(Path(run_dir))
-    return _write(run.path / "report.html", _html([run]))
+    return _write(run.path / "report.html", render.html(*make_chapters([run])))
 
 
-def write_reports(
-    paths: Sequence[Path], out: Path, *, png: bool = False, check: Table | None = None, verdict: str = ""
-) -> list[Path]:
+def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: Part | None = None) -> list[Path]:
     """Write ``report.html`` and ``report.md`` about one or several run folders into ``out``.
 
     Args:
         paths: run folders, or folders of run folders.
         out: where to; made when missing.
         png: also write every figure as ``figures/NAME.png`` and show it in ``report.md``; needs kaleido and a browser.
-        check: the table of a comparison with earlier results, shown first.
-        verdict: its verdict.
+        lead: shown before everything else.
 
     Returns:
         What was written, ``report.html`` first.
@@ -47,44 +47,21 @@ def write_reports(
     Raises:
         UserError: a path is no run folder, ``out`` cannot be written, or PNG figures cannot be made here.
     """
-    from megatron_flux.metrics.report import markdown
-
     chapters, title = make_chapters(load_all(paths))
-    if check is not None:
-        chapters[0] = _with_check(chapters[0], check, verdict)
+    if lead is not None:
+        chapters[0] = chapters[0].led_by(lead)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; choose a folder that can be written") from error
-    written = [_write(out / "report.html", _render(chapters, title))]
-    figures: dict[str, str] = {}
-    if png:
-        from megatron_flux.metrics.report.png import write_figures
-
-        figures = write_figures(chapters, out)
-    written.append(_write(out / "report.md", markdown.text(chapters, figures)))
-    return [*written, *(out / name for name in figures.values())]
-
-
-def _with_check(chapter: Chapter, check: Table, verdict: str) -> Chapter:
-    part = Part("against", "Against earlier results", caption=verdict, table=check)
-    return Chapter(chapter.id, chapter.title, chapter.verdict, chapter.subtitle, [part, *chapter.parts])
-
-
-def _html(runs: Sequence[Run]) -> str:
-    return _render(*make_chapters(runs))
-
-
-def _render(chapters: Sequence[Chapter], title: str) -> str:
-    from megatron_flux.metrics.report import html
-
-    return html.text(chapters, title)
+    page = _write(out / "report.html", render.html(chapters, title))
+    pictures = render.write_pictures(chapters, out) if png else {}
+    text = _write(out / "report.md", render.markdown(chapters, pictures))
+    return [page, text, *(out / name for name in pictures.values())]
 
 
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """The chapters about these runs, and a title for the whole."""
-    from megatron_flux.metrics.report import benchmarks, several, training
-
     makers = {
         "training": training.chapter,
         "operators": benchmarks.operators_chapter,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from megatron_flux.metrics.strict_json import without_secrets
 
 Figure = dict[str, Any]
 """A plotly figure as plain JSON; a trace's colour is a name of the palette in its ``meta.colour``."""
-
 
 NOT_RECORDED = "Not recorded"
 """How the caption of a part begins whose data the run does not have."""
@@ -24,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """One section: a figure, a table, or both; what is missing is said in the caption instead of drawn empty."""
+    """One section: a figure, a table, or both; what is missing is explained in the caption instead of drawn empty."""
 
     id: str
     title: str
@@ -43,4 +44,34 @@ class Chapter:
     title: str
     verdict: str
     subtitle: str
-    parts: Sequence[Part] = field(default_factory=tuple)
+    parts: Sequence[Part]
+
+    def led_by(self, part: Part) -> Chapter:
+        """The chapter with ``part`` in front of its others."""
+        return replace(self, parts=[part, *self.parts])
+
+
+def figures_of(chapters: Sequence[Chapter]) -> dict[str, Figure]:
+    """Every figure by ``<chapter>-<part>``."""
+    every = ((f"{chapter.id}-{part.id}", part.figure) for chapter in chapters for part in chapter.parts)
+    return {name: figure for name, figure in every if figure is not None}
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as ``(dotted name, text)``; lists stay on one line."""
+    for key, item in value.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(item, Mapping) and item:
+            yield from flat(item, name)
+        elif isinstance(item, list):
+            yield name, ", ".join(str(part) for part in item)
+        else:
+            yield name, "" if item is None else str(item)
+
+
+def settings_part(name: str, value: Any, *, folded: bool = True) -> list[Part]:
+    """Settings as a part, without secrets; none where there are none."""
+    if not value:
+        return []
+    pairs = list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value})))
+    return [Part(name, name.capitalize(), table=Table(pairs), folded=folded)] if pairs else []

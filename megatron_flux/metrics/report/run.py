@@ -1,7 +1,7 @@
 """A run folder as the report sees it: what is there, and in words what is not.
 
-Three kinds, told by their contents: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``)
-and ``layers`` (``bench layer``). Damage is no reason to show nothing: it is said in :attr:`Run.problems`.
+Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``) or
+``layers`` (``bench layer``). Damage is no reason to show nothing: it is listed in :attr:`Run.problems`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_flux.errors import UserError
+from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.statistics import Record
-from megatron_flux.metrics.summary import ARMS, read_json_object, summarize
-from megatron_flux.metrics.tail import Tail
-from megatron_flux.metrics.verdict import verdict
+from megatron_flux.metrics.summary import ARMS, read_json_object, summarize, verdict
 
 Kind = Literal["training", "operators", "layers"]
-
-MODEL_SETTINGS = ("shape",)
-"""Settings that make a model another one: losses and step times of two such runs say nothing about each other."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, or two of one arm each laid beside each other (:func:`pair`)."""
+    """One run folder, or two of one arm each as one comparison (``several.with_pairs``)."""
 
     path: Path
     name: str
@@ -46,31 +42,32 @@ class Run:
         return inner if isinstance(inner, Mapping) else self.config
 
     @property
-    def verdict(self) -> str:
-        """One line: what was found."""
-        if self.kind == "training":
-            if not any(self.arms.values()):
-                return "no step has been recorded"
-            return _alone(self) or verdict(self.summary)
-        rows = self.summary["rows"]
-        noun = "operator calls" if self.kind == "operators" else "layer timings"
-        return f"{len(rows)} {noun}, {self.summary.get('device', 'unknown device')}, tp {self.summary.get('tp', '?')}"
+    def only_arm(self) -> str | None:
+        """The arm of a training run that recorded only one."""
+        known = [arm for arm, records in self.arms.items() if records]
+        return known[0] if len(known) == 1 else None
 
     @property
-    def model(self) -> dict[str, Any]:
-        """What identifies the trained model; empty when the configuration is not known."""
-        return {name: self.settings[name] for name in MODEL_SETTINGS if name in self.settings}
+    def trained_arm(self) -> str | None:
+        """The arm of a run of ``train``, which was never to have a second one."""
+        return self.only_arm if self.settings.get("command") == "train" else None
 
-
-def _alone(run: Run) -> str | None:
-    """The verdict of a run that was never to have a second arm."""
-    known = [arm for arm, records in run.arms.items() if records]
-    if len(known) != 1 or run.settings.get("command") != "train":
-        return None
-    time = run.summary["arms"][known[0]]["step_time_ms"]
-    return f"{known[0]} alone: " + (
-        f"{time['median']:.4g} ms per step (median of {time['n']})" if time["n"] else "no step was timed"
-    )
+    @property
+    def verdict(self) -> str:
+        """One line: what was found."""
+        if self.kind != "training":
+            rows = self.summary["rows"]
+            noun = "operator calls" if self.kind == "operators" else "layer timings"
+            return (
+                f"{len(rows)} {noun}, {self.summary.get('device', 'unknown device')}, tp {self.summary.get('tp', '?')}"
+            )
+        if not any(self.arms.values()):
+            return "no step has been recorded"
+        if (arm := self.trained_arm) is None:
+            return verdict(self.summary)
+        time = self.summary["arms"][arm]["step_time_ms"]
+        timed = f"{time['median']:.4g} ms per step (median of {time['n']})" if time["n"] else "no step was timed"
+        return f"{arm} alone: {timed}"
 
 
 def load(path: Path) -> Run:
@@ -99,14 +96,16 @@ def load(path: Path) -> Run:
     if kind is not None:
         return Run(path, name, kind, found, config, problems=problems)
     files = {arm: path / arm / "metrics.jsonl" for arm in ARMS}
-    if not any(file.exists() for file in files.values()) and "preset" not in _mapping(config.get("config")):
+    settings = config.get("config")
+    begun = isinstance(settings, Mapping) and "preset" in settings
+    if not begun and not any(file.exists() for file in files.values()):
         raise UserError(
             f"{path} is not a run folder: it has no {' or '.join(f'{arm}/metrics.jsonl' for arm in ARMS)}, and no "
             "summary.json of a benchmark; name a folder that megatron-flux compare, train or bench has written"
         )
     arms: dict[str, list[Record]] = {}
     for arm, file in files.items():
-        tail = Tail(file)
+        tail = RecordTail(file)
         try:
             tail.poll()
         except OSError as error:
@@ -147,33 +146,6 @@ def _repetitions(path: Path) -> list[Path]:
     """The run folders of a job's folder, ``rep-N/run``, in order."""
     found = [run for run in path.glob("rep-*/run") if _looks_like_run(run)]
     return sorted(found, key=lambda run: (len(run.parent.name), run.parent.name))
-
-
-def pair(baseline: Run, flux: Run) -> Run:
-    """A run of stock alone and one of flux alone as one comparison; they were not interleaved, which is said."""
-    # Blocks count the order of execution over both arms; these ran one after the other.
-    after = 1 + max((record["block"] for record in baseline.arms["baseline"]), default=0)
-    second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
-    arms = {"baseline": baseline.arms["baseline"], "flux": second}
-    summary = summarize(arms["baseline"], arms["flux"], flux.config, separate=True)
-    summary["notes"].append(
-        "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
-    )
-    return Run(
-        path=flux.path,
-        name=f"{baseline.name} and {flux.name}",
-        kind="training",
-        summary=summary,
-        config=flux.config,
-        arms=arms,
-        breakdowns={
-            arm: run.breakdowns[arm] for arm, run in (("baseline", baseline), ("flux", flux)) if arm in run.breakdowns
-        },
-    )
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _looks_like_run(path: Path) -> bool:

@@ -55,3 +55,44 @@ class ReferenceBackend:
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         return collectives.all_gather(x, group, async_op=async_op)
+
+
+class GemmOnly:
+    """The reference backend without communication, for measuring: its time is the GEMM's, its results are wrong."""
+
+    def __init__(self) -> None:
+        """The gathered operand is made once and kept."""
+        self._gathered: torch.Tensor | None = None
+
+    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
+        try:
+            self._gathered = x.repeat(group.size(), 1)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def all_gather_gemm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The GEMM over this rank's rows, repeated to the gathered size."""
+        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
+        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
+
+    def gemm_reduce_scatter(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        async_op: bool = False,
+    ) -> Pending:
+        """The GEMM, nothing summed."""
+        return Pending(gemm(x, weight, transposed=transposed))

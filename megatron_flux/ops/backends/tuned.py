@@ -44,12 +44,11 @@ from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.pipelined import PipelinedBackend
-from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path.replay import ReadyCall
 from megatron_flux.ops.kernel_config import Plan, candidates
-from megatron_flux.telemetry.baseline_times import GemmAlone
 
 logger = logging.getLogger("megatron_flux")
 
@@ -341,7 +340,7 @@ class TunedBackend:
             if way is not None:
                 ways[name] = (plan, way)
         timed = {name: way for name, (_, way) in ways.items()}
-        alone = GemmAlone()
+        alone = GemmOnly()
         if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):
             timed["gemm"] = lambda: run(alone)
         ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}

@@ -11,7 +11,7 @@ import torch
 from megatron_flux.cli import main as cli
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UnsupportedVersionError
-from megatron_flux.patch import registry, te_seam
+from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.telemetry import doctor, environment
 
 
@@ -46,7 +46,7 @@ def test_json_is_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_an_unsupported_megatron_core_is_the_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "installed_megatron_core", lambda: "0.12.1")
+    monkeypatch.setattr(megatron_core, "installed_megatron_core", lambda: "0.12.1")
     code, text = run(monkeypatch, capsys)
     assert code == 1
     assert "megatron-core 0.12.1 is not supported; supported is >=0.15,<0.20" in text

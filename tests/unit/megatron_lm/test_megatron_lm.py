@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import importlib
 import logging
 import re
 import sys
@@ -20,7 +19,7 @@ from megatron_flux.megatron_lm import (
     MegatronArgumentsError,
     add_arguments,
     hooks,
-    samples,
+    start,
     training_log,
     validate,
 )
@@ -236,13 +235,12 @@ def test_a_model_that_is_set_up_is_tuned_ahead(
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["megatron.training.global_vars"].get_args = lambda: args
     seen: list[Any] = []
-    module = importlib.import_module("megatron_flux.megatron_lm.install")  # its function has the same name
-    monkeypatch.setattr(module, "is_patched", lambda: patched)
-    monkeypatch.setattr(module, "tune_model", lambda *given: seen.append(given))
+    monkeypatch.setattr(start, "is_patched", lambda: patched)
+    monkeypatch.setattr(start, "tune_model", lambda *given: seen.append(given))
     training = types.ModuleType("megatron.training.training")
     training.training_log = lambda iteration: None
     training.setup_model_and_optimizer = lambda provider, kind=None: (["chunk 0", "chunk 1"], "optimizer", provider)
-    hooks._hook_training(training)
+    hooks._wrap(training)
     assert training.setup_model_and_optimizer("provider") == (["chunk 0", "chunk 1"], "optimizer", "provider")
     assert seen == ([(["chunk 0", "chunk 1"], 64, 3)] if asked else [])
 
@@ -307,9 +305,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     module.get_wandb_writer = lambda: world.wandb
     for name in ("megatron.training", module.__name__):
         monkeypatch.setitem(__import__("sys").modules, name, module)
-    monkeypatch.setattr(training_log, "_counts", StepCounts())
-    monkeypatch.setattr(training_log, "_said", False)
-    monkeypatch.setattr(training_log, "_samples", None)
+    monkeypatch.setattr(training_log, "_log", training_log._Log())
     monkeypatch.setattr(training_log, "report", lambda: {**seen({}), "active_layers": world.layers})
     return world
 
@@ -390,4 +386,4 @@ def test_a_machine_whose_gpu_cannot_be_asked_is_sampled_without_it(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # megatron_lm_on_cpu.py says so too
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(nvml, "why_not", lambda: "the Python package nvidia-ml-py is not installed")
-    assert samples.Samples(interval=10)._gpu is None
+    assert training_log.Samples(interval=10)._gpu is None

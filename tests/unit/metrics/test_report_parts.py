@@ -8,11 +8,13 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report import markdown, write_reports
+from megatron_flux.metrics.report import figures, write_reports
+from megatron_flux.metrics.report.benchmarks import layers_chapter, operators_chapter
 from megatron_flux.metrics.report.parts import Chapter, Part
+from megatron_flux.metrics.report.render import escaped
 from megatron_flux.metrics.report.run import load, load_all
 from megatron_flux.metrics.report.several import with_pairs
-from megatron_flux.metrics.report.training import TOGETHER, chapter
+from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.telemetry.call_sampler import FIELDS
 from tests.unit.metrics.metrics_records import record, sampled_record
@@ -50,7 +52,7 @@ def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
         stacked = sum(trace["x"][index] for trace in part.figure["data"])
         assert stacked == pytest.approx(100.0 if arm == "baseline" else 95.0)
     rows = {row[0]: row[1:] for row in part.table.rows}
-    baseline = sum(float(cells[0]) for name, cells in rows.items() if name not in ("step", HIDDEN, TOGETHER))
+    baseline = sum(float(cells[0]) for name, cells in rows.items() if name not in ("step", HIDDEN, WAITS_INCLUDED))
     assert baseline == pytest.approx(float(rows["step"][0]))
     assert rows["fused operators"] == ("0.00", "12.00")
     assert HIDDEN in rows
@@ -99,7 +101,7 @@ def test_efficiencies_of_earlier_versions_are_withheld(tmp_path: Path) -> None:
 def test_exposed_communication_says_that_it_leaves_out_what_fused_kernels_wait(full: dict[str, Part]) -> None:
     assert FUSED_WAITS in full["time"].caption
     rows = {row[0]: row[1:] for row in full["time"].table.rows}
-    assert rows[TOGETHER] == ("58.00", "53.00")
+    assert rows[WAITS_INCLUDED] == ("58.00", "53.00")
     assert "exposed communication ¹" in [trace["name"] for trace in full["time"].figure["data"]]
 
 
@@ -153,8 +155,6 @@ def test_profiled_steps_are_not_timed(tmp_path: Path) -> None:
 
 
 def test_operator_benchmarks() -> None:
-    from megatron_flux.metrics.report.benchmarks import operators_chapter
-
     (first, second) = load_all([RESULTS / "ops-h200x4-nvlink"])
     assert [run.name for run in (first, second)] == ["ops-h200x4-nvlink/m8192", "ops-h200x4-nvlink/smaller"]
     shown = parts(operators_chapter(first, "run1"))
@@ -166,8 +166,6 @@ def test_operator_benchmarks() -> None:
 
 
 def test_async_tp_by_itself_stands_beside_the_shared_one() -> None:
-    from megatron_flux.metrics.report.benchmarks import operators_chapter
-
     run = load(RESULTS / "ops-h200x4-sustained" / "m2048")
     shared = "Async-TP ran with CUDA_DEVICE_MAX_CONNECTIONS 1 as all methods did, which may not be its best."
     assert shared in parts(operators_chapter(run, "run1"))["ms-all_gather_gemm"].caption
@@ -184,8 +182,6 @@ def test_async_tp_by_itself_stands_beside_the_shared_one() -> None:
 
 
 def test_benchmarks_say_what_stock_was_allowed_to_use() -> None:
-    from megatron_flux.metrics.report.benchmarks import layers_chapter, operators_chapter
-
     multicast = "NVLink multicast off (NCCL_NVLS_ENABLE 0)"
     operators = operators_chapter(load(RESULTS / "ops-h200x4-sustained" / "m2048"), "run1")
     assert operators.subtitle.endswith(f", {multicast}, CUDA_DEVICE_MAX_CONNECTIONS 1")
@@ -195,8 +191,6 @@ def test_benchmarks_say_what_stock_was_allowed_to_use() -> None:
 
 
 def test_layer_benchmarks() -> None:
-    from megatron_flux.metrics.report.benchmarks import layers_chapter
-
     run = load(RESULTS / "layer-h200x4-nvlink")
     shown = parts(layers_chapter(run, "run1"))
     assert [part.title for part in shown.values() if part.figure] == [
@@ -250,7 +244,7 @@ def test_one_arm_of_another_model_is_not_compared(tmp_path: Path) -> None:
 
 def test_markdown_shows_text_as_it_is() -> None:
     hostile = "<img src=x>|`a`*b*\n# [x](y)"
-    shown = markdown.escaped(hostile)
+    shown = escaped(hostile)
     assert "\n" not in shown
     assert shown == "\\<img src=x\\>\\|\\`a\\`\\*b\\*\\ \\# \\[x\\](y)".replace("\\ ", " ")
 
@@ -277,15 +271,15 @@ def test_a_schema_to_come_is_said(tmp_path: Path) -> None:
 
 
 def test_long_runs_are_thinned_without_losing_peaks() -> None:
-    from megatron_flux.metrics.report.figures import MAX_POINTS
-    from megatron_flux.metrics.report.figures_curves import curves, difference
-    from megatron_flux.metrics.report.figures_time import step_times
-
-    steps = 5 * MAX_POINTS
+    steps = 5 * figures.MAX_POINTS
     arms = {arm: [record(n, block=n // 50) for n in range(1, steps + 1)] for arm in ("baseline", "flux")}
     arms["flux"][4321] |= {"lm loss": 9e9, "iteration-time": 0.12}
-    for drawn, caption in (step_times(arms), curves(arms, "lm loss", ""), difference(arms, "lm loss")):
-        assert all(len(trace["x"]) <= MAX_POINTS + 1 for trace in drawn["data"])
+    for drawn, caption in (
+        figures.step_times(arms),
+        figures.curves(arms, "lm loss", ""),
+        figures.difference(arms, "lm loss"),
+    ):
+        assert all(len(trace["x"]) <= figures.MAX_POINTS + 1 for trace in drawn["data"])
         assert "Of every 10 steps the least and the largest value are drawn." in caption
         peak = max(value for trace in drawn["data"] for value in trace["y"])
         assert peak in (9e9, 120.0) or peak > 1e5

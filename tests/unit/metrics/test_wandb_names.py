@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.metrics.report.run import load
-from megatron_flux.metrics.wandb_dashboards import _where
+from megatron_flux.metrics.wandb_online import _where
 from megatron_flux.run import folder
 from megatron_flux.train import config, run_folder
 from megatron_flux.train.options import CheckpointOptions, TrainOptions

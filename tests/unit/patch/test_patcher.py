@@ -14,13 +14,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 import megatron_flux
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
-from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import patcher, te_seam
+from megatron_flux.patch.megatron_core import TE_REPLACED
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
 """Of the local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
 
-REPLACEMENTS = len(SEAM) + (len(patcher.TE_REPLACED) if te_seam.in_use() else 0)
+REPLACEMENTS = len(SEAM) + (len(TE_REPLACED) if te_seam.in_use() else 0)
 
 
 def methods() -> tuple[object, ...]:
@@ -53,9 +54,9 @@ def test_unpatch_ends_the_mode_of_cuda_graphs() -> None:
     layer.config = SimpleNamespace(cuda_graph_impl="local")
     patcher._installed.linears.activate(layer)
     assert report()["cuda_graphs"] is True
-    assert capture.capturing(torch.ones(1))
+    assert cuda_graphs.capturing(torch.ones(1))
     unpatch()
-    assert not capture.capturing(torch.ones(1))
+    assert not cuda_graphs.capturing(torch.ones(1))
     assert report()["cuda_graphs"] is False
 
 

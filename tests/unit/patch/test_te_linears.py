@@ -17,12 +17,11 @@ import torch
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, FluxError, UnsupportedVersionError
 from megatron_flux.config import Backends
-from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import patcher, te_seam
 from megatron_flux.patch import te_linears as module
-from megatron_flux.patch.line import TE_LAYERS
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.registry import LINES
+from megatron_flux.patch.megatron_core import LINES, TE_LAYERS
 from megatron_flux.patch.te_linears import TELinearPatch
 from tests.unit.groups import group_of
 
@@ -105,7 +104,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Si
 def require_stock(world: SimpleNamespace, kind: str, reason: str, call: Callable[[], Any]) -> None:
     world.linears.config = FluxConfig()
     assert call() == "stock"
-    assert dict(world.linears.fallbacks.counts) == {(kind, reason): 1}
+    assert dict(world.linears.fallbacks) == {(kind, reason): 1}
     assert world.calls == []
     assert world.linears.active_layers == 0
     world.linears.config = FluxConfig(strict=True)
@@ -206,7 +205,7 @@ def test_an_unusable_transformer_engine(kind: str) -> None:
     patch = TELinearPatch(linears, "TransformerEngine 2.8.0, supported is >=2.9,<2.19")
     make = {"TE norm column": patch.norm_column_forward, "TE column": patch.column_forward, "TE row": patch.row_forward}
     assert make[kind](lambda *args: "stock")(Layer(), X) == "stock"
-    assert dict(linears.fallbacks.counts) == {(kind, "TransformerEngine 2.8.0, supported is >=2.9,<2.19"): 1}
+    assert dict(linears.fallbacks) == {(kind, "TransformerEngine 2.8.0, supported is >=2.9,<2.19"): 1}
 
 
 # What is passed on
@@ -236,7 +235,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
     assert kwargs == ({**options, "norm": "norm"} if kind == "TE norm column" else options)
     assert world.linears.active_layers == 1
-    assert not world.linears.fallbacks.counts
+    assert not world.linears.fallbacks
 
 
 @pytest.mark.parametrize("kind", ["TE norm column", "TE column"])
@@ -264,10 +263,10 @@ def test_in_a_graph_no_micro_batch_replaces_main_grad(
 def test_graphs_switch_the_mode(world: SimpleNamespace, kind: str) -> None:
     try:
         world.forwards[kind](configured(cuda_graph_impl="transformer_engine"), X)
-        assert capture.capturing(X)
+        assert cuda_graphs.capturing(X)
     finally:
         world.linears.close()
-    assert not capture.capturing(X)
+    assert not cuda_graphs.capturing(X)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
+MEASURED = ROOT / "docs" / "measured.md"
 STAND_IN = RESULTS / "stand-in-8-h200x2"
 FOLDERS = (
     "layer-h200x4-ahead",
@@ -28,20 +29,20 @@ FOLDERS = (
 )
 
 X = "\u00d7"
-README_LAYERS = {
+LAYERS = {
     f"GPT-3 175B, 2048 {X} 4": "layer-h200x4-ahead/sustained/gpt3",
     f"Llama-70B, 4096 {X} 2": "layer-h200x4-ahead/sustained/llama",
     f"GPT-3 175B, 2048 {X} 1": "layer-h200x4-more/small",
     f"GPT-3 175B, 2048 {X} 1, each arm one CUDA graph ³": "layer-h200x4-more/graphs-entered-once",
     f"Llama-405B, 8192 {X} 1": "layer-h200x4-more/b405",
 }
-"""Rows of the layers' table of the README at the top, and their runs."""
-README_OTHER_RUNS = {
+"""Rows of the layers' table of docs/measured.md, and their runs."""
+OTHER_RUNS = {
     f"GPT-3 175B, 2048 {X} 4": "layer-h200x4-ahead/bursts/gpt3",
     f"Llama-70B, 4096 {X} 2": "layer-h200x4-ahead/bursts/llama",
 }
 """The runs of cells with footnote 2, each against the TE of its own run."""
-README_ARMS = ("te_ub", "flux_te", "flux_local", "busy_floor", "floor")
+ARMS = ("te_ub", "flux_te", "flux_local", "busy_floor", "floor")
 
 
 def summary(run: str) -> dict[str, Any]:
@@ -76,19 +77,34 @@ def test_tables_are_those_of_the_data(folder: str) -> None:
     assert "| --- |" in text.partition("tables.py: begin")[2].partition("tables.py: end")[0]
 
 
-@pytest.mark.parametrize(("layer", "run"), README_LAYERS.items())
-def test_the_readmes_layers_are_those_of_the_data(layer: str, run: str) -> None:
-    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {layer} |"))
+@pytest.mark.parametrize(("layer", "run"), LAYERS.items())
+def test_the_layers_are_those_of_the_data(layer: str, run: str) -> None:
+    (line,) = (line for line in MEASURED.read_text().splitlines() if line.startswith(f"| {layer} |"))
     te, *cells = line.split("|")[2:-1]
-    runs = [summary(name)["rows"] if name else [] for name in (run, README_OTHER_RUNS.get(layer))]
+    runs = [summary(name)["rows"] if name else [] for name in (run, OTHER_RUNS.get(layer))]
     here, there = ({row["arm"]: row for row in rows} for rows in runs)
     assert te.strip() == f"{here['te']['ms_per_layer']:.2f}"
-    for arm, cell in zip(README_ARMS, cells, strict=True):
+    for arm, cell in zip(ARMS, cells, strict=True):
         arms = there if "²" in cell else here
         assert cell.strip(" *²") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
 
 
-def test_the_readmes_operators_are_those_of_the_data() -> None:
+def test_the_readmes_layers_are_those_of_the_data() -> None:
+    lines = [line.split("|")[1:-1] for line in (ROOT / "README.md").read_text().splitlines() if f"{X} |" in line]
+    runs = {
+        layer.split(" ³")[0].replace("each arm one CUDA graph", "as CUDA graphs"): run for layer, run in LAYERS.items()
+    }
+    assert [cells[0].strip() for cells in lines] == list(runs)
+    for layer, *cells in lines:
+        arms = {row["arm"]: row for row in summary(runs[layer.strip()])["rows"]}
+        said = [
+            f"{arms['te']['ms_per_layer']:.2f}",
+            *(f"{arms[arm]['speedup_vs_te']:.2f}{X}" for arm in ("flux_te", "floor")),
+        ]
+        assert [cell.strip(" *") for cell in cells] == said, layer
+
+
+def test_the_operators_are_those_of_the_data() -> None:
     runs = ("ops-h200x4-sustained/m8192", "ops-h200x4-sustained/m2048", "ops-h200x4-nvlink/smaller")
     data: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in reversed([row for run in runs for row in summary(run)["rows"] if row["direction"] == "forward"]):
@@ -96,7 +112,7 @@ def test_the_readmes_operators_are_those_of_the_data() -> None:
         model = {"gpt3-175b": "GPT-3", "llama-70b": "Llama-70B", "llama-405b": "Llama-405B"}[row["model"]]
         layer = row["layer"] if row["layer"] == "proj" else row["layer"].upper()
         data[f"{operator}, {model} {layer}", f" {X} ".join(str(row[name]) for name in "mnk")] = row
-    text = (ROOT / "README.md").read_text()
+    text = MEASURED.read_text()
     lines = [
         line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| (reduce-scatter|all-gather),", line)
     ]
@@ -109,7 +125,7 @@ def test_the_readmes_operators_are_those_of_the_data() -> None:
 
 @pytest.mark.parametrize("method", ["tuned", "serial"])
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
-@pytest.mark.parametrize("path", ["README.md", "results/ops-h200x4-sustained/README.md"])
+@pytest.mark.parametrize("path", ["docs/measured.md", "results/ops-h200x4-sustained/README.md"])
 def test_host_times_are_medians_and_ranges_of_the_data(path: str, operator: str, method: str) -> None:
     runs = [summary(f"ops-h200x4-sustained/{run}")["rows"] for run in ("m8192", "m2048")]
     groups = [[row["host_us"][method] for row in rows if row["op"] == operator] for rows in runs]

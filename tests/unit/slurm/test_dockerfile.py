@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megatron_flux.patch.registry import SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH
+from megatron_flux.patch.megatron_core import SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 
 ROOT = Path(__file__).parents[3]

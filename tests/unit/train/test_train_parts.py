@@ -16,17 +16,14 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events as observe
 from megatron_flux.run.launcher import failure_of
 from megatron_flux.telemetry import call_sampler as sampling
-from megatron_flux.train import config, graphs
+from megatron_flux.train import config, cuda_graphs
 from megatron_flux.train.compare import schedule
-from megatron_flux.train.cpu_shims import cpu_shims
 from megatron_flux.train.data import MicroBatches
-from megatron_flux.train.gather import StepResult
+from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
 from megatron_flux.train.model import transformer_config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
-from megatron_flux.train.profile_steps import profiled_steps
-from megatron_flux.train.randomness import random_state, set_random_state
-from megatron_flux.train.telemetry import Telemetry, across_ranks, over_gpus
-from megatron_flux.train.trainer import LocalStep
+from megatron_flux.train.shims import cpu_shims
+from megatron_flux.train.trainer import LocalStep, random_state, set_random_state
 
 
 def test_turns_go_a_b_b_a() -> None:
@@ -205,9 +202,7 @@ class Recorded:
 
 
 def test_transformer_engines_graphs_are_made_once_behind_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer import cuda_graphs
-
-    monkeypatch.setattr(cuda_graphs, "TECudaGraphHelper", Recorded)
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs.TECudaGraphHelper", Recorded)
     run: Any = SimpleNamespace(
         cuda_graph_impl="transformer_engine",
         global_batch_size=12,
@@ -216,7 +211,7 @@ def test_transformer_engines_graphs_are_made_once_behind_the_warm_up(monkeypatch
         shape=SimpleNamespace(seq_length=8),
     )
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
-    made: Any = graphs.make(run, model, SimpleNamespace(cuda_graph_warmup_steps=2), "optimizer")
+    made: Any = cuda_graphs.make(run, model, SimpleNamespace(cuda_graph_warmup_steps=2), "optimizer")
     created = []
     for _ in range(5):
         made.before_step()
@@ -234,13 +229,13 @@ def test_local_graphs_are_found_and_given_back() -> None:
     model[1].cudagraph_manager = torch.nn.Module()
     model[1].cudagraph_manager.cudagraph_runners = [runner]
     run: Any = SimpleNamespace(cuda_graph_impl="local")
-    made: Any = graphs.make(run, model, None, None)
+    made: Any = cuda_graphs.make(run, model, None, None)
     made.before_step()
     assert made.runners() == [runner]
     made.release()
     assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
     run.cuda_graph_impl = "none"
-    assert graphs.make(run, model, None, None) is None
+    assert cuda_graphs.make(run, model, None, None) is None
 
 
 def test_random_state_of_generators_is_set_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +306,7 @@ def test_an_epoch_is_followed_by_the_same_again() -> None:
     ],
 )
 def test_profiled_steps(given: str | None, block: int | None, expected: tuple[int, int] | None) -> None:
-    assert profiled_steps(given, 12, block) == expected
+    assert config.profiled_steps(given, 12, block) == expected
 
 
 @pytest.mark.parametrize(
@@ -329,7 +324,7 @@ def test_profiled_steps(given: str | None, block: int | None, expected: tuple[in
 )
 def test_steps_that_cannot_be_profiled_are_refused(given: str, block: int | None, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        profiled_steps(given, 12, block)
+        config.profiled_steps(given, 12, block)
 
 
 def test_nvtx_needs_a_gpu(tmp_path: Path) -> None:
@@ -351,7 +346,7 @@ def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
 
 
 def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
-    telemetry = Telemetry(2, torch.device("cpu"), flux=True, replayed=True)
+    telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
     local = LocalStep(loss_sum=1.0, loss_tokens=1.0, grad_norm=1.0, lr=1.0, seconds=0.2)
     for iteration in (1, 2, 3):
         with telemetry.step(iteration):

@@ -1,0 +1,188 @@
+"""What ``slurm plan`` can be asked for, and the job that this describes, decided and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_flux.bench.shapes import Model
+from megatron_flux.errors import UserError
+from megatron_flux.estimate.devices import DEVICES, Device, device
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.config import resolve as resolve_run
+from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.presets import PRESETS
+
+MAX_GPUS = 16_384
+
+
+class PlanOptions(BaseModel):
+    """Options as given. The descriptions are the help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: str = Field("gpt3-175b", description=f"Model shape: {', '.join(PRESETS)}.")
+    num_layers: int | None = Field(None, ge=1, description="Layers, instead of the preset's.")
+    hidden_size: int | None = Field(None, ge=1, description="Hidden size, instead of the preset's.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Attention heads, instead of the preset's.")
+    num_query_groups: int | None = Field(None, ge=1, description="Key/value heads (GQA), instead of the preset's.")
+    ffn_hidden_size: int | None = Field(None, ge=1, description="MLP hidden size, instead of the preset's.")
+    seq_length: int | None = Field(None, ge=2, description="Tokens per sequence, instead of the preset's.")
+    vocab_size: int | None = Field(None, ge=2, description="Vocabulary, instead of the preset's; padded for tp.")
+
+    gpus: int = Field(128, ge=1, le=MAX_GPUS, description=f"GPUs of the job, up to {MAX_GPUS}.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node.")
+    tp: int = Field(8, ge=1, description="Tensor-parallel size, with sequence parallelism.")
+    pp: int = Field(8, ge=1, description="Pipeline-parallel size; what is left of the GPUs is data parallel.")
+    virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule).")
+    micro_batch_size: int | None = Field(None, ge=1, description="Sequences per micro-batch, default: the preset's.")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="Sequences per step over all ranks. Default: 4 micro-batches per pipeline stage."
+    )
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout; its masks take memory.")
+    distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data parallel.")
+    overlap_grad_reduce: bool = Field(False, description="Overlap the gradient reduction with backward.")
+    overlap_param_gather: bool = Field(False, description="Overlap the parameters' all-gather with forward.")
+
+    device: str | None = Field(
+        None, description=f"GPU of the table: {', '.join(DEVICES)}. Default: that of --ops or --layers, else h100-sxm."
+    )
+    ops: list[Path] = Field(
+        default_factory=list, description="summary.json of bench ops with times to predict from. May be repeated."
+    )
+    layers: list[Path] = Field(
+        default_factory=list,
+        description="summary.json of bench layer: its layers replace predicted ones. May be repeated.",
+    )
+    link_gb_per_s: float | None = Field(
+        None, gt=0, description="Link in a node, one direction, instead of the table's."
+    )
+    network_gb_per_s: float | None = Field(
+        None, gt=0, description="Network between nodes per GPU, one direction, instead of the table's."
+    )
+    overlap_efficiency: float | None = Field(
+        None, ge=0, le=1, description="Share of communication that flux hides, instead of the measured or the table's."
+    )
+    host_ms_per_layer: float = Field(
+        4.1,
+        ge=0,
+        description="Host time to enqueue a layer's forward and backward; measured with Megatron on one host.",
+    )
+    out: Path | None = Field(None, description="Folder for plan.json and plan.html. Default: none is written.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that fits: shape, layout and machine. ``run`` has the sizes under their usual names."""
+
+    run: RunConfig
+    virtual_pipeline: int
+    overlap_param_gather: bool
+    gpus_per_node: int
+    device: Device
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return self.run.world_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.run.shape.seq_length * self.run.micro_batch_size
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Transformer layers on a GPU."""
+        return self.run.shape.num_layers // self.run.pp
+
+    @property
+    def layer(self) -> Model:
+        """One layer's sizes, as the benchmarks have them."""
+        shape = self.run.shape
+        return Model(
+            hidden=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            groups=shape.num_query_groups,
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            ffn=shape.ffn_hidden_size,
+            gated=shape.activation == "swiglu",
+        )
+
+    @property
+    def tp_in_node(self) -> bool:
+        """Whether every tensor-parallel group is in one node: ranks are numbered tp first, then dp, then pp."""
+        return self.gpus <= self.gpus_per_node or self.gpus_per_node % self.run.tp == 0
+
+    @property
+    def peers_in_node(self) -> int:
+        """Members of a data-parallel group that share a node."""
+        return max(1, min(self.run.dp, self.gpus_per_node // self.run.tp))
+
+
+def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
+    """Decide what is open and check that it fits together.
+
+    Args:
+        options: as given.
+        measured_on: the device of a measurement, for ``options`` that name none.
+
+    Raises:
+        UserError: a layout that cannot be, with what was given, what is allowed and what to do.
+    """
+    gpu = device(options.device) if options.device else measured_on or device("h100-sxm")
+    tp, pp, gpus, per_node = options.tp, options.pp, options.gpus, options.gpus_per_node
+    if gpus % (tp * pp):
+        raise UserError(
+            f"{gpus} GPUs cannot be split into tp {tp} x pp {pp}; use --gpus with a multiple of {tp * pp}, or other "
+            f"sizes of --tp and --pp"
+        )
+    if gpus > per_node and gpus % per_node:
+        raise UserError(
+            f"{gpus} GPUs do not fill nodes of {per_node}; use --gpus with a multiple of {per_node}, or the right "
+            "--gpus-per-node"
+        )
+    values = options.model_dump(include=set(TrainOptions.model_fields) - {"out"})
+    if options.preset in PRESETS and options.global_batch_size is None:
+        micro = options.micro_batch_size or PRESETS[options.preset].micro_batch_size
+        values["global_batch_size"] = micro * (gpus // (tp * pp)) * 4 * pp
+    run = resolve_run(
+        TrainOptions(**values, precision="bf16", gradient_accumulation_fusion=True),
+        CheckpointOptions(),
+        world_size=gpus,
+        device="cuda",
+        out=options.out or Path("plan"),
+    )
+    _check_virtual(options.virtual_pipeline, run)
+    return Job(
+        run=run,
+        virtual_pipeline=options.virtual_pipeline,
+        overlap_param_gather=options.overlap_param_gather,
+        gpus_per_node=per_node,
+        device=gpu,
+    )
+
+
+def _check_virtual(chunks: int, run: RunConfig) -> None:
+    if chunks == 1:
+        return
+    if run.pp < 2:
+        raise UserError(
+            f"--virtual-pipeline {chunks} needs a pipeline, pp is {run.pp}; use --pp 2 or more, or leave it"
+        )
+    if run.shape.num_layers % (run.pp * chunks):
+        per_stage = run.shape.num_layers // run.pp
+        allowed = [c for c in range(1, per_stage + 1) if per_stage % c == 0]
+        raise UserError(
+            f"{run.shape.num_layers} layers cannot be split into pp {run.pp} x {chunks} chunks; use --virtual-pipeline "
+            f"with one of {allowed}, or --num-layers with a multiple of {run.pp * chunks}"
+        )
+    if run.micro_batches % run.pp:
+        raise UserError(
+            f"the interleaved schedule needs a multiple of pp {run.pp} micro-batches, there are {run.micro_batches}; "
+            f"use --global-batch-size with a multiple of {run.micro_batch_size * run.dp * run.pp}"
+        )

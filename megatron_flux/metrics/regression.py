@@ -1,0 +1,246 @@
+"""``report --against``: whether step time, loss or memory of a run left a band around earlier results.
+
+What is compared must be comparable, else the answer would mean nothing: the same model always; the same device and
+layout for times and memory; the same seed, data and schedule for losses. Anything else is refused, with what differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics.report.parts import Part, Table
+from megatron_flux.metrics.report.run import Run, load
+from megatron_flux.metrics.report.several import different_models, differing
+from megatron_flux.metrics.statistics import largest, relative_differences, timed
+from megatron_flux.metrics.table import memory, milliseconds, percent_change, print_table, relative, shown
+
+CHECKS = ("step-time", "loss", "memory")
+
+_TIME_SETTINGS = (
+    *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
+    *("precision", "recompute", "cuda_graph_impl"),
+)
+_LOSS_SETTINGS = (
+    *("seed", "data", "global_batch_size", "precision", "dropout"),
+    "padded_vocab_size",  # differs with tp, and the loss with it
+    *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
+)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """How far each quantity may be from the earlier one, as fractions: upwards for time and memory, both ways for loss.
+
+    Shorter steps and less memory are no regression.
+    """
+
+    step_time: float = 0.05
+    loss: float = 0.01
+    memory: float = 0.05
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One quantity of both runs."""
+
+    label: str
+    then: str
+    now: str
+    change: str
+    band: str
+    ok: bool | None
+    """None: not known in both, so not checked."""
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        return "not checked" if self.ok is None else "ok" if self.ok else "LEFT ITS BAND"
+
+
+@dataclass(frozen=True)
+class Result:
+    """All quantities, and notes for the reader."""
+
+    name: str
+    checked: list[Checked]
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing left its band."""
+        return not any(one.ok is False for one in self.checked)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        known = [one for one in self.checked if one.ok is not None]
+        left = [f"{one.label} {one.change} (band {one.band})" for one in known if not one.ok]
+        if not left:
+            return f"against {self.name}: {len(known)} of {len(known)} quantities within their bands"
+        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+        listed = ", ".join(left[:4]) + more
+        return f"against {self.name}: {len(left)} of {len(known)} quantities left their bands: {listed}"
+
+    @property
+    def _table(self) -> Table:
+        rows = [(one.label, one.then, one.now, one.change, one.band, one.state) for one in self.checked]
+        return Table(rows, head=("quantity", "then", "now", "change", "band", "state"))
+
+    def part(self) -> Part:
+        """For the report."""
+        return Part("against", "Against earlier results", caption=self.verdict, table=self._table)
+
+    def show(self) -> None:
+        """Print table, notes and verdict to standard output."""
+        print_table(self._table.head, self._table.rows, notes=self.notes, last=self.verdict)
+
+
+def parse_checks(text: str) -> tuple[str, ...]:
+    """The comma-separated names of ``--check``.
+
+    Raises:
+        UserError: an unknown name, or none.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names or not set(names) <= set(CHECKS):
+        raise UserError(f"--check {text!r}: choose some of {', '.join(CHECKS)}, separated by commas")
+    return names
+
+
+def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
+    """Compare a run folder with an earlier one of the same kind.
+
+    Raises:
+        UserError: one of them is no run folder, or they cannot be compared; the message says in what they differ.
+    """
+    now, then = load(run_path), load(results_path)
+    if now.kind != then.kind:
+        raise UserError(
+            f"{run_path} is a run of {now.kind} and {results_path} of {then.kind}; give results of {now.kind}"
+        )
+    if {"step-time", "memory"} & set(checks):
+        _require_same_device(now, then)
+    compared = _training if now.kind == "training" else _benchmark
+    found = list(compared(now, then, bands, checks))
+    notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
+    if "memory" in checks:
+        about = [(run.name, note) for run in (now, then) for note in run.summary.get("notes", [])]
+        notes += [f"{name}: {note}" for name, note in about if note.startswith("Peak memory of")]
+    if not any(one.ok is not None for one in found):
+        raise UserError(
+            f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; "
+            + "".join(f"{note[:-1]}; " for note in notes)
+            + "give results that recorded the same things, or another --check"
+        )
+    return Result(then.name, found, notes)
+
+
+def _require_same_device(now: Run, then: Run) -> None:
+    devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
+    names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
+    if names[0] != names[1]:
+        instead = "; --check loss compares losses alone" if now.kind == "training" else ""
+        raise UserError(
+            f"{now.path} ran on {names[0]} and {then.path} on {names[1]}: their times and memory cannot be "
+            f"compared{instead}"
+        )
+
+
+def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+    if (difference := different_models(now, then)) is not None:
+        raise UserError(
+            f"{now.path} and {then.path} trained different models ({difference}); give results of the same model"
+        )
+    for names, kinds, others in (
+        (_TIME_SETTINGS, ("step-time", "memory"), "loss"),
+        (_LOSS_SETTINGS, ("loss",), "step-time,memory"),
+    ):
+        if set(kinds) & set(checks) and (unequal := differing(now, then, names)):
+            raise UserError(
+                f"{now.path} and {then.path} cannot be compared in {' and '.join(kinds)}: {', '.join(unequal)}; "
+                f"give results of the same settings, or --check {others}"
+            )
+    arms = [arm for arm, records in then.arms.items() if records]
+    if not arms:
+        raise UserError(f"{then.path} has no records; give results of a run that has ended")
+    for arm in arms:
+        if not now.arms[arm]:
+            raise UserError(f"{now.path} has no records of the {arm} arm, which {then.path} has; run both arms")
+        if "step-time" in checks:
+            yield _step_time(arm, now, then, bands.step_time)
+        if "loss" in checks:
+            yield _loss(arm, now, then, bands.loss)
+        if "memory" in checks:
+            yield _memory(arm, now, then, bands.memory)
+
+
+def _step_time(arm: str, now: Run, then: Run, band: float) -> Checked:
+    for run in (now, then):
+        if not timed(run.arms[arm]):
+            raise UserError(
+                f"{run.path} has no timed step of the {arm} arm; run more steps than warm-up, or --check loss"
+            )
+    medians = [run.summary["arms"][arm]["step_time_ms"]["median"] for run in (then, now)]
+    return _at_most(f"{arm} step time, median (ms)", *medians, band, milliseconds)
+
+
+def _loss(arm: str, now: Run, then: Run, band: float) -> Checked:
+    both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
+    if not both:
+        raise UserError(f"{now.path} and {then.path} have no iteration of the {arm} arm in common; run as many steps")
+    difference = largest(both)
+    last = both[-1][0]
+    losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
+    return Checked(
+        f"{arm} loss over {len(both)} iterations",
+        *(f"{loss:.6f}" for loss in losses),
+        f"up to {relative(difference)}",
+        f"{100 * band:g} %",
+        # A loss that is not finite is in no band.
+        difference is not None and math.isfinite(difference) and difference <= band,
+    )
+
+
+def _memory(arm: str, now: Run, then: Run, band: float) -> Checked:
+    """The same kind of figure of both: the whole, or what the allocator held where one of them knows no more."""
+    arms = [run.summary["arms"][arm] for run in (then, now)]
+    label, name = f"{arm} peak memory", "peak_memory_bytes"
+    if any(found[name] is None for found in arms) and all(found["allocated_peak_bytes"] is not None for found in arms):
+        label, name = f"{label}, allocated alone", "allocated_peak_bytes"
+    return _at_most(label, *(found[name] for found in arms), band, memory)
+
+
+def _at_most(label: str, then: float | None, now: float | None, band: float, form: Callable[[float], str]) -> Checked:
+    ok = None if then is None or now is None else now <= then * (1 + band)
+    change = percent_change(then, now)
+    return Checked(label, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", ok)
+
+
+def _benchmark(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+    """The operators' tuned times, or the layers' times and memory, of the rows that both have."""
+    operators = now.kind == "operators"
+    of_operators = ("op", "model", "layer", "direction", "m", "n", "k", "dtype")
+    keys = of_operators if operators else ("model", "seq", "micro_batch", "layers", "arm")
+
+    def by_key(run: Run) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+        return {tuple(row.get(key) for key in keys): row for row in run.summary["rows"]}
+
+    if now.summary.get("tp") != then.summary.get("tp"):
+        raise UserError(f"{now.path} has tp {now.summary.get('tp')} and {then.path} tp {then.summary.get('tp')}")
+    of_now = by_key(now)
+    both = [(key, row, of_now[key]) for key, row in by_key(then).items() if key in of_now]
+    if not both:
+        raise UserError(f"{now.path} and {then.path} measured nothing in common; give results of the same calls")
+    for key, old, new in both:
+        label = " ".join(str(part) for part in key if part is not None)
+        if "step-time" in checks:
+            name = "tuned_ms" if operators else "ms_per_layer"
+            yield _at_most(f"{label}, ms", old.get(name), new.get(name), bands.step_time, "{:.3f}".format)
+        if "memory" in checks and not operators:
+            name = "peak_memory_gb"
+            yield _at_most(f"{label}, peak GB", old.get(name), new.get(name), bands.memory, "{:.2f}".format)

@@ -1,0 +1,178 @@
+"""The calls that a patched model's linears will make, known from the layers and the size of a micro-batch, tuned ahead.
+
+Of a column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens: all_gather_gemm to ``[m, n]`` in
+forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; of a row-parallel one the other
+way round. The gather for wgrad has nothing to be tuned. Whether a layer runs flux is asked of the patch, as at call
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.config import STOCK
+from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.patch import te_seam
+from megatron_flux.patch.layer_backends import backends_of
+from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
+from megatron_flux.patch.te_linears import COLUMN, NORM_COLUMN, ROW, TELinearPatch
+
+logger = logging.getLogger("megatron_flux")
+
+
+class _Linear(NamedTuple):
+    """A layer that runs flux."""
+
+    layer: Any
+    row: bool
+    weight: torch.Tensor | None
+    """None where the output layer is given the embedding's."""
+    shape: tuple[int, int]
+    """``[n, k]`` of the rank."""
+    bias: torch.Tensor | None
+    """That the GEMM adds."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+def tune(
+    chunks: Sequence[torch.nn.Module],
+    linears: LinearPatch,
+    te_linears: TELinearPatch | None,
+    sequence: int,
+    micro_batch_size: int,
+) -> int:
+    """See :func:`megatron_flux.tune_model`."""
+    found = [linear for chunk in chunks for linear in _linears(chunk, linears, te_linears)]
+    began, asked, answers = time.monotonic(), set(), 0
+    # As the first call of such a layer does: from there on every call of the process is one for graphs.
+    graphs = any(asks_for_graphs(linear.layer.config) for linear in found)
+    with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
+        for linear in found:
+            config = linear.layer.config
+            m = sequence * micro_batch_size // (getattr(config, "context_parallel_size", None) or 1)
+            for call in _calls(linear, linears, m):
+                if call not in asked:
+                    asked.add(call)
+                    answers += _decide(linear, call)
+    if answers and dist.get_rank() == 0:
+        logger.info("megatron_flux: %d calls decided ahead in %.0f s", answers, time.monotonic() - began)
+    return answers
+
+
+class _Call(NamedTuple):
+    """What calls that need one answer have in common. ``n`` and ``k`` are the GEMM's."""
+
+    operator: str
+    rows: int
+    """Of the operand."""
+    n: int
+    k: int
+    transposed: bool
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    group: str
+
+
+def _calls(linear: _Linear, linears: LinearPatch, m: int) -> Iterator[_Call]:
+    group, (n, k) = linear.layer.tp_group, linear.shape
+    backends = backends_of(linear.layer, linears.config.backends)
+    about = linear.dtype, linear.device, group.group_name
+    gather, scatter = ("all_gather_gemm", m // group.size()), ("gemm_reduce_scatter", m)
+    forward, dgrad = (scatter, gather) if linear.row else (gather, scatter)
+    yield _Call(*forward, n, k, False, backends.forward, *about)
+    yield _Call(*dgrad, k, n, True, backends.dgrad, *about)
+
+
+def _decide(linear: _Linear, call: _Call) -> bool:
+    """Whether a backend that tunes has an answer for the call now."""
+    group, like = linear.layer.tp_group, {"dtype": call.dtype, "device": call.device}
+    probe = torch.empty(1, call.k, **like)
+    weight = torch.empty(linear.shape, **like) if linear.weight is None else linear.weight
+    backend = select(call.backend, probe, weight, group)
+    if not isinstance(backend, TunedBackend):
+        return False
+    # Random numbers, as zeros make a GEMM run faster, of a generator of their own: training's stay what they were.
+    generator = torch.Generator(device=call.device).manual_seed(group.rank())
+    x = torch.empty(call.rows, call.k, **like).normal_(generator=generator)
+    if linear.weight is None:
+        weight.normal_(generator=generator)
+    bias = None if call.transposed else linear.bias
+    backend.decide(call.operator, x, weight, group, transposed=call.transposed, bias=bias)
+    return True
+
+
+def _linears(chunk: torch.nn.Module, linears: LinearPatch, te_linears: TELinearPatch | None) -> Iterable[_Linear]:
+    """The linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
+    from megatron.core.tensor_parallel import layers
+
+    te_layers = te_seam.in_use() if te_linears is not None else None
+    for layer in chunk.modules():
+        if isinstance(layer, layers.ColumnParallelLinear | layers.RowParallelLinear):
+            linear = _local(layer, isinstance(layer, layers.RowParallelLinear), linears)
+        elif te_layers is not None and te_linears is not None:
+            linear = _over_te(layer, te_layers, te_linears, linears)
+        else:
+            linear = None
+        if linear is not None:
+            yield linear
+
+
+def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
+    if backends_of(layer, linears.config.backends) == STOCK:
+        return None
+    weight = layer.weight
+    # Without one of its own it is the output layer, which computes in the model's dtype.
+    dtype = layer.config.params_dtype if weight is None else weight.dtype
+    device = weight.device if weight is not None else _device()
+    like = torch.empty(0, dtype=dtype, device=device)
+    if row:
+        reason = linears.why_stock_row(layer, like, (), {})
+    else:
+        keywords = {
+            "bias": None if layer.skip_bias_add else layer.bias,
+            "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
+            "allreduce_dgrad": layer.allreduce_dgrad,
+            "sequence_parallel": layer.sequence_parallel,
+            "tp_group": layer.tp_group,
+        }
+        reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
+    if reason is not None:
+        return None
+    shape = (layer.output_size, layer.input_size_per_partition) if row else _column_shape(layer)
+    # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
+    return _Linear(layer, row, weight, shape, None, dtype, device)
+
+
+def _column_shape(layer: Any) -> tuple[int, int]:
+    return layer.output_size_per_partition, layer.input_size
+
+
+def _over_te(layer: Any, te_layers: Any, te_linears: TELinearPatch, linears: LinearPatch) -> _Linear | None:
+    kinds = {
+        NORM_COLUMN: te_layers.TELayerNormColumnParallelLinear,
+        COLUMN: te_layers.TEColumnParallelLinear,
+        ROW: te_layers.TERowParallelLinear,
+    }
+    kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
+    weight = getattr(layer, "weight", None)  # none where parameters are split
+    if kind is None or weight is None or backends_of(layer, linears.config.backends) == STOCK:
+        return None
+    if te_linears.why_stock(kind, layer, torch.empty(0, dtype=weight.dtype, device=weight.device), weight, (), {}):
+        return None
+    bias = layer.bias if kind != ROW and layer.apply_bias else None
+    return _Linear(layer, kind == ROW, weight, tuple(weight.shape), bias, weight.dtype, weight.device)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,337 @@
+"""Which checkpoints a run may resume from, and where it may save: checked before it trains.
+
+* Checkpoints of another run are neither overwritten nor counted, and the tracker is not moved away from them. A run
+  may go on in the folder that it loads from (``--load`` and ``--save`` name the same one): it then goes by the name of
+  the run that saved there. ``--overwrite`` replaces what the run in the same ``--out`` has saved, and nothing else.
+* One run at a time saves to a folder: it holds a lock, which ends with its process. A POSIX lock: the processes that a
+  save may fork do not inherit it, and network file systems know it. Where a file system has no locks, a warning says
+  so. A run that starts again in its own ``--out`` waits for the lock: the file server frees that of a lost node only
+  after a while.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics import ARMS
+from megatron_flux.train.checkpoint_folder import (
+    TRACKER,
+    checkpoint_of,
+    chosen,
+    damage,
+    description,
+    iteration_of,
+    iterations,
+    owner,
+    remove_partial,
+)
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.presets import parameters
+
+logger = logging.getLogger("megatron_flux")
+
+MUST_MATCH = ("precision", "distributed_optimizer", "transformer_impl")
+"""Of a checkpoint and the run that loads it, beside the model's shape."""
+_UNSAID = {"transformer_impl": "local"}
+"""What a checkpoint was saved with that does not say."""
+_LOCK = ".megatron_flux.lock"
+OWN_LOCK_SECONDS = 150.0
+"""How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
+
+
+def folders(root: Path, config: RunConfig) -> list[Path]:
+    """The folders of checkpoints of a run that saves to, or loads from, ``root``: one, or one per arm."""
+    return [root / arm for arm in ARMS] if config.command == "compare" else [root]
+
+
+def check_resume(config: RunConfig) -> None:
+    """Check that ``config.load`` fits this run, and that something is left to do.
+
+    Raises:
+        UserError: as :func:`check_fits`, no arm has a step left, or options of a resume without one.
+    """
+    if config.load is None:
+        for option, given in (("--ckpt-step", config.ckpt_step is not None), ("--other-data", config.other_data)):
+            if given:
+                raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
+        return
+    found = {folder: check_fits(folder, config) for folder in folders(config.load, config)}
+    if min(found.values()) >= config.steps:
+        folder, iteration = min(found.items(), key=lambda item: item[1])
+        raise UserError(
+            f"checkpoint {chosen(folder, config.ckpt_step)} is at step {iteration} and --steps is {config.steps}; "
+            "--steps counts from the start of training, give more"
+        )
+
+
+def check_fits(folder: Path, config: RunConfig) -> int:
+    """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
+
+    Raises:
+        UserError: none there, a damaged one, or one of another shape, precision or optimizer.
+    """
+    checkpoint = chosen(folder, config.ckpt_step)
+    if (wrong := damage(checkpoint)) is not None:
+        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
+    saved = description(checkpoint)
+    shape, iteration = saved["shape"], int(saved["iteration"])
+    ours = config.shape.model_dump(mode="json")
+    different = {f"{n} {shape.get(n)}": f"{n} {v}" for n, v in ours.items() if shape.get(n) != v and n != "seq_length"}
+    saved = {**_UNSAID, **saved}
+    different |= {
+        f"{n} {saved.get(n)}": f"{n} {getattr(config, n)}" for n in MUST_MATCH if saved.get(n) != getattr(config, n)
+    }
+    if shape.get("seq_length") != config.shape.seq_length and config.shape.position_embedding == "learned_absolute":
+        different[f"seq_length {shape.get('seq_length')}"] = f"seq_length {config.shape.seq_length}"
+    if different:
+        raise UserError(
+            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; "
+            "use the options it was saved with, or another checkpoint"
+        )
+    return iteration
+
+
+def check_data(config: RunConfig) -> str | None:
+    """Whether the run goes on with the text that its checkpoint was trained on (``config.text`` is known).
+
+    Returns:
+        A line for the user where it is another one, and the user has asked for it.
+
+    Raises:
+        UserError: it is another one, and was not asked for.
+    """
+    if config.load is None or config.text is None:
+        return None
+    checkpoint = chosen(folders(config.load, config)[0], config.ckpt_step)
+    try:
+        saved = description(checkpoint).get("data")
+    except ValueError:  # which check_resume says
+        return None
+    if saved is None or saved["sha256"] == config.text.sha256:
+        return None
+    then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
+    if config.data or config.other_data:
+        return f"resumes on other data: checkpoint {checkpoint} was trained on {then}, this run trains on {now}"
+    raise UserError(
+        f"checkpoint {checkpoint} was trained on {then}, and this run, without --data, would train on {now}; give the "
+        "--data it was trained on, or --other-data to go on with this text"
+    )
+
+
+def instead(checkpoint: Path, config: RunConfig) -> str:
+    """What to do where ``checkpoint`` of ``config.load`` is damaged: an older one is offered, whole in all arms."""
+    arms = folders(config.load, config)
+    for older in reversed(iterations(arms[0])):
+        if older < iteration_of(checkpoint) and all(damage(checkpoint_of(folder, older)) is None for folder in arms):
+            return f"--ckpt-step {older} resumes from the one before it"
+    return "there is no whole one before it; restore it from a copy, or give another --load"
+
+
+def check_save(config: RunConfig) -> None:
+    """Check what can be checked of ``--save`` before anything starts; leaves nothing behind.
+
+    Raises:
+        UserError: options without ``--save``, a folder that cannot be written or is too full, checkpoints of another
+            run in it, or a run that is saving there now.
+    """
+    if config.save is None:
+        for name, value in (("--save-interval", config.save_interval), ("--save-keep", config.save_keep)):
+            if value is not None:
+                raise UserError(f"{name} {value} without --save: nothing would be saved; add --save FOLDER")
+        return
+    with _made(config.save):
+        _check_room(config)
+        check_owner(config)
+        with _locked(config):
+            pass
+
+
+@contextmanager
+def held(config: RunConfig) -> Iterator[str]:
+    """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints.
+
+    Raises:
+        UserError: as :func:`check_save`; something else may have come in between.
+    """
+    try:
+        config.save.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(config.save, error) from None
+    with _locked(config):
+        check_owner(config)
+        if not _goes_on(config):
+            _remove_replaced(config)
+        for folder in folders(config.save, config):
+            remove_partial(folder)
+        yield run_name(config)
+
+
+def run_name(config: RunConfig) -> str:
+    """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
+    if _goes_on(config):
+        folder = folders(config.save, config)[0]
+        return owner(chosen(folder, config.ckpt_step)).get("id") or uuid.uuid4().hex
+    return uuid.uuid4().hex
+
+
+def check_owner(config: RunConfig) -> None:
+    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another.
+
+    Raises:
+        UserError: such checkpoints are there.
+    """
+    if _goes_on(config):
+        _check_later(config)
+        return
+    for folder in folders(config.save, config):
+        there = iterations(folder)
+        runs = [owner(checkpoint_of(folder, n)).get("folder") for n in there]
+        if config.overwrite and runs and all(run == str(config.out.resolve()) for run in runs):
+            continue
+        if there or (folder / TRACKER).exists():
+            raise UserError(
+                f"--save {config.save} holds checkpoints of {_whose(runs)} "
+                f"(iteration {', '.join(map(str, there)) or 'unknown'}); give another folder, or --load {config.save} "
+                "to go on with them"
+            )
+
+
+def _check_later(config: RunConfig) -> None:
+    """A resumed run may replace what it has itself saved after that step, and nothing else."""
+    name = run_name(config)
+    for folder in folders(config.save, config):
+        begin = chosen(folder, config.ckpt_step)
+        for later in (checkpoint_of(folder, n) for n in iterations(folder) if n > iteration_of(begin)):
+            if (of := owner(later)).get("id") != name:
+                raise UserError(
+                    f"--save {config.save} holds {later.name} of {_whose([of.get('folder')])}, after {begin.name} that "
+                    "this run goes on from; move it away, or give another --save"
+                )
+
+
+def _whose(runs: list[str | None]) -> str:
+    known = sorted({run for run in runs if run})
+    return f"the run in {', '.join(known)}" if known else "another run"
+
+
+def _goes_on(config: RunConfig) -> bool:
+    """Whether the run saves to the folder it loads from."""
+    return config.load is not None and config.load.resolve() == config.save.resolve()
+
+
+def _remove_replaced(config: RunConfig) -> None:
+    """Remove what :func:`check_owner` has let pass because of ``--overwrite``. The tracker goes first."""
+    for folder in folders(config.save, config):
+        (folder / TRACKER).unlink(missing_ok=True)
+        for iteration in iterations(folder):
+            shutil.rmtree(checkpoint_of(folder, iteration))
+
+
+def least_bytes(config: RunConfig) -> int:
+    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out.
+
+    The weights, and for each of them the optimizer's two moments and its own copy (which plain fp32 Adam does without)
+    in fp32.
+    """
+    moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
+    weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
+    return len(folders(Path(), config)) * weights * (config.dtype.itemsize + moments)
+
+
+def _check_room(config: RunConfig) -> None:
+    needed, free = least_bytes(config), shutil.disk_usage(config.save).free
+    if free < needed:
+        both = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+        raise UserError(
+            f"--save {config.save} has {free / 1e9:.3g} GB of free space, and {both} needs at least {needed / 1e9:.3g} "
+            "GB; make room, or give a folder on another disk"
+        )
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and write a file into it; whatever was made is removed again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".megatron_flux.", buffering=0) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # something was put there meanwhile
+                path.rmdir()
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    what = "is a file" if folder.is_file() else f"cannot be written: {error.strerror}"
+    return UserError(f"--save {folder} {what}; give a folder that can be written")
+
+
+@contextmanager
+def _locked(config: RunConfig) -> Iterator[None]:
+    path = config.save / _LOCK
+    about = {"run": str(config.out.resolve()), "host": socket.gethostname(), "pid": os.getpid()}
+    with _lock_file(path, config) as file:
+        with suppress(OSError):  # only for the message of another run
+            file.truncate(0)
+            file.write(json.dumps(about))
+            file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, config: RunConfig) -> TextIO:
+    """The lock's file, locked. Whoever held it removes it, so the lock of a file that has gone is worth nothing."""
+    deadline = time.monotonic() + OWN_LOCK_SECONDS
+    while True:
+        try:
+            file = path.open("a+")
+        except OSError as error:
+            raise _unwritable(config.save, error) from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
+            file.close()
+            holder = _holder(path)
+            if holder.get("run") == str(config.out.resolve()) and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            held_by = f"the run in {holder['run']} (process {holder['pid']} on {holder['host']})" if holder else "a run"
+            raise UserError(
+                f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)
+            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+def _holder(lock: Path) -> dict[str, object]:
+    """Who holds the lock, as it has said; empty where that cannot be read."""
+    try:
+        found = json.loads(lock.read_text())
+        return {name: found[name] for name in ("run", "pid", "host")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

@@ -1,0 +1,183 @@
+"""What megatron-core takes from CUDA, Apex and TransformerEngine, for machines without them; undone on exit.
+
+* :func:`cpu_shims`: megatron-core asks CUDA for its current device, its random state and its streams, and allocates
+  with ``device="cuda"``. Without CUDA the CPU answers. Everything that computes (layers, collectives over gloo,
+  schedules, DDP, optimizer, checkpoints) is megatron-core's. With CUDA present it does nothing.
+* :func:`gradient_accumulation_fusion`: wgrad that adds to ``main_grad``, for stock layers without Apex.
+* :class:`SequenceParallelNorm`: a norm under sequence parallelism, without TransformerEngine.
+
+Hazards: replacements are process-wide while a context is open, and the CPU has one random generator where CUDA runs
+have two, so a run with dropout on the CPU does not draw the numbers that a GPU run would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_flux.layers.wgrad import accumulate, apex_kernel
+
+_ABSENT = object()
+_CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of ``owner``, present or not, replaced inside the context."""
+    saved = {name: vars(owner).get(name, _ABSENT) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
+    """``device="cuda"`` literals and ``Tensor.cuda()`` mean the CPU.
+
+    Asked by: schedules (token counts), clip_grads (norms), the optimizer (found_inf), DDP buffers, rotary embeddings.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        device = kwargs.get("device")
+        if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """A stream, event or stream context that does nothing: CPU work is already in order.
+
+    Asked by: DDP's communication streams, timers, checkpoint staging.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _cuda_type_name(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type()`` spelled as for CUDA. Asked by: optimizer, distrib_optimizer and clip_grads compare the name."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        if isinstance(result, str) and result.startswith("torch.") and ".cuda." not in result:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return type_
+
+
+@contextlib.contextmanager
+def cpu_shims() -> Iterator[None]:
+    """Let megatron-core run on the CPU for the duration of the context; does nothing where CUDA is available."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    # torch switches a function mode off while a torch function runs, so backward() would recompute without it.
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with _CudaMeansCpu():
+            return run_backward(*args, **kwargs)
+
+    with (
+        _replaced(
+            torch.cuda,
+            # GlobalMemoryBuffer, tensor_parallel.mappings and layers allocate on the current device.
+            current_device=lambda: _CPU,
+            # The random state tracker, checkpointing of activations, training state.
+            get_rng_state=lambda device="cuda": torch.get_rng_state(),
+            set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+            manual_seed=torch.manual_seed,
+            # DDP, timers, pipeline communication, checkpointing.
+            synchronize=lambda *args, **kwargs: None,
+            **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _NoStream),
+        ),
+        _replaced(torch.Tensor, type=_cuda_type_name(torch.Tensor.type)),
+        _replaced(
+            megatron_random,
+            _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+            _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        ),
+        # It watches for the CPU's generator moving while CUDA's is forked; here the two are one.
+        _replaced(logging.getLogger(megatron_random.__name__), disabled=True),
+        _replaced(torch.autograd, _engine_run_backward=run_backward_in_mode),
+        _CudaMeansCpu(),
+    ):
+        yield
+
+
+def _accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+    accumulate(main_grad, dy, x)
+
+
+@contextlib.contextmanager
+def gradient_accumulation_fusion() -> Iterator[None]:
+    """Let stock layers accumulate wgrad into ``main_grad`` without Apex; does nothing where Apex is there.
+
+    Stock layers call Apex's ``fused_weight_gradient_mlp_cuda`` and refuse to be built without it. Flux layers do not
+    need it, so a comparison would let flux win by the missing kernel alone. Here stock gets the same accumulating GEMM
+    (:func:`megatron_flux.layers.wgrad.accumulate`).
+    """
+    if apex_kernel() is not None:
+        yield
+        return
+    from megatron.core.tensor_parallel import layers
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+    with _replaced(layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True):
+        yield
+
+
+class SequenceParallelNorm:
+    """Makes a ``torch.nn.LayerNorm`` or ``RMSNorm`` over ``[s/tp, b, h]`` as ``config.normalization`` says.
+
+    megatron-core's ``WrappedTorchNorm`` asserts that sequence parallelism is off, and Apex's ``FusedLayerNorm`` knows
+    no RMSNorm. The arithmetic is per token, so torch's norm is right as it is; but each rank sees only its tokens, so
+    the gradients of weight and bias must be summed over the tensor-parallel group. Megatron does that
+    (``finalize_model_grads``) for parameters with ``sequence_parallel`` set.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+        """Build the norm; ``unused`` are hints of megatron-core's other norms (persistent kernels and the like).
+
+        Raises:
+            ValueError: a normalisation that torch does not have, or a zero-centred gamma.
+        """
+        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in norms:
+            raise ValueError(f"normalization must be one of {', '.join(norms)}, got {config.normalization!r}")
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError("layernorm_zero_centered_gamma needs TransformerEngine's norm")
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        norm = norms[config.normalization](hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        norm.returns_residual = False  # read by megatron-core from 0.17 on
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm

@@ -1,0 +1,301 @@
+"""The wandb mirror: real offline files read back, nothing secret in them, and no failure that reaches training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics import WandbMirror, wandb_mirror
+from megatron_flux.metrics.strict_json import without_secrets
+from tests.unit.metrics.metrics_records import record, sampled_record
+from tests.unit.metrics.report_runs import full_run
+
+API_KEY = "0123456789abcdef" * 2 + "cafe4242"
+CONFIG = {"preset": "tiny", "tokenizer": "bytes", "api_key": "hunter-1", "nested": {"hf_token": "hunter-2", "tp": 2}}
+
+
+def mirror(mode: str, folder: Path, job_type: str = "flux", **more: Any) -> WandbMirror:
+    return WandbMirror(mode, "project-x", "group-x", job_type, f"name-{job_type}", CONFIG, folder, **more)
+
+
+def inspect(path: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_offline_files_read_back_and_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", API_KEY)
+    monkeypatch.setenv("SOME_VARIABLE", "value-of-a-variable")
+    monkeypatch.setattr(sys, "argv", ["megatron-flux", "--argument", "value-of-an-argument"])
+    # Both arms at once, as in a comparison.
+    with (
+        mirror("offline", tmp_path / "baseline", "baseline") as baseline,
+        mirror("offline", tmp_path / "flux", tags=["tiny", "night"]) as flux,
+    ):
+        for n in range(1, 6):
+            baseline.write(record(n))
+            flux.write(record(n, flux=True, **{"mfu": None, "flux/fallbacks": {"fp8": n}}))
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for secret in (API_KEY, "hunter-1", "hunter-2", "value-of-a-variable", "value-of-an-argument"):
+        assert [path for path, content in files.items() if secret.encode() in content] == [], secret
+    runs = {}
+    for path in files:
+        if path.suffix == ".wandb":
+            summary = json.loads(inspect(path, "--summary"))
+            runs[summary["name"]] = (path, summary)
+    assert sorted(runs) == ["name-baseline", "name-flux"]
+    path, summary = runs["name-flux"]
+    assert summary["project"] == "project-x"
+    assert summary["state"] == "finished"
+    assert summary["config"] == {"preset": "tiny", "tokenizer": "bytes", "nested": {"tp": 2}}
+    assert summary["summary"]["iteration"] == 5
+    assert summary["summary"]["lm loss"] == pytest.approx(4.5)
+    assert summary["summary"]["flux/active_layers"] == 8
+    assert summary["summary"]["flux/fallbacks/fp8"] == 5
+    assert runs["name-baseline"][1]["summary"]["mfu"] == {"max": 0.4, "mean": 0.4}
+    assert summary["tags"] == ["tiny", "night"]
+    assert summary["summary"]["iteration-time"] == {"mean": pytest.approx(0.1), "min": pytest.approx(0.1)}
+    (run,) = (item["run"] for item in items(path, "run"))
+    assert (run["run_group"], run["job_type"], run["project"]) == ("group-x", "flux", "project-x")
+    assert [item["history"]["step"]["num"] for item in items(path, "history")] == [1, 2, 3, 4, 5]
+    metrics = [item["metric"] for item in items(path, "metric")]
+    assert {"glob_name": "*", "step_metric": "iteration"}.items() <= metrics[1].items()
+
+
+def items(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of one type in a .wandb file."""
+    found = map(json.loads, inspect(path).splitlines())
+    return [item for item in found if item["type"] == kind]
+
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
+    with mirror("offline", tmp_path) as first:
+        for n in range(1, 5):
+            first.write(record(n, flux=True))
+    # From a checkpoint of iteration 2: 3 and 4 are done again.
+    with mirror("offline", tmp_path, resuming=True, per_rank=True) as second:
+        for n in range(3, 6):
+            second.write(sampled_record(n, flux=True))
+    with mirror("offline", tmp_path / "another", resuming=True) as another:
+        pass
+    assert first.id == second.id != another.id
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{first.id}.wandb"}
+    steps = [[item["history"]["step"]["num"] for item in items(file, "history")] for file in files]
+    assert steps == [[1, 2, 3, 4], [3, 4, 5]]
+    assert [item["run"].get("resume", False) for file in files for item in items(file, "run")][-1] is True
+    last = json.loads(inspect(files[-1], "--summary"))
+    assert last["summary"]["flux/e_overlap/all_gather_gemm"] == pytest.approx(0.8)
+    assert last["summary"]["flux/rank/1/step_ms"] == 100
+    assert last["summary"]["flux/throttle_reasons/sw_power_cap"] == 1
+    assert not [name for name in last["summary"] if name.startswith(("flux/calls", "flux/run", "schema"))]
+    # What is no curve is configuration.
+    assert last["config"]["run"]["nodes"] == ["node1"]
+    assert last["config"]["choices"]
+
+
+def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:
+    folder = full_run(tmp_path / "run")
+    found = wandb_mirror.comparison_summary(folder, json.loads((folder / "summary.json").read_text()))
+    for arm in ("baseline", "flux"):
+        with mirror("offline", tmp_path / "run" / arm, arm) as opened:
+            opened.write(sampled_record(1, flux=arm == "flux"))
+            opened.summarize(found)
+    for arm in ("baseline", "flux"):
+        (file,) = (folder / arm / "wandb").glob("offline-run-*/*.wandb")
+        shown = json.loads(inspect(file, "--summary"))["summary"]
+        assert shown["compare/speedup"] == pytest.approx(1.11, abs=0.03)
+        assert 1 < shown["compare/speedup_low"] <= shown["compare/speedup"] <= shown["compare/speedup_high"] < 1.3
+        assert 0 < shown["compare/max_relative_loss_difference"] < 1e-4
+        # 64 calls a step of 3.6 ms in turn and 1.6 ms of GEMM; 2.0 ms with flux.
+        assert shown["compare/baseline_exposed_communication_ms/all_gather_gemm"] == pytest.approx(128)
+        assert shown["compare/flux_exposed_communication_ms/all_gather_gemm"] == pytest.approx(25.6)
+        assert shown["compare/baseline_exposed_communication_traced_ms"] == 18
+        assert shown["compare/flux_exposed_communication_traced_ms"] == 1
+        assert shown["compare/verdict"].startswith("flux 1.1")
+        curve = "baseline/exposed_communication_ms/gemm_reduce_scatter"
+        assert shown.get(curve) == (pytest.approx(32) if arm == "flux" else None)
+
+
+def test_what_is_not_known_of_a_comparison_is_left_out(tmp_path: Path) -> None:
+    folder = full_run(tmp_path / "run")
+    for arm in ("baseline", "flux"):
+        (folder / arm / "breakdown.json").unlink()
+    unsampled = [record(n, flux=True) for n in range(1, 4)]
+    unsampled[1] = sampled_record(2, flux=True, **{"flux/serial_time_ms": {"all_gather_gemm": None}})
+    (folder / "flux" / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in unsampled))
+    summary = json.loads((folder / "summary.json").read_text()) | {"speedup": None, "speedup_ci95": None}
+    found = wandb_mirror.comparison_summary(folder, summary)
+    assert found["compare/speedup"] is found["compare/speedup_low"] is None
+    assert not [name for name in found if name.startswith("compare/baseline_exposed_communication_ms")]
+    with mirror("offline", tmp_path, "flux") as opened:
+        opened.summarize(found)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    shown = json.loads(inspect(file, "--summary"))["summary"]
+    assert not [name for name in shown if "speedup" in name or "traced" in name]
+
+
+def test_a_damaged_id_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "wandb.json").write_text("[")
+    with caplog.at_level(logging.WARNING, logger="megatron_flux"):
+        assert wandb_mirror._kept_id(tmp_path) is None
+    assert "wandb gets a new run" in warnings(caplog)[0]
+
+
+def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises
+    with mirror("disabled", tmp_path) as disabled:
+        disabled.write(record(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_mode(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'loud' is not known; choose one of disabled, offline, online, auto"):
+        mirror("loud", tmp_path)
+
+
+def fake_wandb(**functions: Any) -> types.ModuleType:
+    module = types.ModuleType("wandb")
+    module.Settings = lambda **settings: settings
+    module.login = lambda **_: True
+    vars(module).update(functions)
+    return module
+
+
+class Run:
+    """A wandb run that fails from the second record on."""
+
+    url = dir = ""
+    id = "fake"
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+        self.finished: list[int] = []
+
+    def define_metric(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        assert step == values["iteration"]
+        self.logged.append(values)
+        if len(self.logged) > 1:
+            raise BrokenPipeError("service\ndied")
+
+    def finish(self, exit_code: int) -> None:
+        self.finished.append(exit_code)
+        raise RuntimeError("cannot finish")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("error", [ImportError("no wandb"), RuntimeError("no network"), SystemExit(1)])
+def test_failure_at_start_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def init(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(init=init))
+    with caplog.at_level(logging.INFO, logger="megatron_flux"), mirror("offline", tmp_path) as broken:
+        broken.write(record(1))
+        broken.write(record(2))
+    assert len(warnings(caplog)) == 1
+    assert str(error) in warnings(caplog)[0]
+    assert "metrics.jsonl goes on" in warnings(caplog)[0]
+
+
+def test_failure_while_logging_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(init=lambda **_: run))
+    with caplog.at_level(logging.WARNING, logger="megatron_flux"), mirror("offline", tmp_path) as broken:
+        for n in (1, 2, 3):
+            broken.write(record(n, mfu=None))
+    assert [values["iteration"] for values in run.logged] == [1, 2]
+    # What is not known is left out: wandb would draw a null as a gap, or as zero.
+    assert set(record(1)) - set(run.logged[0]) == {"mfu", "flux/fallbacks", "schema"}
+    assert len(warnings(caplog)) == 1
+    assert "service died" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_run_is_closed_once_with_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: bool
+) -> None:
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(init=lambda **_: run))
+    opened = mirror("offline", tmp_path)
+    try:
+        with caplog.at_level(logging.WARNING, logger="megatron_flux"), opened:
+            if failed:
+                raise KeyError("training")
+    except KeyError:
+        assert failed
+    opened.close()
+    assert run.finished == [int(failed)]
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "logged_in", "mode", "said"),
+    [
+        ("online", True, "online", 0),
+        ("online", False, "offline", 1),
+        ("auto", True, "online", 0),
+        ("auto", False, "offline", 0),
+        ("offline", True, "offline", 0),
+    ],
+)
+def test_where_nobody_is_logged_in_it_is_offline(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str,
+    logged_in: bool,
+    mode: str,
+    said: int,
+) -> None:
+    """A login cannot be had in a test, so this one asks a stand-in."""
+    logins: list[dict[str, Any]] = []
+    inits: list[dict[str, Any]] = []
+    module = fake_wandb(
+        login=lambda **options: (logins.append(options), logged_in)[1],
+        init=lambda **options: (inits.append(options), Run())[1],
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with caplog.at_level(logging.WARNING, logger="megatron_flux"):
+        mirror(asked, tmp_path)
+    assert [options["mode"] for options in inits] == [mode]
+    assert all(options["prompt"] is False for options in logins), "a job that is asked for a key never trains"
+    assert len(warnings(caplog)) == said
+    assert json.loads((tmp_path / "wandb.json").read_text())["mode"] == mode
+
+
+def test_secrets_are_found_by_name_at_any_depth() -> None:
+    config = {
+        "API_KEY": 1,
+        "hf_Token": 1,
+        "clientSecret": 1,
+        "db_password": 1,
+        "list": [{"passwd": 1, "kept": 2}],
+        "nested": {"deeper": {"credentials": 1, "kept": 3}},
+        "tokenizer": "bytes",
+    }
+    assert without_secrets(config) == {
+        "list": [{"kept": 2}],
+        "nested": {"deeper": {"kept": 3}},
+        "tokenizer": "bytes",
+    }

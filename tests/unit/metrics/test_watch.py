@@ -1,0 +1,136 @@
+"""``megatron-flux watch``: what it shows of a run that is about to begin, runs, stalls, is resumed, ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics import JsonlRecorder
+from megatron_flux.metrics.watch import Watched, view, watch
+from tests.unit.metrics.metrics_records import record, sampled_record
+from tests.unit.metrics.report_runs import RESULTS, full_run, one_arm
+
+
+def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
+    watched = Watched(path)
+    watched.look()
+    text = io.StringIO()
+    Console(file=text, width=width).print(view(watched, time.time() + after))
+    return text.getvalue()
+
+
+def test_a_comparison(tmp_path: Path) -> None:
+    text = shown(full_run(tmp_path / "run"))
+    for said in (
+        "baseline 18 of 18 (100 %), flux 18 of 18 (100 %), all steps done",
+        "2 x NVIDIA H200",
+        "loss                                  3.1111  3.1111",
+        "all_gather_gemm 80 %",
+        "gemm_reduce_scatter 50 %",
+        "sw_power_cap 1",
+        "1 (1.5 ms)",
+        "speed-up so far 1.1",
+    ):
+        assert " ".join(said.split()) in " ".join(text.split()), said
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "ago" not in text
+
+
+def test_a_job_that_is_running(tmp_path: Path) -> None:
+    run = one_arm(tmp_path / "run", "flux", steps=200)
+    with (run / "flux" / "metrics.jsonl").open("a") as file:
+        file.write('{"half a li')
+    text = shown(run)
+    assert "flux 18 of 200 (9 %), 16 s left" in text
+    assert "baseline" not in text
+    assert "last record 0 s ago" in text
+    assert "stalled" not in text
+    assert "damaged" not in text
+    assert "last record 60 s ago: stalled, or ended" in shown(run, after=60)
+    with (run / "flux" / "metrics.jsonl").open("a") as file:
+        file.write("ne\n")
+    assert "flux/metrics.jsonl: line 19 is damaged and left out" in " ".join(shown(run, width=200).split())
+
+
+def test_fallbacks_and_diverged_loss(tmp_path: Path) -> None:
+    with JsonlRecorder(tmp_path / "flux" / "metrics.jsonl") as recorder:
+        changes = {"lm loss": float("nan"), "flux/fallback_calls": 3, "flux/fallbacks": {"fp8 [bold]layer": 12}}
+        recorder.write(record(1, flux=True, **changes))
+    text = shown(tmp_path)
+    assert "12 calls left to stock: fp8 [bold]layer" in text
+    assert "nan" in text
+
+
+def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch(one_arm(tmp_path / "run", "baseline", steps=20), interval=100)
+    assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out
+
+
+def test_waits_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def begin() -> None:
+        time.sleep(0.3)
+        with JsonlRecorder(tmp_path / "run" / "flux" / "metrics.jsonl") as recorder:
+            recorder.write(sampled_record(7, flux=True))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    watch(tmp_path / "run", interval=0.1, wait=30)
+    thread.join()
+    assert "flux 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [("", "is missing"), ("folder", "has no run in it"), ("file", "is not a folder")]
+)
+def test_no_run(tmp_path: Path, make: str, said: str) -> None:
+    path = tmp_path / "x"
+    if make == "folder":
+        path.mkdir()
+    elif make == "file":
+        path.write_text("")
+    with pytest.raises(UserError, match=said):
+        watch(path, wait=0)
+
+
+def test_a_benchmark_is_refused() -> None:
+    with pytest.raises(UserError, match="is a benchmark, which has no steps"):
+        watch(RESULTS / "layer-h200x4-nvlink")
+
+
+def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
+    run = one_arm(tmp_path / "run", "flux", steps=20)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "megatron_flux.cli", "watch", str(run), "--interval", "0.1"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    try:
+        while b"18 of 20" not in seen:
+            seen += os.read(ours, 65536)
+        with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=18) as recorder:
+            recorder.write(record(19, flux=True, **{"lm loss": 1.2345}))
+            recorder.write(record(20, flux=True, **{"lm loss": 1.2345}))
+        while True:
+            try:
+                seen += os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"all steps done" in seen
+    assert b"1.2345" in seen
+    assert b"Traceback" not in seen

@@ -1,0 +1,89 @@
+"""set_backend() and the directions of FluxConfig, on megatron-core's own classes without building layers' weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_flux
+from megatron_flux import FluxConfig, UserError, set_backend
+from megatron_flux.config import Backends
+from megatron_flux.patch.layer_backends import backends_of, check_backends
+
+DEFAULT = Backends("auto", "auto", "auto")
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    def linear(cls: Any) -> torch.nn.Module:
+        module = cls.__new__(cls)
+        torch.nn.Module.__init__(module)
+        return module
+
+    class Special(ColumnParallelLinear):
+        pass
+
+    mlp = torch.nn.ModuleDict({"fc1": linear(ColumnParallelLinear), "fc2": linear(RowParallelLinear)})
+    layer = torch.nn.ModuleDict({"mlp": mlp, "norm": torch.nn.LayerNorm(2)})
+    inner = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer]), "output": linear(Special)})
+    return torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"module": inner})})
+
+
+def chosen(model: torch.nn.Module) -> dict[str, Any]:
+    names = {name: backends_of(module, DEFAULT) for name, module in model.named_modules()}
+    return {name.removeprefix("module.module."): found for name, found in names.items() if found is not DEFAULT}
+
+
+def test_names_choose_layers(model: torch.nn.Module) -> None:
+    assert set_backend(model, "reference", names="layers.*") == ["layers.0.mlp.fc1", "layers.0.mlp.fc2"]
+    assert set_backend([model], "fused", names="*fc2", dgrad="pipelined", wgrad="fused") == ["layers.0.mlp.fc2"]
+    assert set_backend(model, "stock", names="output") == ["output"]
+    assert chosen(model) == {
+        "layers.0.mlp.fc1": Backends("reference", "reference", "reference"),
+        "layers.0.mlp.fc2": Backends("fused", "pipelined", "fused"),
+        "output": "stock",
+    }
+    assert len(set_backend(model, None)) == 3
+    assert chosen(model) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "quick"}, "unknown backend 'quick'; use one of: auto, .*; or 'stock'"),
+        ({"backend": "reference", "wgrad": "quick"}, "unknown backend 'quick'"),
+        ({"backend": "stock", "dgrad": "fused"}, "dgrad cannot be combined with backend='stock'"),
+        ({"backend": None, "forward": "fused"}, "forward cannot be combined with backend=None"),
+        (
+            {"backend": "reference", "names": "decoder.*"},
+            r"no tensor-parallel linear is named 'decoder.\*'; there are: layers.0.mlp.fc1, ",
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_changes_nothing(model: torch.nn.Module, arguments: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        set_backend(model, **arguments)
+    assert chosen(model) == {}
+
+
+def test_directions_of_the_configuration() -> None:
+    assert FluxConfig().backends == DEFAULT
+    assert FluxConfig(backend="fused", dgrad="reference").backends == Backends("fused", "reference", "fused")
+    with pytest.raises(UserError, match="unknown backend 'quick'"):
+        megatron_flux.patch(FluxConfig(dgrad="quick"))
+    assert not megatron_flux.is_patched()
+
+
+def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    risky = Backends("auto", "auto", "reference")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    with pytest.raises(UserError, match=r"wgrad='reference' gathers with NCCL .* CUDA_DEVICE_MAX_CONNECTIONS=1"):
+        check_backends(risky)
+    check_backends(Backends("auto", "reference", "reference"))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_backends(risky)

@@ -1,0 +1,223 @@
+"""The registry of megatron-core lines: ranges, refusals, and that a refusal replaces nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import megatron_flux
+from megatron_flux import UnsupportedVersionError
+from megatron_flux.errors import UserError
+from megatron_flux.patch import megatron_core
+from megatron_flux.patch.megatron_core import LAYERS, MegatronCoreLine, Symbol, version_of_tree
+
+RANGE = ("0.15", "0.20")
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("0.15.0", "0.15"),
+        ("0.15.0rc7", "0.15"),
+        ("0.15.3", "0.15"),
+        ("0.16.0", "0.16"),
+        ("0.16.1", "0.16"),
+        ("0.16.9", "0.16"),
+        ("0.16.1.post1", "0.16"),
+        ("0.17.0", "0.17"),
+        ("0.17.0rc0", "0.17"),
+        ("0.17.1", "0.17"),
+        ("0.18.2", "0.18"),
+        ("0.18.0+abc123", "0.18"),
+        ("0.19.0rc1", "0.19"),
+        ("0.19.0.dev3", "0.19"),
+        ("0.19.2", "0.19"),
+    ],
+)
+def test_supported_versions_find_their_line(version: str, line: str) -> None:
+    found = megatron_core.find_line(version)
+    assert Version(line + ".5") in found.versions
+    assert [other for other in megatron_core.LINES if Version(line + ".5") in other.versions] == [found]
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.14.0", "0.14.9", "0.20.0", "0.20.0rc0", "0.21.1", "1.0"])
+def test_other_versions_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(UnsupportedVersionError) as error:
+        megatron_core.find_line(version)
+    message = str(error.value)
+    assert version in message
+    assert all(bound in message for bound in RANGE)
+    assert "pip install 'megatron-core" in message
+    assert "\n" not in message
+
+
+def test_a_version_that_is_none_is_refused_with_the_range() -> None:
+    with pytest.raises(UnsupportedVersionError, match="megatron-core main-branch is not supported") as error:
+        megatron_core.find_line("main-branch")
+    assert all(bound in str(error.value) for bound in RANGE)
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.11.0a0+1234567.nv26.01", "2.13.0+cpu", "2.13.0+cu130", "3.0"])
+def test_supported_torch(version: str) -> None:
+    megatron_core.check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13", "2.10.0+cu128"])
+def test_other_torch_is_refused_with_the_range(version: str) -> None:
+    with pytest.raises(UnsupportedVersionError, match=r">=2\.11") as error:
+        megatron_core.check_torch(version)
+    assert version in str(error.value)
+
+
+def test_the_lines_cover_the_supported_range_without_overlap() -> None:
+    for version in ("0.15", "0.15.99", "0.16", "0.16.99", "0.17", "0.17.99", "0.18", "0.18.99", "0.19", "0.19.99"):
+        assert Version(version) in megatron_core.SUPPORTED_MEGATRON_CORE
+        assert sum(Version(version) in line.versions for line in megatron_core.LINES) == 1
+    for version in ("0.14.99", "0.20"):
+        assert Version(version) not in megatron_core.SUPPORTED_MEGATRON_CORE
+        assert not any(Version(version) in line.versions for line in megatron_core.LINES)
+
+
+def test_the_installed_release_is_what_its_line_says() -> None:
+    line = megatron_core.checked_line()
+    assert Version(importlib.metadata.version("megatron-core")) in line.versions
+    assert len(line.symbols) >= 4
+
+
+def _checkout(folder: Path, version: str) -> Path:
+    """A folder with a ``megatron/core`` that states ``version`` and cannot be imported."""
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    major, minor, patch = version.split(".")
+    (core / "package_info.py").write_text(f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n')
+    (core / "__init__.py").write_text("raise RuntimeError")
+    return core
+
+
+def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(megatron_core, "distribution", not_found)
+
+
+def _import_finds(monkeypatch: pytest.MonkeyPatch, core: Path | None) -> None:
+    spec = None if core is None else importlib.util.spec_from_file_location("megatron.core", core / "__init__.py")
+    monkeypatch.setattr(megatron_core, "find_spec", lambda name: spec)
+
+
+def test_without_megatron_core_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    _not_installed(monkeypatch)
+    _import_finds(monkeypatch, None)
+    with pytest.raises(UnsupportedVersionError, match="not installed; install a version") as error:
+        megatron_core.installed_megatron_core()
+    assert all(bound in str(error.value) for bound in RANGE)
+
+
+def test_a_source_checkout_is_asked_for_its_own_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _not_installed(monkeypatch)
+    _import_finds(monkeypatch, _checkout(tmp_path, "0.19.0"))
+    assert megatron_core.installed_megatron_core() == "0.19.0"
+
+
+def test_a_checkout_ahead_of_the_installed_package_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = importlib.metadata.version("megatron-core")
+    assert megatron_core.installed_megatron_core() == installed
+    _import_finds(monkeypatch, _checkout(tmp_path, "0.15.7"))
+    assert megatron_core.installed_megatron_core() == "0.15.7"
+    assert megatron_core.checked_versions() is megatron_core.LINES[0]
+
+
+@pytest.mark.parametrize("text", ["MAJOR = 0\nMINOR = 16\n", "MAJOR =", "VERSION = '0.16.1'\n"])
+def test_a_tree_without_a_version_is_said_to_have_none(text: str, tmp_path: Path) -> None:
+    core = _checkout(tmp_path, "0.16.1")
+    (core / "package_info.py").write_text(text)
+    with pytest.raises(ValueError, match=r"package_info\.py (does not assign|is not Python)"):
+        version_of_tree(core)
+
+
+def test_the_installed_package_states_its_version_in_its_tree() -> None:
+    core = importlib.util.find_spec("megatron.core").origin
+    assert version_of_tree(Path(core).parent) == importlib.metadata.version("megatron-core")
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (f"{LAYERS}:ColumnParallelLinear._no_such_method", "_no_such_method"),
+        (f"{LAYERS}:NoSuchLinear.forward", "NoSuchLinear"),
+        ("megatron.core.no_such_module:function", "no_such_module"),
+    ],
+)
+def test_a_missing_symbol_is_refused_by_name(path: str, named: str) -> None:
+    with pytest.raises(UnsupportedVersionError, match=named) as error:
+        megatron_core.resolve(Symbol(path=path, parameters=()))
+    assert path in str(error.value)
+    assert "use an unmodified release" in str(error.value)
+
+
+def test_a_package_that_megatron_core_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> types.ModuleType:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(megatron_core.importlib, "import_module", import_module)
+    with pytest.raises(UnsupportedVersionError, match="cannot be imported without the package 'triton': pip install"):
+        megatron_core.resolve(megatron_core.LINES[0].symbols[0])
+
+
+def test_a_missing_parameter_is_refused_by_name() -> None:
+    symbol = Symbol(path=f"{LAYERS}:RowParallelLinear.forward", parameters=("self", "input_", "no_such_parameter"))
+    with pytest.raises(UnsupportedVersionError, match=r"lacks the parameter\(s\) no_such_parameter") as error:
+        megatron_core.resolve(symbol)
+    assert symbol.path in str(error.value)
+    assert "it has self, input_" in str(error.value)
+
+
+def _line_with(symbol: Symbol) -> MegatronCoreLine:
+    return MegatronCoreLine(versions=SpecifierSet(">=0"), symbols=(*megatron_core.LINES[0].symbols, symbol))
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        pytest.param(("installed_megatron_core", lambda: "0.14.0"), id="megatron-core version"),
+        pytest.param(("LINES", (_line_with(Symbol(path=f"{LAYERS}:Gone", parameters=())),)), id="symbol"),
+        pytest.param(
+            ("LINES", (_line_with(Symbol(path=f"{LAYERS}:RowParallelLinear.forward", parameters=("gone",))),)),
+            id="parameter",
+        ),
+        pytest.param(("SUPPORTED_TORCH", SpecifierSet(">=99")), id="torch version"),
+    ],
+)
+def test_a_refusal_replaces_nothing(refusal: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    before = dict(vars(ColumnParallelLinear)), dict(vars(RowParallelLinear))
+    monkeypatch.setattr(megatron_core, *refusal)
+    with pytest.raises(UnsupportedVersionError):
+        megatron_flux.patch()
+    assert not megatron_flux.is_patched()
+    assert (dict(vars(ColumnParallelLinear)), dict(vars(RowParallelLinear))) == before
+
+
+def test_an_unsupported_version_is_a_user_error() -> None:
+    assert issubclass(UnsupportedVersionError, UserError)
+    assert torch.__version__ in megatron_core.SUPPORTED_TORCH
+
+
+def test_the_docs_have_every_line_in_their_table_of_versions() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text()
+    table = text.partition("## Versions tried together")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (0\.\d+\.\d+) \|(.*)\|$", table, flags=re.MULTILINE)
+    assert all(any(megatron_core.find_line(version) is line for version, _ in rows) for line in megatron_core.LINES)
+    allowed = re.compile(r"CPU|GPU|GPU, Python part|untried|refused ¹")
+    assert all(allowed.fullmatch(cell.strip()) for _, cells in rows for cell in cells.split("|"))

@@ -1,0 +1,93 @@
+"""What sampled calls say about overlap, and when they say nothing: the baseline must be of the step's state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.ops.call_events import Call, Times
+from megatron_flux.telemetry.baseline_times import Baseline
+from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, OTHER_CLOCK, overlap
+
+GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
+
+
+def call(device: str = "cuda", operator: str = "all_gather_gemm", n: int = 18432) -> Call:
+    return Call(
+        operator=operator,
+        m=8192,
+        n=n,
+        k=12288,
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+        transposed=False,
+        backend="fused",
+        group_name="0",
+        group=GROUP,
+    )
+
+
+def found(taken: float, baseline: Baseline, clock: float | None, device: str = "cuda") -> dict[str, Any]:
+    one = call(device)
+    values = overlap({one: Times(2, 2 * taken)}, {one: baseline}, clock)
+    (row,) = values["flux/calls"]
+    name = "all_gather_gemm"
+    assert values["flux/exposed_communication_ms"][name] == (None if row["withheld"] else 2 * row["exposed_ms"])
+    assert values["flux/e_overlap"][name] == row["e_overlap"]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("taken", "gemm", "serial"),
+    [(4.5904, 5.5499, 5.9896), (6.1810, 7.5234, 7.8625), (6.7678, 7.3379, 7.6374)],  # of two H200s at their power limit
+)
+@pytest.mark.parametrize("clock", [1410.0, 1800.0])
+def test_no_call_has_hidden_more_than_all(taken: float, gemm: float, serial: float, clock: float) -> None:
+    row = found(taken, Baseline(gemm, serial, "measured", 1410.0), clock)
+    assert row["exposed_ms"] is row["e_overlap"] is None
+    assert row["withheld"] in (OTHER_CLOCK, FASTER)
+    assert (row["gemm_ms"], row["serial_ms"], row["time_ms"]) == (gemm, serial, taken)
+
+
+def test_clocks_must_be_close_for_what_there_is_to_hide() -> None:
+    much, little = Baseline(1.0, 2.0, "measured", 1500.0), Baseline(1.0, 1.2, "measured", 1500.0)
+    assert found(1.25, much, 1500.0)["e_overlap"] == pytest.approx(0.75)
+    assert found(1.25, much, 1640.0)["e_overlap"] == pytest.approx(0.75)
+    assert found(1.25, much, 1660.0)["withheld"] == OTHER_CLOCK
+    assert found(1.05, little, 1520.0)["e_overlap"] == pytest.approx(0.75)
+    assert found(1.05, little, 1540.0)["withheld"] == OTHER_CLOCK
+    # Clocks that seem equal may be half a step of NVML's apart.
+    assert found(1.01, Baseline(1.0, 1.04, "measured", 1500.0), 1500.0)["withheld"] == OTHER_CLOCK
+
+
+def test_a_call_as_fast_as_its_gemm_has_hidden_all_and_gained_nothing() -> None:
+    row = found(0.95, Baseline(1.0, 2.0, "measured", 1500.0), 1500.0)
+    assert (row["exposed_ms"], row["e_overlap"], row["withheld"]) == (0.0, 1.0, None)
+    assert found(0.85, Baseline(1.0, 2.0, "measured", 1500.0), 1500.0)["withheld"] == FASTER
+
+
+def test_unknown_clocks() -> None:
+    for clock, alone in ((None, 1500.0), (1500.0, None)):
+        assert found(1.5, Baseline(1.0, 2.0, "measured", alone), clock)["withheld"] == NO_CLOCK
+    # A processor's is not read.
+    assert found(1.5, Baseline(1.0, 2.0, "measured"), None, "cpu")["e_overlap"] == pytest.approx(0.5)
+    assert found(0.5, Baseline(1.0, 2.0, "measured"), None, "cpu")["withheld"] == FASTER
+
+
+def test_a_gather_has_no_gemm_that_a_clock_could_change() -> None:
+    gather = call(operator="all_gather", n=0)
+    values = overlap({gather: Times(1, 0.5)}, {gather: Baseline(0.0, 2.0, "measured")}, None)
+    assert values["flux/e_overlap"] == {"all_gather": 0.75}
+    assert values["flux/exposed_communication_ms"] == {"all_gather": 0.5}
+
+
+def test_one_withheld_call_withholds_its_operators_sums() -> None:
+    one, other = call(), call(n=6144)
+    alone = {one: Baseline(1.0, 2.0, "measured", 1500.0), other: Baseline(1.0, 2.0, "measured", 1000.0)}
+    values = overlap({one: Times(1, 1.5), other: Times(1, 1.5)}, alone, 1500.0)
+    assert values["flux/e_overlap"] == values["flux/exposed_communication_ms"] == {"all_gather_gemm": None}
+    assert values["flux/operator_time_ms"] == {"all_gather_gemm": 3.0}
+    assert sorted(row["withheld"] or "" for row in values["flux/calls"]) == ["", OTHER_CLOCK]

@@ -257,7 +257,7 @@ STORIES: list[Callable[[Cluster], Any]] = [
 @pytest.fixture(scope="module")
 def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future[Any]]]:
     """What becomes of each job."""
-    folder = tmp_path_factory.mktemp("training")
+    folder = tmp_path_factory.mktemp("jobs")
     with user_of(cluster, folder), ThreadPoolExecutor(AT_A_TIME) as pool:
         os.environ["MEGATRON_FLUX_CACHE"] = str(folder / "cache")  # user_of takes it away again
         (folder / "text").mkdir()

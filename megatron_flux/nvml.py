@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from types import ModuleType
 from typing import Any
 
@@ -100,17 +101,11 @@ def pairs() -> list[tuple[bool, bool]] | None:
     found = _library()
     if isinstance(found, str):
         return None
-    handles = _visible(found)
     try:
         return [
-            tuple(
-                found.nvmlDeviceGetP2PStatus(a, b, kind) == found.NVML_P2P_STATUS_OK
-                for kind in (_P2P_READ, _P2P_NVLINK)
-            )
-            for a in handles
-            for b in handles
-            if a is not b
-        ]  # type: ignore[misc]
+            (_connected(found, a, b, _P2P_READ), _connected(found, a, b, _P2P_NVLINK))
+            for a, b in permutations(_visible(found), 2)
+        ]
     except found.NVMLError:
         return None
 
@@ -125,14 +120,13 @@ def linked(uuids: Sequence[str]) -> bool | None:
         return None
     try:
         handles = [found.nvmlDeviceGetHandleByUUID(_full(uuid)) for uuid in uuids]
-        return all(
-            found.nvmlDeviceGetP2PStatus(a, b, _P2P_NVLINK) == found.NVML_P2P_STATUS_OK
-            for a in handles
-            for b in handles
-            if a is not b
-        )
+        return all(_connected(found, a, b, _P2P_NVLINK) for a, b in permutations(handles, 2))
     except found.NVMLError:
         return None
+
+
+def _connected(nvml: ModuleType, a: Any, b: Any, kind: int) -> bool:
+    return nvml.nvmlDeviceGetP2PStatus(a, b, kind) == nvml.NVML_P2P_STATUS_OK
 
 
 def _full(uuid: str) -> str:

@@ -1,22 +1,25 @@
-"""What the environment says about how kernels run, as of CUDA's start in this process.
+"""What the environment says: how kernels run, as of CUDA's start in this process, and where caches are.
 
-=============================  =======================================================================================
+===============================  =====================================================================================
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
-=============================  =======================================================================================
+``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
+===============================  =====================================================================================
 
-A value set later does not count: CUDA would not know of it, and ranks or kernels would not agree. torch calls
-:func:`_hold` when it starts CUDA, or here if it has done so already; until then, and where there is no CUDA, the
-environment is read as it is. Nothing of this is asked for in calls that are made ready.
+Of the first three, a value set after CUDA's start does not count: CUDA would not know of it, and ranks or kernels would
+not agree. torch calls :func:`_hold` when it starts CUDA, or here if it has done so already; until then, and where there
+is no CUDA, the environment is read as it is. None of this is read in prepared calls.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 import torch
+from platformdirs import user_cache_dir
 
 from megatron_flux.errors import UserError
 
@@ -57,6 +60,11 @@ def timeout_s() -> float | None:
     if not 0 < seconds < math.inf:
         raise UserError(f"MEGATRON_FLUX_TIMEOUT_S must be a number of seconds greater than 0, not {given!r}")
     return seconds
+
+
+def cache_folder(given: Path | None = None) -> Path:
+    """``given``, else the folder that MEGATRON_FLUX_CACHE names, else the user's cache folder. Not made here."""
+    return given or Path(os.environ.get("MEGATRON_FLUX_CACHE") or user_cache_dir("megatron-flux"))
 
 
 def _value(name: str) -> str | None:

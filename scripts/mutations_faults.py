@@ -36,10 +36,10 @@ class Fault:
 
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-PLAIN_FENCES = "tests/unit/kernels/test_plain_fences.py::test_plain_kernels_compile_with_their_fences"
+PLAIN_FENCES = "tests/unit/kernels/test_compiled.py::test_plain_kernels_have_their_fences"
 TWIN, FENCES = (
     "tests/distributed/test_fused_twin.py",
-    "tests/unit/kernels/test_hopper_fences.py::test_no_path_misses_a_fence",
+    "tests/unit/kernels/test_compiled.py::test_hopper_kernels_have_their_fences",
 )
 
 
@@ -132,7 +132,7 @@ FAULTS: tuple[Fault, ...] = (
     # Epochs, flags and workspaces.
     _fault(
         "plain kernels compare epochs without wrapping",
-        f"{KERNELS}/plain/device.py",
+        f"{KERNELS}/device.py",
         "ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch",
         "ahead = tl.where(tl.load(flags + lane, mask=lane < count, other=0, volatile=True) < epoch, -1, 0)",
         (f"{LATE}::test_epochs_may_wrap_while_a_rank_is_late",),
@@ -147,19 +147,19 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels do not wait",
-        f"{KERNELS}/plain/device.py",
+        f"{KERNELS}/device.py",
         "behind = tl.min(tl.where(lane < count, ahead, 0))",
         "behind = tl.min(tl.where(lane < count, 0, 0))",
         (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
         ("late_plain",),
     ),
     _fault(
-        "plain kernels do not advance the epoch",
-        f"{KERNELS}/plain/device.py",
+        "kernels do not advance the epoch",
+        f"{KERNELS}/device.py",
         "tl.store(epochs + next_slot, epoch + 1)",
         "tl.store(epochs + next_slot, epoch)",
         (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
-        ("late_plain",),
+        ("late_plain", "late_hopper"),
     ),
     _fault(
         "captured calls do not meet",
@@ -171,25 +171,18 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "flag of a step goes to another peer than its data",
         "megatron_flux/comm/copy_engine.py",
-        "work.flags[peer][word : word + 1]",
-        "work.flags[(rank + step) % tp][word : word + 1]",
-        ("tests/unit/comm/test_pushes.py::test_a_flag_follows_its_data_to_the_same_peer",),
+        "flag=work.flags[peer].data_ptr()",
+        "flag=work.flags[(rank + step) % tp].data_ptr()",
+        ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(
-        "captured pushes are paced",
-        "megatron_flux/comm/copy_engine.py",
-        " and not work.captured",
-        "",
-        ("tests/unit/comm/test_pushes.py::test_only_eager_pushes_are_paced",),
-    ),
-    _fault(
-        "a destroyed group's slab is taken",
-        "megatron_flux/comm/slab.py",
-        "slab.half_bytes >= nbytes and slab.group is group",
-        "slab.half_bytes >= nbytes",
+        "a destroyed group's state is kept",
+        "megatron_flux/comm/group_state.py",
+        "weakref.finalize(group, _states.pop, key, None)",
+        "weakref.finalize(state, _states.pop, key, group)",
         (
-            f"{LATE}::test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own",
-            "tests/unit/comm/test_slab_turns.py::test_a_slab_belongs_to_one_group_whatever_its_name",
+            f"{LATE}::test_a_group_made_again_under_the_same_name_starts_clean",
+            "tests/unit/comm/test_slab_turns.py::test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it",
         ),
     ),
     _fault(
@@ -203,13 +196,15 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a gather is waited for before the streams are in order",
         "megatron_flux/comm/copy_engine.py",
-        """                    work.end()
-                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
-""",
-        """                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+        """
                     work.end()
-""",
-        checks=("across_streams",),
+                    kernel_launch.""",
+        """
+                    kernel_launch.""",
+        (
+            "tests/unit/comm/test_copy_engine.py::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",
+        ),
+        ("across_streams",),
     ),
     _fault(
         "a gather made ready is waited for before the streams are in order",
@@ -229,7 +224,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/fast_path/call_cache.py",
         "        x.dtype,\n",
         "",
-        ("tests/unit/ops/test_ready_keys.py::test_calls_of_another_kind_have_another_key",),
+        ("tests/unit/ops/test_call_keys.py::test_calls_of_another_kind_have_another_key",),
         ("kinds",),
     ),
     _fault(
@@ -242,7 +237,7 @@ FAULTS: tuple[Fault, ...] = (
     # Fences: what is missing is seen in the compiled code, without a GPU and with one.
     _fault(
         "plain kernels have no fence behind a poll",
-        f"{KERNELS}/plain/device.py",
+        f"{KERNELS}/device.py",
         '"fence.acq_rel.sys;" + ',
         "",
         (PLAIN_FENCES,),
@@ -250,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels have no fence between proxies",
-        f"{KERNELS}/plain/device.py",
+        f"{KERNELS}/device.py",
         '" fence.proxy.async;" if',
         '"" if',
         (PLAIN_FENCES,),
@@ -258,23 +253,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plain kernels have no fence before a flag",
-        f"{KERNELS}/plain/device.py",
-        '"fence.acq_rel.sys; mov.u32 $0, $1;"',
-        '"mov.u32 $0, $1;"',
+        f"{KERNELS}/device.py",
+        '_each_thread("fence.acq_rel.sys;", THREADS)',
+        "pass",
         (PLAIN_FENCES,),
         ("fences",),
     ),
     _fault(
         "plain kernels publish before their stores have arrived",
-        f"{KERNELS}/plain/device.py",
-        '"cp.async.bulk.wait_group 0; mov.u32 $0, $1;"',
-        '"mov.u32 $0, $1;"',
+        f"{KERNELS}/device.py",
+        '_each_thread("cp.async.bulk.wait_group 0;", THREADS)',
+        "pass",
         (PLAIN_FENCES,),
         ("fences",),
     ),
     _fault(
         "plain kernels ask GPUs before Hopper for its instructions",
-        f"{KERNELS}/plain/device.py",
+        f"{KERNELS}/device.py",
         "if not CPU and cuda_capability_geq(9, 0):",
         "if not CPU:",
         (PLAIN_FENCES,),
@@ -294,13 +289,6 @@ FAULTS: tuple[Fault, ...] = (
         "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
         "behind = gl.min(gl.where(_acquire(flags + lane) < epoch, lane * 0 - 1, lane * 0), axis=0)",
         checks=("wrapping_hopper",),
-    ),
-    _fault(
-        "Hopper kernels do not advance the epoch",
-        f"{KERNELS}/hopper/pieces.py",
-        "gl.store(epochs + next_slot, epoch + 1)",
-        "gl.store(epochs + next_slot, epoch)",
-        checks=("late_hopper",),
     ),
     _fault(
         "Hopper AG+GEMM does not wait for what the copy engine brings",

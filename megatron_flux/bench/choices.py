@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_flux.bench.terminal import milliseconds, print_table
 from megatron_flux.errors import UserError
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import label_of
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -25,7 +25,7 @@ def chosen(answer: Mapping[str, Any]) -> str:
     if answer["plan"] is None:
         return answer["backend"]
     try:
-        return f"fused {Plan(**answer['plan']).label()}"
+        return f"fused {label_of(answer['plan'])}"
     except TypeError:
         return "fused (a plan of another version)"
 

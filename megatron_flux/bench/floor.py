@@ -47,6 +47,7 @@ class FloorBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``([m, n], made-up gathered x [m, k])``."""
         gathered = self._gathered(x, group)

@@ -108,6 +108,17 @@ class LayerOptions(BaseModel):
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
 
+class ProcessLayout(BaseModel):
+    """See :class:`megatron_flux.train.distributed.Layout`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    tp: int
+    pp: int = 1
+    timeout: float
+
+
 class LayerConfig(BaseModel):
     """A run in which nothing is open."""
 
@@ -132,6 +143,10 @@ class LayerConfig(BaseModel):
     def processes(self) -> int:
         """Ranks that are started."""
         return processes(self.tp, self.stand_in_for)
+
+    def layout(self) -> ProcessLayout:
+        """The process groups of those ranks, for :func:`megatron_flux.train.distributed.process_groups`."""
+        return ProcessLayout(device=self.device, tp=self.processes, timeout=self.timeout)
 
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:

@@ -46,7 +46,7 @@ def run(config: LayerConfig, out: Path) -> None:
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
     with (
         cpu_shims(),
-        process_groups(config.device, tp=config.processes, timeout=config.timeout) as device,
+        process_groups(config.layout()) as device,
         stand_in.tensor_parallel(config.stand_in_for, device),
     ):
         summary = layer.run(config, out, log=logger.info)

@@ -26,7 +26,7 @@ from megatron_flux.bench.layer_rows import complete, row
 from megatron_flux.bench.rounds import Samples, interleave
 from megatron_flux.bench.together import Together
 from megatron_flux.bench.trace import trace_step
-from megatron_flux.comm import slab
+from megatron_flux.comm import group_state
 from megatron_flux.telemetry.trace_categories import breakdown
 from megatron_flux.train.memory import forget_dummy_gradients
 
@@ -94,7 +94,7 @@ class WorkloadBench:
         forget_dummy_gradients()
         gc.collect()
         if self.device.type == "cuda":
-            slab.pool.clear()
+            group_state.drop_slabs()
             if isinstance(self.group, stand_in.StandInGroup):
                 self.group.clear()
             torch.cuda.empty_cache()

@@ -32,7 +32,7 @@ from megatron_flux.bench import choices, plot, stand_in, world
 from megatron_flux.bench.methods import backends, methods, operands, tuning_key
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.timing import Timing, interleaved
-from megatron_flux.comm import slab
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
@@ -138,7 +138,7 @@ def _case(
     with stand_in.timed(group):
         times = interleaved(methods(case, x, weight, group), real, rounds=rounds, burst=burst)
     ms = {name: round(t.median, 4) for name, t in times.items()}
-    answer = get_backend(tuned).answers[group.group_name, tuning_key(case, x, group.size(), link)]
+    answer = get_backend(tuned).decisions(group).answers[tuning_key(case, x, group.size(), link)]
     received = case.bytes_received(group.size())
     row = {
         **asdict(case),
@@ -155,7 +155,7 @@ def _case(
         "bound_ms": round(max(ms["gemm"], received / rate / 1e6), 4),
         "host_us": {name: t.host_us for name, t in times.items()},
         # A stand-in group's slabs are not those of a real one.
-        "slab_bytes": slab.pool.bytes(group) if real is group else None,
+        "slab_bytes": state_of(group).slab_bytes() if real is group else None,
     }
     e = plot.efficiency(row, "tuned_ms")
     row["e_overlap"] = None if e is None else round(e, 4)
@@ -164,7 +164,7 @@ def _case(
 
 def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     """GB/s that a rank receives while every rank pushes to its neighbour by copy engine, slowest rank, best of 5."""
-    work = slab.pool.get(group, "bench", 64 << 20, device, False)
+    work = state_of(group).slab("bench", 64 << 20, device, False)
     source = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     target = work.half(0, (group.rank() - 1) % group.size())[: source.numel()]
     best = 0.0

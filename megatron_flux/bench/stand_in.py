@@ -30,8 +30,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench.stand_in_options import SIZES
-from megatron_flux.comm import links as topology
+from megatron_flux.comm import links
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
+
+
+class _StandInLink(links.Link):
+    """A link of another kind than the pair's, which it is as fast as."""
+
+    @property
+    def is_nvlink(self) -> bool:
+        """Whether the pair is connected by NVLink."""
+        return self.kind.split()[0] == "nvlink"
 
 
 class StandInGroup(dist.ProcessGroup):
@@ -181,11 +191,9 @@ def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> StandInG
     from megatron_flux.bench import stand_in_fused
 
     group = StandInGroup(pair, size)
-    link = topology.probe(pair, device)
+    link = links.probe(pair, device)
     # A kind of its own: the tuner keeps answers by link.
-    topology._links[group.group_name] = topology.Link(
-        link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason
-    )
+    state_of(group).link = _StandInLink(link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason)
     stand_in_fused.register()
     return group
 

@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 from megatron_flux.bench.stand_in import StandInGroup
 from megatron_flux.comm import slab
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, register_backend
+from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.kernel_config import Plan, ag_plan, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 
 FUSED, TUNED = "stand-in-fused", "stand-in"
 
@@ -38,10 +40,10 @@ class StandInFused(FusedBackend):
 
     def clear(self) -> None:
         """Free all slabs. Only when both processes have finished with them."""
-        for work in self._slabs.values():
+        for (group, *_), work in self._slabs.items():
             work.alarm.close()
+            state_of(group).prepared.clear()  # they hold slabs
         self._slabs.clear()
-        slab.pool.generation += 1  # calls made ready hold slabs
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """As the base class; of all stand-in groups."""
@@ -50,42 +52,33 @@ class StandInFused(FusedBackend):
         dist.barrier(group=group.pair if isinstance(group, StandInGroup) else group)
         self.clear()
 
-    @staticmethod
-    def _gather_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
-        return ag_plan(mp, n, k, tp, sms, ws) if ws else Plan()
-
-    def _gather_slab(
-        self, x: torch.Tensor, group: dist.ProcessGroup, plan: Plan, ws: bool, captured: bool
-    ) -> slab.Slab:
-        words = _gather_flags(plan, *x.shape, ws and plan.ws)
-        return self._slab("gemm", group, x.numel() * x.element_size(), words, x.device, captured)
-
-    def _scatter_slab(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, captured: bool) -> slab.Slab:
-        return self._slab("gemm", group, nbytes, 1, device, captured)
-
-    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup, captured: bool) -> slab.Slab:
-        return self._slab("gather", group, x.numel() * x.element_size(), 1, x.device, captured)
-
-    def _slab(
-        self, purpose: str, group: dist.ProcessGroup, stride: int, words: int, device: torch.device, captured: bool
-    ) -> slab.Slab:
-        """The slab of calls in which sources are ``stride`` bytes and ``words`` flags apart."""
+    def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> slab.Slab:
+        """The slab of calls in which sources are as many bytes and flags apart as in this one."""
         if captured:
             raise UserError("a stand-in group runs no CUDA graphs")
+        group = call.group
         if not isinstance(group, StandInGroup):
             raise UserError(f"backend {self.name!r} runs on stand-in groups only; use fused")
-        key = (group, purpose, stride, words)  # not its name, which a later group may have again
+        words = 1
+        if call.operator == "all_gather_gemm" and config is not None:
+            words = _gather_flags(config, call.m // group.size(), call.k)
+        key = (group, call.operator == "all_gather", nbytes, words)  # not its name, which a later group may have again
         if key not in self._slabs:
-            self._slabs[key] = _make(group, stride, words, device)
+            self._slabs[key] = _make(group, nbytes, words, call.x.device)
         return self._slabs[key]
 
 
-def _gather_flags(plan: Plan, mp: int, k: int, ws: bool) -> int:
+class StandInTuned(TunedBackend):
+    """``tuned`` on a :class:`StandInGroup`."""
+
+    def _processes(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return group.pair if isinstance(group, StandInGroup) else group
+
+
+def _gather_flags(plan: KernelConfig, mp: int, k: int) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch.plain` counts them."""
-    if not ws:
-        if plan.comm or plan.pace:
-            raise UserError(f"a stand-in group's plain kernels gather by copy engine, unpaced; not {plan.label()}")
-        return cdiv(mp, plan.block or mp)
+    if not plan.ws:
+        return 1
     if plan.comm == 0:
         return plan.edges(k).flags
     return mp * cdiv(k, plan.chunk_k(k))
@@ -118,7 +111,7 @@ fused = StandInFused()
 def register() -> None:
     """Make ``stand-in-fused`` and ``stand-in`` (tuned) known; harmless the second time."""
     if FUSED not in backend_names():
-        tuned = TunedBackend(ReferenceBackend(), None, fused)  # pipelined takes groups that torch knows
+        tuned = StandInTuned(ReferenceBackend(), None, fused)  # pipelined takes groups that torch knows
         tuned.name, tuned.automatic = TUNED, False
         register_backend(fused)
         register_backend(tuned)

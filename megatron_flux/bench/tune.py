@@ -66,9 +66,9 @@ def run(
         for number, case in enumerate(cases, 1):
             x, weight = operands(case, group, dtype, device)
             key = tuning_key(case, x, group.size(), link.kind)
-            known = (group.group_name, key) in tuned.answers or rank_errors.first_rank(group, partial(_kept, key))
+            known = key in tuned.decisions(group).answers or rank_errors.first_rank(group, partial(_kept, key))
             call(case, x, weight, group, "tuned")()
-            answer = tuned.answers[group.group_name, key]
+            answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
             rank_errors.first_rank(group, partial(_keep, cache, key, answer, force))
             if first:

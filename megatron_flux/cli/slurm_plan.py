@@ -27,7 +27,7 @@ def plan(
     options: dict[str, Any], as_json: AsJson = False, check_topology: Check = False, validate: Validate = False
 ) -> None:
     """Predict step time, exposed communication, utilization and memory of a job, stock and flux. Needs no GPU."""
-    from megatron_flux.estimate import layout, prediction, report, validation
+    from megatron_flux.estimate import layout, measured, prediction, report
     from megatron_flux.run import rank
 
     rank.quiet_megatron()
@@ -45,7 +45,7 @@ def plan(
             raise FluxError(f"{len(checked.problems)} problem(s), the first: {checked.problems[0]}")
         return
     if validate:
-        found, show = validation.validate_options(given), report.show_validation
+        found, show = measured.validate_options(given), report.show_validation
     else:
         found, show = prediction.predict_options(given), report.show
         if given.out is not None:

@@ -1,32 +1,155 @@
 """Gathering by copy engine: every rank writes its shard into the peers' slabs, and a flag behind it.
 
-It takes no SM from the GEMM it hides behind, and copies must be enqueued before that GEMM: with one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
+Contract
+    :func:`push` enqueues the copies of a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has
+    one writer at a time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the
+    call (:mod:`megatron_flux.comm.slab`), into the receiver's flags ``[tp]``, or ``[tp, 2]`` where shards come in two
+    pieces of columns (:class:`Edges`), of which rank ``r`` sets row ``r``. What it takes is a list of addresses, which
+    depends on nothing but shapes: a call that is made again enqueues the same list for another x.
+    On CPUs the processor copies at once.
 
-In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must be in
-the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun would be waited
-for at every replay.
+Hazards
+    * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
+      (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
+    * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must
+      be in the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun
+      would be waited for at every replay.
+    * One stream for all copies: on two, four or seven at once they are half as fast.
+
+Measured (4 x H200): holding each step until the rank whose turn was before had finished was within 3 % of doing nothing
+(results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
+results/stand-in-8-h200x2), so shards are cut only where it is worth that.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flux.comm import cuda_driver as driver
-from megatron_flux.comm.copies import Copy, enqueue, order
+from megatron_flux import cuda_driver as driver
+from megatron_flux.comm.graph_capture import begin, capture_of, turn_arguments, waited_elsewhere
 from megatron_flux.comm.pending import Pending
-from megatron_flux.comm.poison import unbroken
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
-from megatron_flux.kernels.gather import gather_wait_kernel
-from megatron_flux.ops.cuda_graphs import waited_elsewhere
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
-from megatron_flux.ops.kernel_config import WHOLE, Edges, cdiv
-from megatron_flux.ops.launch.barrier import begin, capture_of
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, unbroken
 
-TOKENS = 32  # of a half's ENTER_WORDS: steps of a paced push, written by the rank whose turn was before
+
+class Edges(NamedTuple):
+    """Shards that are sent in two pieces of columns, each with its flag.
+
+    Tiles of a GEMM's first round belong to the first two shards to come and begin at the same time: with ``early`` the
+    first columns of both go ahead. What is left to multiply when the last copy has arrived cannot be hidden: with
+    ``late`` that is only the last columns of the last shard to come.
+    """
+
+    early: bool = False
+    late: bool = False
+    columns: int = 0
+    """Of the smaller piece and, in whole numbers, of the other; the last of them may be cut short by k."""
+
+    @property
+    def flags(self) -> int:
+        """Flags of a shard."""
+        return 2 if self.early or self.late else 1
+
+
+WHOLE = Edges()
+
+
+class Copy(NamedTuple):
+    """A block of x for a peer, in bytes: ``rows`` of ``width`` that begin ``pitch`` apart on both sides."""
+
+    target: int
+    offset: int
+    """In x."""
+    width: int
+    rows: int
+    pitch: int
+    flag: int
+    """The peer's word that says it has arrived."""
+
+
+class Push(NamedTuple):
+    """The copies of a shard to all peers, and the address of the epoch that follows each."""
+
+    copies: list[Copy]
+    epoch: int
+
+    def enqueue(self, source: int, stream: int) -> None:
+        """Put the copies of x, which lies at ``source``, into ``stream`` (a handle)."""
+        for target, offset, width, rows, pitch, flag in self.copies:
+            if width == pitch:
+                driver.copy(target, source + offset, width * rows, stream)
+            else:
+                driver.copy_rows(target, source + offset, width, rows, pitch, stream)
+            driver.copy(flag, self.epoch, 4, stream)
+
+    def by_processor(self, source: int) -> None:
+        """Copy now, in the same order."""
+        for target, offset, width, rows, pitch, flag in self.copies:
+            for row in range(rows):
+                ctypes.memmove(target + row * pitch, source + offset + row * pitch, width)
+            ctypes.memmove(flag, self.epoch, 4)
+
+
+def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
+    """What a rank sends in which order: ``(step, piece, columns)``; step ``d`` goes to rank ``r - d``."""
+    small = edges.columns
+    last = (k - 1) // small * small if small else 0
+    pieces = [(slice(0, k),)] * tp
+    if edges.early:
+        pieces[1:3] = [(slice(0, small), slice(small, k))] * len(pieces[1:3])
+    if edges.late and (tp > 3 or not edges.early):
+        pieces[tp - 1] = (slice(0, last), slice(last, k))
+    first = range(1, min(3, tp))
+    turns = [(step, piece) for piece in range(2) for step in first if piece < len(pieces[step])]
+    turns += [(step, piece) for step in range(3, tp) for piece in range(len(pieces[step]))]
+    return [(step, piece, pieces[step][piece]) for step, piece in turns]
+
+
+def push_of(work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges) -> Push:
+    """What :func:`push` enqueues for shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab."""
+
+    def make() -> Push:
+        rank, tp, size = work.rank, work.tp, dtype.itemsize
+        pitch, copies = k * size, []
+        for step, piece, columns in order(tp, k, edges):
+            peer = (rank - step) % tp
+            word = half * FLAG_WORDS + ENTER_WORDS + rank * edges.flags + piece
+            offset = columns.start * size
+            copies.append(
+                Copy(
+                    target=work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset,
+                    offset=offset,
+                    width=(columns.stop - columns.start) * size,
+                    rows=mp,
+                    pitch=pitch,
+                    flag=work.flags[peer].data_ptr() + 4 * word,
+                )
+            )
+        return Push(copies, work.epochs.data_ptr() + 4 * half)
+
+    return view(work.pushes, (half, mp, k, dtype, edges), make)
+
+
+def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callable[[], None]:
+    """Enqueue the copies of shard x ``[mp, k]`` behind the current stream; see the module.
+
+    Returns what makes the current stream wait for them.
+    """
+    found = push_of(work, half, *x.shape, x.dtype, edges)
+    if not x.is_cuda:
+        found.by_processor(x.data_ptr())
+        return lambda: None
+    if work.side is None:
+        work.side = CopyStream(torch.cuda.Stream(x.device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+    side, before, after = work.side
+    before.record()
+    side.wait_event(before)
+    found.enqueue(x.data_ptr(), side.cuda_stream)
+    after.record(side)
+    return after.wait
 
 
 def all_gather(x: torch.Tensor, work: Slab) -> Pending:
@@ -37,33 +160,24 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
     Raises:
         UserError: from ``wait()`` too, when a gather is waited for in another capture than it was begun in.
     """
+    from megatron_flux.kernels import launch as kernel_launch
+    from megatron_flux.kernels.barrier import gather_wait_kernel
+
     _finish_open(work)
     mp, k = x.shape
-    tp, rank, cuda = work.group.size(), work.rank, x.is_cuda
+    tp, rank, cuda = work.tp, work.rank, x.is_cuda
     with unbroken(work, "all_gather"):
         turn = begin(work)
         capture = work.capture
-        buffers = buffers_of(work, turn.half, mp * tp, k, x.dtype)
-        flag_off = turn.half * FLAG_WORDS + ENTER_WORDS
-        finish = copy_engine_push(x, work, turn, buffers, flag_off, mp)
-        buffers[rank][rank * mp : (rank + 1) * mp].copy_(x)
+        gathered = buffers_of(work, turn.half, mp * tp, k, x.dtype)[rank]
+        finish = push(x, work, turn.half)
+        gathered[rank * mp : (rank + 1) * mp].copy_(x)
         begun = torch.cuda.current_stream() if cuda else None
 
-        arguments = (
-            work.flags[rank],
-            work.ctrl,
-            work.epochs,
-            work.alarm.words,
-            work.alarm.limit,
-            turn.half,
-            turn.next_half,
-            flag_off,
-            rank,
-        )
-        constants = {"TP": tp, "CPU": not cuda, "THREADS": 32}
-
-        def launch() -> relaunch.Launch:
-            return relaunch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
+        def launch() -> kernel_launch.Launch:
+            arguments = (work.flags[rank], *turn_arguments(work, turn), rank)
+            constants = {"TP": tp, "CPU": not cuda, "THREADS": 32}
+            return kernel_launch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
 
         def wait() -> None:
             if capture_of(work) != capture:
@@ -72,19 +186,19 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
                 if cuda:
                     # First the order of the streams: the kernel reads the number that the call before leaves.
                     work.end()
-                    relaunch.first_or_again(work.views, ("wait", turn.half, tp), 1, launch, x.device.index)
+                    kernel_launch.first_or_again(work.kernels, ("wait", turn.half, tp), 1, launch, x.device.index)
                     finish()
                     if torch.cuda.current_stream() != begun:
                         # The stream whose memory x may be does not wait for the copies.
-                        x.record_stream(work.views["side",][0])
+                        x.record_stream(work.side.stream)
                 else:
                     launch()
                     work.end()
-                if work.views.get("open") is pending:
-                    del work.views["open"]
+                if work.open_gather is pending:
+                    work.open_gather = None
 
-        pending = Pending(buffers[rank], wait, keep=(x,))
-        work.views["open"] = pending
+        pending = Pending(gathered, wait, keep=(x,))
+        work.open_gather = pending
     return pending
 
 
@@ -93,114 +207,27 @@ def _finish_open(work: Slab) -> None:
 
     One that was begun in another capture is forgotten: that capture failed, and nothing of it has run or will.
     """
-    unfinished = work.views.get("open")
+    unfinished = work.open_gather
     if unfinished is None:
         return
     if work.capture is None or work.capture == capture_of(work):
         unfinished.wait()
     else:
-        del work.views["open"]
-
-
-def copy_engine_push(
-    x: torch.Tensor,
-    work: Slab,
-    turn: Turn,
-    buffers: list[torch.Tensor],
-    flag_off: int,
-    block: int,
-    pace: bool = False,
-    edges: Edges = WHOLE,
-) -> Callable[[], None]:
-    """Enqueue the shard's blocks to all peers, in reverse ring order so that a receiver has one writer at a time.
-
-    Behind each block travels the epoch. With ``pace`` (whole shards only) the order is enforced: rank r begins step d
-    when rank r-1, which wrote to the same receiver in step d-1, says that it has finished. Without it ranks drift,
-    several write to one receiver and the copy engines slow down. With ``edges`` (whole shards only) the shards
-    that a receiver gets first and last come in two pieces, see :func:`megatron_flux.comm.copies.order`. Captured
-    calls are not paced: the number that a stream waits for cannot change between replays. Returns what makes the
-    current stream wait for the copies.
-    """
-    mp, k = x.shape
-    tp, rank = work.group.size(), work.rank
-    blocks = cdiv(mp, block)
-    pace = pace and x.is_cuda and blocks == 1 and tp > 2 and not work.captured
-    base = turn.half * FLAG_WORDS + TOKENS
-
-    def views() -> list[tuple[torch.Tensor, tuple[slice, slice], torch.Tensor, torch.Tensor, torch.Tensor]]:
-        found = []
-        for j in range(blocks):
-            for step, piece, columns in order(tp, k, edges):
-                peer, follower = (rank - step) % tp, (rank + 1) % tp
-                rows = slice(j * block, min((j + 1) * block, mp))
-                target = buffers[peer][rank * mp + rows.start : rank * mp + rows.stop, columns]
-                word = flag_off + (rank * blocks + j) * edges.flags + piece
-                mine = work.flags[rank][base + step : base + step + 1]
-                theirs = work.flags[follower][base + step + 1 : base + step + 2]
-                found.append((target, (rows, columns), work.flags[peer][word : word + 1], mine, theirs))
-        return found
-
-    epoch = view(work, ("epoch", turn.half), lambda: work.epochs[turn.half : turn.half + 1])
-    moves = view(work, ("ce", turn.half, mp, k, x.dtype, block, edges), views)
-
-    def push(side: torch.cuda.Stream | None) -> None:
-        for i, (target, part, flag, mine, theirs) in enumerate(moves):
-            if pace and side is not None and i > 0:
-                driver.hold(side.cuda_stream, mine.data_ptr(), work.calls)
-            target.copy_(x[part])
-            flag.copy_(epoch)
-            if pace and i < len(moves) - 1:
-                theirs.copy_(epoch)
-
-    if not x.is_cuda:
-        push(None)
-        return lambda: None
-    side, before, after = view(work, ("side",), lambda: _side(x.device))
-    before.record()
-    side.wait_event(before)
-    if not pace:
-        key = ("addresses", turn.half, mp, k, x.dtype, block, edges)
-        enqueue(view(work, key, lambda: _copies(moves, x)), x.data_ptr(), epoch.data_ptr(), side.cuda_stream)
-    else:
-        with torch.cuda.stream(side):
-            push(side)
-    after.record(side)
-    return after.wait
-
-
-def _copies(moves: list[tuple[Any, ...]], x: torch.Tensor) -> list[Copy]:
-    size = x.element_size()
-    pitch = x.shape[1] * size
-    return [
-        Copy(
-            target.data_ptr(),
-            rows.start * pitch + columns.start * size,
-            (columns.stop - columns.start) * size,
-            rows.stop - rows.start,
-            pitch,
-            flag.data_ptr(),
-        )
-        for target, (rows, columns), flag, _, _ in moves
-    ]
-
-
-def _side(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
-    """The stream of the copies, and events to put it behind and before the caller's stream."""
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
+        work.open_gather = None
 
 
 def buffers_of(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """The gather buffer ``[m, k]`` of every rank."""
 
     def make() -> list[torch.Tensor]:
-        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.group.size())]
+        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.tp)]
 
-    return view(work, ("gather", half, m, k, dtype), make)
+    return view(work.buffers, (half, m, k, dtype), make)
 
 
-def view(work: Slab, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, kept with the slab under ``key``."""
-    found = work.views.get(key)
+def view(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, kept in ``known`` (of a slab) under ``key``."""
+    found = known.get(key)
     if found is None:
-        found = work.views[key] = make()
+        found = known[key] = make()
     return found

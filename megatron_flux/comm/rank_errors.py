@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,8 +20,6 @@ _Result = TypeVar("_Result")
 
 PATIENCE = timedelta(minutes=10)
 """How long :func:`failures` waits for a peer: a kernel is compiled within, on a busy host too."""
-
-_rounds: Counter[str] = Counter()
 
 
 def first_rank(group: dist.ProcessGroup, work: Callable[[], _Result]) -> _Result:
@@ -55,21 +52,22 @@ def failures(group: dist.ProcessGroup, mine: str | None) -> dict[int, str]:
         OperatorError: a rank did not say anything in time.
     """
     store = dist.distributed_c10d._get_default_store()
-    me, name = dist.get_rank(), group.group_name
-    # A group of which some ranks are made up (megatron_flux.bench.stand_in) has numbers beyond the world for those.
-    ranks = [rank for rank in dist.get_process_group_ranks(group) if rank < dist.get_world_size()]
-    _rounds[name] += 1
+    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    # Groups that were split from one may share a name. The count is the store's: it goes on where a group is made again
+    # under its name, which must not read what the one before has left there.
+    name = f"megatron_flux/{group.group_name}/{min(ranks)}"
+    turn = -(-store.add(f"{name}/asked", 1) // len(ranks))  # nobody asks again before all have answered
 
-    def key(rank: int, turn: int = 0) -> str:
-        return f"megatron_flux/{name}/{_rounds[name] - turn}/{rank}"
+    def key(rank: int, turn: int) -> str:
+        return f"{name}/{turn}/{rank}"
 
     # The first byte keeps "nothing failed" apart from an error without words; no store takes an empty value.
-    store.set(key(me), "-" if mine is None else f"!{mine}")
+    store.set(key(me, turn), "-" if mine is None else f"!{mine}")
     try:
-        store.wait([key(rank) for rank in ranks], PATIENCE)
+        store.wait([key(rank, turn) for rank in ranks], PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise OperatorError(f"rank {me}: a peer in {ranks} said nothing for {PATIENCE}: {error}") from error
-    said = {rank: store.get(key(rank)).decode() for rank in ranks}
-    if _rounds[name] > 1:
-        store.delete_key(key(me, 1))  # everybody has read it: all are in this round
+    said = {rank: store.get(key(rank, turn)).decode() for rank in ranks}
+    if turn > 1:
+        store.delete_key(key(me, turn - 1))  # everybody has read it: all are in this round
     return {rank: words[1:] for rank, words in said.items() if words.startswith("!")}

@@ -28,9 +28,25 @@ CUDA graphs
     slab before, and leaves no gather open around it.
 
 Exceptions
-    A turn is taken on the host and completed by the call's kernel. An exception in between leaves the slab poisoned:
-    it refuses every further call on its rank, and peers run into their bounded waits (:mod:`comm.poison`).
-    A larger slab, which all ranks make together, knows nothing of that.
+    A call takes its turn on the host, and its kernel leaves the next call the number to wait for. When an exception
+    comes in between (a kernel that cannot be compiled, a launch that CUDA refuses, Ctrl-C) the turn is taken and the
+    number is not: the next call would wait for one that its peers have sent long ago, and read stale data. So
+
+    * what can fail for want of memory comes before the turn: an exception until then leaves no trace, and the next call
+      is as good as the first try. All ranks must have made the same calls then, as with any collective: one that ran
+      out of memory alone makes its call again, or ends;
+    * from the turn on, everything that a call does to its slab or enqueues lies inside :class:`unbroken`, or in a
+      ``try`` that ends in :func:`broken_off` where an object per call is too much. It poisons the slab: every further
+      call on this rank is an OperatorError that names the rank, the operator and the exception;
+    * peers cannot be told: they wait for data that does not come, until their own bounded wait ends, at the latest
+      for the call after this one (the copies of this one may have been sent). No wait is satisfied by what is old;
+    * in a CUDA graph's capture nothing has run yet and the slab stays good. What was captured of the call must not run:
+      who catches the exception inside the capture gets a graph whose replay is an error.
+
+    The job is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
+    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs` (of a
+    backend, ``renew``), for whoever knows that the same call has failed on every rank, such as a tuner. ``unpatch()``
+    ends the use of slabs, not the poison.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
@@ -45,15 +61,23 @@ Source: design of FLUX (arXiv 2406.06858) for flags; the epoch protocol is descr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
+
+if TYPE_CHECKING:
+    from megatron_flux.comm.copy_engine import Push
+    from megatron_flux.comm.pending import Pending
+    from megatron_flux.kernels.launch import Relaunch
 
 FLAG_WORDS = 1 << 17
 """int32 flags per half: 1024 own tiles of 8 sources, 16 times over."""
@@ -65,6 +89,14 @@ CALL_FLAGS = FLAG_WORDS - ENTER_WORDS
 """What is left of a half's flags for the data of a call."""
 
 MIB = 1 << 20
+
+
+class CopyStream(NamedTuple):
+    """The stream of the copies, and events to put it behind and before the caller's stream."""
+
+    stream: torch.cuda.Stream
+    before: torch.cuda.Event
+    after: torch.cuda.Event
 
 
 @dataclass
@@ -81,7 +113,10 @@ class Turn:
 class Slab:
     """See the module. Tensors in ``data`` and ``flags`` are indexed by rank and alias that rank's memory."""
 
-    group: dist.ProcessGroup
+    tp: int
+    """Ranks of the group."""
+    rank: int
+    """Of the calling process in the group."""
     half_bytes: int
     captured: bool
     data: list[torch.Tensor]
@@ -102,8 +137,18 @@ class Slab:
     """So far; of a captured slab since the last one that was entered."""
     in_graphs: bool = False
     """Whether a call on it has been captured."""
-    views: dict[Any, Any] = field(default_factory=dict)
-    """Whatever operators want to keep per slab: views, descriptors."""
+    open_gather: Pending | None = None
+    """The all_gather that was begun here and not waited for."""
+    side: CopyStream | None = None
+    buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
+    """Gather buffers of all ranks."""
+    pushes: dict[tuple[Any, ...], Push] = field(default_factory=dict)
+    """What the copy engine moves in a call."""
+    descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """Of the slab's memory, for TMA."""
+    kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
+    """Kernels that have been launched on this slab; False where Triton has to launch one every time. The keys of all
+    four determine everything but the operands' addresses."""
     _stream: torch.cuda.Stream | None = None
     _raw: int = -1
     """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
@@ -116,11 +161,6 @@ class Slab:
     def __post_init__(self) -> None:
         """Look the device up once."""
         self._index = self.data_table.get_device()
-
-    @property
-    def rank(self) -> int:
-        """The rank of the calling process in the group."""
-        return self.group.rank()
 
     def begin(self) -> Turn:
         """Start a call that is not captured: checks earlier time-outs, orders streams, says which half to use.
@@ -157,9 +197,8 @@ class Slab:
         return Turn(half, 1 - half, enter)
 
     def _check(self) -> None:
-        reason = self.alarm.message()
-        if reason is not None:
-            raise OperatorError(reason)
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
 
     def poison(self, operator: str, error: BaseException) -> None:
         """``error`` broke a call of ``operator`` off after it had taken its turn: every further call is refused."""
@@ -202,84 +241,6 @@ class Slab:
         return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
 
 
-class SlabPool:
-    """The slabs of this process: one by group, purpose and whether it is for captured calls, of the largest size seen.
-
-    A larger call makes a larger slab and drops the smaller one. Slabs that a call was captured on are kept: graphs hold
-    their addresses. So memory is bounded by the largest call, whatever the number of layers and shapes.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._slabs: dict[tuple[str, str, bool], Slab] = {}
-        self._kept: list[Slab] = []
-        self.generation = 0
-        """Grows whenever a slab is made or forgotten: whoever remembers one must ask again."""
-
-    def get(self, group: dist.ProcessGroup, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
-        """The slab of ``group`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
-
-        Raises:
-            UserError: it would have to be made while a CUDA graph is captured.
-        """
-        key = (group.group_name, purpose, captured)
-        slab = self._slabs.get(key)
-        # Another group may have the name of one that was destroyed.
-        if slab is not None and slab.half_bytes >= nbytes and slab.group is group:
-            return slab
-        size = size_class(nbytes)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UserError(
-                f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
-                "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
-            )
-        made = _make(group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
-        if slab is not None:
-            self._retire(slab, group)
-        self._slabs[key] = made
-        self.generation += 1
-        return made
-
-    def _retire(self, slab: Slab, group: dist.ProcessGroup) -> None:
-        if slab.in_graphs and slab.group is group:
-            self._kept.append(slab)
-        else:
-            slab.alarm.close()
-
-    def renew(self, group: dist.ProcessGroup) -> None:
-        """Have the next calls of ``group`` make new slabs: the way on after an exception broke calls off.
-
-        Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
-        (:mod:`megatron_flux.comm.poison`). Waits for the device. What is still to be waited for, a gather that is open,
-        keeps its slab until then; so do graphs.
-        """
-        found = [key for key in self._slabs if key[0] == group.group_name]
-        for device in {self._slabs[key].data_table.device for key in found}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        dist.barrier(group=group)  # no peer's kernel or copy is under way to what is freed here
-        for key in found:
-            self._retire(self._slabs.pop(key), group)
-        self.generation += 1
-
-    def bytes(self, group: dist.ProcessGroup | None = None) -> int:
-        """Bytes of symmetric memory this rank holds, of one group or of all."""
-        slabs = [*self._slabs.values(), *self._kept]
-        return sum(
-            2 * (slab.half_bytes + 4 * FLAG_WORDS)
-            for slab in slabs
-            if group is None or slab.group.group_name == group.group_name
-        )
-
-    def clear(self) -> None:
-        """Forget all slabs. Only when every rank has finished with them."""
-        for slab in [*self._slabs.values(), *self._kept]:
-            slab.alarm.close()
-        self._slabs.clear()
-        self._kept.clear()
-        self.generation += 1
-
-
 def size_class(nbytes: int) -> int:
     """What is allocated for ``nbytes``: at least 4 MiB, rounded up to an eighth of the power of two below."""
     if nbytes <= 4 * MIB:
@@ -288,14 +249,12 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-pool = SlabPool()
-
-
 HEAD = 2 * 4 * FLAG_WORDS
 """Bytes of both halves' flags, which come first in a slab."""
 
 
-def _make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
+def make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
+    """A slab whose halves hold ``half_bytes``. Collective."""
     whole, keep = memory(group, HEAD + 2 * half_bytes, device)
     flags = [w[:HEAD].view(torch.int32) for w in whole]
     return assemble(group, half_bytes, flags, [w[HEAD:] for w in whole], captured=captured, keep=keep)
@@ -305,9 +264,7 @@ def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple
     """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective."""
     if device.type == "cuda":
         return _symmetric(group, nbytes, device)
-    from megatron_flux.comm import cpu_memory as twin
-
-    return twin.shared(group, nbytes)
+    return _shared_files(group, nbytes), None
 
 
 def assemble(
@@ -327,7 +284,8 @@ def assemble(
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
     slab = Slab(
-        group=group,
+        tp=group.size(),
+        rank=group.rank(),
         half_bytes=half_bytes,
         captured=captured,
         data=data,
@@ -359,3 +317,77 @@ def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> t
             "is imported"
         )
     return [handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(group.size())], (whole, handle)
+
+
+class unbroken:  # noqa: N801 - used as a statement
+    """``with unbroken(work, operator):`` around a call's turn and all that it enqueues."""
+
+    __slots__ = ("_operator", "_work")
+
+    def __init__(self, work: Slab, operator: str) -> None:
+        """``operator``: its name, for people."""
+        self._work, self._operator = work, operator
+
+    def __enter__(self) -> None:
+        """The turn is taken inside."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever ends the call also ends its slab."""
+        if error is not None:
+            broken_off(self._work, self._operator, error)
+
+
+def broken_off(work: Slab, operator: str, error: BaseException) -> None:
+    """``error`` ends a call of ``operator`` that may have taken its turn on ``work``; raise it again afterwards."""
+    captured = work.captured and (work.capture is not None or torch.cuda.is_current_stream_capturing())
+    if captured:
+        _spoil(operator, error, work.data_table.device)
+    else:
+        work.poison(operator, error)
+    if work.side is not None:
+        with contextlib.suppress(Exception):
+            _behind(work.side.stream, captured)
+
+
+def _behind(side: torch.cuda.Stream, captured: bool) -> None:
+    """Put the current stream behind the copies of x that are on their way: what the caller does with its memory comes
+    then, and a capture has no branch left that does not join.
+    """
+    if captured:
+        with torch.cuda.stream(side):
+            if not torch.cuda.is_current_stream_capturing():
+                return
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _spoil(operator: str, error: BaseException, device: torch.device) -> None:
+    """Have every replay of what is being captured end with an error."""
+    said = f"a call of {operator} was broken off by {type(error).__name__} while this CUDA graph was captured"
+    try:
+        torch._assert_async(torch.zeros((), dtype=torch.bool, device=device), said)
+    except Exception:
+        # No memory for that: who waits for a stream that is captured ends the capture.
+        with contextlib.suppress(Exception):
+            torch.cuda.current_stream().synchronize()
+
+
+def _shared_files(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
+    """Symmetric memory on the CPU: one shared file per rank, mapped by all ranks, zeroed by the system. Collective.
+
+    It exists so that schedules, flags, epochs, reuse and time-outs are tested with real processes and real concurrency
+    where there is no GPU. It is not a fast path. All ranks must share a host and its shared-memory file system.
+    """
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 - mkstemp makes the file, private to us
+    handle, mine = tempfile.mkstemp(prefix="megatron_flux_", dir=folder)
+    os.ftruncate(handle, nbytes)
+    os.close(handle)
+    paths: list[str] = [""] * group.size()
+    try:
+        dist.all_gather_object(paths, mine, group=group)
+        mapped = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+        dist.barrier(group=group)
+    finally:
+        os.unlink(mine)  # the mappings keep the memory alive
+    return mapped

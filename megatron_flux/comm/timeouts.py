@@ -88,7 +88,8 @@ class Alarm:
         """Allocate the words where both the device and the host can reach them."""
         cuda = device.type == "cuda"
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)
-        self._view = self.words.numpy()
+        self.view = self.words.numpy()
+        """The same words; the first is not 0 where something went wrong."""
         self._rank = dist.get_rank()
         self._tp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
@@ -104,15 +105,15 @@ class Alarm:
 
     def message(self) -> str | None:
         """What was waited for in vain, or which call was broken off; None as long as all is well."""
-        if not self._view[0]:
+        if not self.view[0]:
             return None
-        if self._view[0] == _POISONED:
+        if self.view[0] == _POISONED:
             return self._poison
         if not self._counted:
             global _timeouts
             self._counted = True
             _timeouts += 1
-        _, op, peer, unit, epoch, seen = (int(v) for v in self._view[:6])
+        _, op, peer, unit, epoch, seen = (int(v) for v in self.view[:6])
         return (
             f"rank {self._rank} (tp rank {self._tp_rank} of {len(self._ranks)}): {OPERATORS.get(op, op)} timed out "
             f"after {self._seconds:g} s waiting for peer rank {self._ranks[peer]} (tp rank {peer}), "
@@ -125,7 +126,7 @@ class Alarm:
 
         It is in the word that kernels write, so that whoever asks for a message looks at one thing.
         """
-        if self._view[0]:
+        if self.view[0]:
             return
         said = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         self._poison = (
@@ -133,7 +134,7 @@ class Alarm:
             f"here by {said[:_SAID]}; its peers still wait for it, and its workspace is of no use any more: start the "
             "job again from its last checkpoint"
         )
-        self._view[0] = _POISONED
+        self.view[0] = _POISONED
         self._told = True
         _log.error(self._poison)
 

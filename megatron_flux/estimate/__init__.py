@@ -1,7 +1,7 @@
 """The cost model of a training step and the check of a job's layout, before the job is paid for. No GPU, no process.
 
 To read, from the inputs up: ``job`` (options, and the job they describe), ``devices`` (figures of GPUs and their
-sources), ``measured`` (times from benchmarks); ``rates`` (single calls), ``layer``, ``step`` (stages, pipeline, data
-parallelism, optimizer) and ``memory``, each with its formulae; ``validation`` (how far they are off), ``prediction``
+sources); ``rates`` (single calls), ``layer``, ``step`` (stages, pipeline, data parallelism, optimizer) and ``memory``,
+each with its formulae; ``measured`` (layers of the benchmark, and how far predictions are off them), ``prediction``
 (the whole), ``layout`` (every rank's groups and shapes), ``report`` (tables and charts of all of these).
 """

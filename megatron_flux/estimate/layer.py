@@ -8,10 +8,10 @@ Stock Megatron with sequence parallelism (arXiv 2205.05198, section 4.2.2; megat
 * backward of proj and FC2: all-gather of dy, dgrad in turn; wgrad;
 * backward of QKV and FC1: dgrad beside the all-gather of x; wgrad beside the reduce-scatter of dx (``overlapped``).
 
-Flux: every pair of collective and GEMM is one ``fused`` call. x for the wgrad of QKV and FC1 is gathered ahead
-(:mod:`megatron_flux.layers.prefetch`), by copy engine beside what runs before their backward and leaves the link alone:
-proj's wgrad and attention's backward, FC2's wgrad. What of the gather is left then shares the link with dgrad's own
-reduce-scatter. The output layer, behind which no row-parallel layer comes, gathers all of its x so.
+Flux: every pair of collective and GEMM is one ``fused`` call. The copy engine prefetches x for the wgrad of QKV and FC1
+(:mod:`megatron_flux.layers.prefetch`) while work that does not use the link runs before their backward: proj's wgrad
+and attention's backward, FC2's wgrad. What is left of the gather then shares the link with dgrad's own reduce-scatter.
+The output layer has no row-parallel layer behind it, so that all of its gather does.
 
 Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
 (FlashAttention recomputes the scores, arXiv 2307.08691), at ``attention`` x peak. Norms, residuals, activation, bias
@@ -35,9 +35,9 @@ FLOOR = "floor"
 class Phase:
     """One direction. ``exposed`` is what it takes beyond the same work without communication."""
 
-    compute: float
-    exposed: float
-    collectives: float
+    compute: float = 0.0
+    exposed: float = 0.0
+    collectives: float = 0.0
     """What the collectives take by themselves."""
 
     @property
@@ -49,20 +49,17 @@ class Phase:
         """One after the other."""
         return Phase(self.compute + other.compute, self.exposed + other.exposed, self.collectives + other.collectives)
 
-    def times(self, factor: float) -> Phase:
-        """So many of them in turn."""
-        return Phase(factor * self.compute, factor * self.exposed, factor * self.collectives)
-
-
-NOTHING = Phase(0.0, 0.0, 0.0)
+    def times(self, count: int) -> Phase:
+        """So many of them, one after the other."""
+        return Phase(count * self.compute, count * self.exposed, count * self.collectives)
 
 
 @dataclass(frozen=True)
 class Layer:
     """Both directions of a layer, or of several in turn."""
 
-    forward: Phase
-    backward: Phase
+    forward: Phase = Phase()
+    backward: Phase = Phase()
 
     @property
     def total(self) -> float:
@@ -84,7 +81,7 @@ class Layer:
         return Layer(self.forward + other.forward, self.backward + other.backward)
 
     def times(self, count: int) -> Layer:
-        """So many of them in turn."""
+        """So many of them, one after the other."""
         return Layer(self.forward.times(count), self.backward.times(count))
 
 
@@ -97,7 +94,7 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     wgrad = rates.gemm(n, k, m)
     compute = dgrad.gemm + wgrad
     if arm == FLOOR:
-        return Phase(compute, 0.0, 0.0)
+        return Phase(compute)
     nbytes = 2 * (tp - 1) * (m // tp) * k
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
@@ -129,30 +126,30 @@ def predict_layer(
     stream_forward, stream_backward = map(rates.streamed, streamed_bytes(model, m, tp))
     gap = rates.calibration.gap_ms / 3  # a third of the kernels are forward's
 
-    forward = NOTHING
+    forward = Phase()
     for pair in calls.values():
         forward += pair_phase(rates, pair, arm)
-    forward += Phase(attention + stream_forward + gap, 0.0, 0.0)
+    forward += Phase(attention + stream_forward + gap)
 
-    backward = Phase(2.5 * attention + stream_backward + 2 * gap, 0.0, 0.0)
+    backward = Phase(2.5 * attention + stream_backward + 2 * gap)
     wgrad = {name: rates.gemm(case.k, case.n, m) for name, (case, _) in dgrad.items()}
     before = {"qkv": wgrad["proj"] + 2.5 * attention, "fc1": wgrad["fc2"]}
     for name, (case, pair) in dgrad.items():
         if name in before:  # dgrad [m, k] has the linear's outputs as its k and its inputs as its n
             backward += column_backward(rates, arm, m, case.k, case.n, tp, pair, before[name])
         else:  # dy is gathered once, for dgrad and wgrad
-            backward += pair_phase(rates, pair, arm) + Phase(wgrad[name], 0.0, 0.0)
+            backward += pair_phase(rates, pair, arm) + Phase(wgrad[name])
     if recompute == "full":
         backward += forward
     elif recompute == "selective":
-        backward += Phase(attention, 0.0, 0.0)
+        backward += Phase(attention)
     return Layer(forward, backward)
 
 
 def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
     """A collective and its GEMM, of which the second waits for the first."""
     if arm == FLOOR:
-        return Phase(pair.gemm, 0.0, 0.0)
+        return Phase(pair.gemm)
     total = pair.serial
     if arm == "flux":
         # Where the tuner keeps stock's call, there is nothing to disturb.

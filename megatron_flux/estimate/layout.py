@@ -27,13 +27,11 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.prediction import why_stock
-from megatron_flux.ops.kernel_config import Plan, ag_plan, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan
+from megatron_flux.train.config import RunConfig
 
 MAX_RANKS = 1024
 """Each rank is initialised in turn, in a time that grows with their number."""
-
-KINDS = ("tp", "pp", "dp")
-HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +177,7 @@ def _rank(rank: int, job: Job) -> Rank:
 def problems(job: Job, ranks: list[Rank]) -> list[str]:
     """What does not fit in the ranks' views; each line names rank and group, and what was expected."""
     found = []
-    sizes = dict(zip(KINDS, (job.run.tp, job.run.pp, job.run.dp), strict=True))
+    sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
     for view in ranks:
         for kind, members in view.groups.items():
             where = f"rank {view.rank}, {kind} group {list(members)}"
@@ -191,7 +189,7 @@ def problems(job: Job, ranks: list[Rank]) -> list[str]:
             found += [f"{where}: rank {other} is in {list(ranks[other].groups[kind])}" for other in others]
         if job.tp_in_node and view.link == "none":
             found.append(f"rank {view.rank}, tp group {list(view.groups['tp'])}: on more than one node")
-    for kind in KINDS:
+    for kind in sizes:
         covered = sorted(member for group in {view.groups[kind] for view in ranks} for member in group)
         if covered != list(range(job.gpus)):
             found.append(f"the {kind} groups do not cover every rank once")
@@ -213,18 +211,10 @@ def linears(job: Job) -> list[Linear]:
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
-        plan: Plan = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper)
+        plan: KernelConfig = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper)
         kernel = "hopper" if hopper else "triton"
         found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan.label()))
     return found
-
-
-class _NoAttention(torch.nn.Module):
-    """Hands the queries on: ``[s, b, heads, head size]`` to ``[s, b, heads * head size]``."""
-
-    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Key, value, mask and the rest are not looked at."""
-        return query.flatten(2)
 
 
 def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
@@ -239,14 +229,18 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
     from megatron_flux.train.shims import cpu_shims
 
     where = f"rank {rank}, pipeline stage {stage}"
+    shape = job.run.shape.model_copy(update={"num_layers": job.run.pp})
+    one_layer = replace(job, run=job.run.model_copy(update={"shape": shape}))
     before = megatron_flux.report()["calls"]
     try:
         # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
         with cpu_shims(), megatron_flux.patched(FluxConfig(backend="reference", strict=job.run.tp > 1)):
-            parameters, output, report = _run(job, stage)
+            model, output = _run(one_layer.run, stage)
+            report = megatron_flux.report()  # layers count as long as they live
     except (AssertionError, RuntimeError, ValueError, FluxError) as error:
         raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
-    expected = stage_parameters(_one_layer_each(job), stage)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    expected = stage_parameters(one_layer, stage)
     if parameters != expected:
         raise FluxError(f"{where}: megatron-core builds {parameters} parameters, the plan counts {expected}")
     calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
@@ -254,38 +248,30 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
         stage=stage,
         layers=job.layers_per_stage,
         parameters=stage_parameters(job, stage),
-        output=output,
+        output=tuple(output.shape),
         flux_layers=report["active_layers"],
         calls={name: count for name, count in calls.items() if count},
     )
 
 
-def _one_layer_each(job: Job) -> Job:
-    """The same job with one layer in every stage."""
-    shape = job.run.shape.model_copy(update={"num_layers": job.run.pp})
-    return replace(job, run=job.run.model_copy(update={"shape": shape}))
-
-
-def _run(job: Job, stage: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """One layer of the stage: parameters, and after a forward and a backward its output's shape and flux's report."""
-    import megatron_flux
+def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The stage's model on meta tensors and its output, after a forward and a backward."""
     from megatron_flux.train import model as building
     from megatron_flux.train.trainer import seed_everything
 
-    changes = {"device": "cpu", "gradient_accumulation_fusion": False}
-    run = _one_layer_each(job).run.model_copy(update=changes)
+    run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
     seed_everything(run.seed)
     config = building.transformer_config(run)
-    config.perform_initialization = False  # memory that nobody touches is never taken
+    config.perform_initialization = False  # pages that are never written take no memory
     model = building.build_model(run, config).to("meta")
     inner = building.unwrap(model)
     for layer in inner.decoder.layers:
         layer.self_attention.core_attention = _NoAttention()
     seq, batch, h = run.shape.seq_length, run.micro_batch_size, run.shape.hidden_size
-    rows = seq // run.tp if config.sequence_parallel else seq
     tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
     mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device="meta")
     if stage > 0:
+        rows = seq // run.tp if config.sequence_parallel else seq
         inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
     with _on_meta():
         output = model(tokens, tokens, mask)
@@ -293,8 +279,14 @@ def _run(job: Job, stage: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             raise FluxError(f"{name} got no gradient")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return parameters, tuple(output.shape), megatron_flux.report()  # layers count as long as they live
+    return model, output
+
+
+class _NoAttention(torch.nn.Module):
+    """Hands the queries on: ``[s, b, heads, head size]`` to ``[s, b, heads * head size]``."""
+
+    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return query.flatten(2)
 
 
 @contextmanager

@@ -1,98 +1,41 @@
-"""Measured times that a prediction starts from: summaries of ``bench ops`` and ``bench layer``."""
+"""Layers measured by ``bench layer``, how far predictions are off them, and the constants that only they can give.
+
+Inputs of a prediction are operator times of ``bench ops`` or the device table, and three constants
+(:class:`~megatron_flux.estimate.rates.Calibration`) from rows of ``bench layer``. So that no row is its own input,
+each workload is predicted with constants from the *other* workloads of the summaries (leave one out).
+
+Constants, medians over workloads:
+
+* ``streamed``: bytes of the small kernels / memory bandwidth / (``norm_ms`` + ``other_ms``) of the floor;
+* ``gap_ms``: ``idle_ms`` of the floor;
+* ``traffic``: (busy floor - floor) x memory bandwidth / bytes received.
+
+No arm of stock or flux goes into them, so that the rows of both are predictions throughout.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_flux.bench.layer_config import LAYER_MODELS
-from megatron_flux.bench.shapes import Case, Model
+from megatron_flux.bench.shapes import Model, layer_cases
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import Device, device_named
+from megatron_flux.estimate.devices import Device, device
+from megatron_flux.estimate.job import PlanOptions
+from megatron_flux.estimate.layer import predict_layer, streamed_bytes
+from megatron_flux.estimate.memory import flux_workspace, layer_activations, layer_parameters, working_memory
+from megatron_flux.estimate.rates import Calibration, Rates, read_ops, read_summary
 
+LARGEST_ERROR = 0.099
+"""Of a layer's time, from results/ops-h200x4-sustained or the table of devices, against the layers of
+results/layer-h200x4-ahead/sustained and results/layer-h200x4-more."""
 
-@dataclass(frozen=True)
-class Call:
-    """One measured operator call, milliseconds."""
-
-    case: Case
-    tp: int
-    gemm_ms: float
-    nccl_ms: float
-    serial_ms: float
-    tuned_ms: float
-
-    @property
-    def overlap(self) -> float:
-        """FLUX's overlap efficiency of the tuned call (arXiv 2406.06858, equation 2)."""
-        return 1 - (self.tuned_ms - self.gemm_ms) / (self.serial_ms - self.gemm_ms)
-
-    def distance(self, m: int, n: int, k: int) -> float:
-        """How unlike a GEMM is, in powers of two."""
-        return math.dist([math.log2(v) for v in (self.case.m, self.case.n, self.case.k)], map(math.log2, (m, n, k)))
-
-
-class MeasuredCalls:
-    """The calls of one or more summaries of one kind of GPU, and what they say about calls that were not measured."""
-
-    def __init__(self, calls: list[Call], device: Device, sources: list[str]) -> None:
-        """``calls`` must not be empty; ``sources`` are the files."""
-        self.calls, self.device, self.sources = calls, device, sources
-        self._by_case = {(c.case.op, c.case.direction, c.case.m, c.case.n, c.case.k, c.tp): c for c in calls}
-        self.step_ms, self.ms_per_byte = _fit(calls)
-
-    def exact(self, case: Case, tp: int) -> Call | None:
-        """The very call, if it was measured; the model's name does not matter."""
-        return self._by_case.get((case.op, case.direction, case.m, case.n, case.k, tp))
-
-    def flops(self, m: int, n: int, k: int) -> float:
-        """FLOP/s of the GEMM most like this one."""
-        best = min(self.calls, key=lambda call: call.distance(m, n, k))
-        return 2e3 * best.case.m * best.case.n * best.case.k / best.gemm_ms
-
-    def overlap(self, case: Case) -> float:
-        """Overlap efficiency of the same operator's call most like this one, between 0 and 1."""
-        same = [call for call in self.calls if call.case.op == case.op] or self.calls
-        best = min(same, key=lambda call: call.distance(case.m, case.n, case.k))
-        return min(1.0, max(0.0, best.overlap))
-
-
-def _fit(calls: list[Call]) -> tuple[float, float]:
-    """``nccl_ms = steps * a + bytes * b`` with the least relative squares; a ring over tp ranks has tp - 1 steps."""
-    sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in calls], dtype=float)
-    times = np.array([call.nccl_ms for call in calls])
-    (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(calls)), rcond=None)
-    if per_byte <= 0:  # too few sizes to tell latency from bandwidth
-        return 0.0, float(times.sum() / sides[:, 1].sum())
-    return max(0.0, float(step)), float(per_byte)
-
-
-def read_ops(paths: list[Path]) -> MeasuredCalls:
-    """Read summaries of ``bench ops``.
-
-    Raises:
-        UserError: a file that is none, of a GPU that is not in the table, or files of different GPUs.
-    """
-    calls, devices = [], []
-    for path in paths:
-        summary = _read_summary(path, "bench ops", ("op", "m", "n", "k", "gemm_ms", "nccl_ms", "serial_ms", "tuned_ms"))
-        devices.append(_device(path, summary))
-        for row in summary["rows"]:
-            case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
-            times = [row[name] for name in ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")]
-            if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
-                calls.append(Call(case, summary["tp"], *times))
-    if len({found.key for found in devices}) > 1:
-        raise UserError(f"--ops are of different GPUs: {', '.join(d.key for d in devices)}; give files of one kind")
-    if not calls:
-        raise UserError(f"--ops {paths[0]} has no call with all of its times; measure with megatron-flux bench ops")
-    return MeasuredCalls(calls, devices[0], [str(path) for path in paths])
-
+LARGEST_SPEEDUP_ERROR = 0.015
+"""Of flux's speed-up there."""
 
 Workload = tuple[str, int, int]
 """Of bench layer: model, sequence, micro-batch."""
@@ -140,8 +83,7 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
     kinds: dict[tuple[str, int], Device] = {}
     seen: dict[Workload, Path] = {}
     for path in paths:
-        summary = _read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
-        found = _device(path, summary)
+        summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
         kinds[found.key, summary["tp"]] = found
         here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
         for model, seq, micro_batch in here.keys() & seen.keys():
@@ -158,32 +100,138 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
     return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))
 
 
-def _read_summary(path: Path, command: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    """A summary with these columns in every row; a folder means the ``summary.json`` in it.
+def validate_options(options: PlanOptions) -> dict[str, Any]:
+    """:func:`validate` for what was asked on the command line.
 
     Raises:
-        UserError: it cannot be read, or is something else.
+        UserError: no layers, or files that cannot be used.
     """
-    file = path / "summary.json" if path.is_dir() else path
-    try:
-        summary = json.loads(file.read_text())
-        rows = summary["rows"]
-        complete = bool(rows) and all(name in row for row in rows for name in columns) and int(summary["tp"]) > 1
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} cannot be read as a summary.json of megatron-flux {command}: {error}") from None
-    if not complete:
-        raise UserError(f"{file} is no summary.json of megatron-flux {command}: rows need {', '.join(columns)}")
-    if summary.get("stand_in"):
+    calls = read_ops(options.ops) if options.ops else None
+    if not options.layers:
+        raise UserError("--validate needs measured layers; give --layers with a summary.json of bench layer")
+    layers = read_layers(options.layers)
+    gpu = device(options.device) if options.device else (calls or layers).device
+    return validate(Rates(device=gpu, calls=calls), layers)
+
+
+def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
+    """Every row of the arms that are predicted beside its prediction, ready for JSON.
+
+    Each workload is predicted with constants of the others. Errors of rows are relative, of speed-ups absolute.
+
+    Returns:
+        ``rows``; ``mean_absolute_error`` and ``largest_absolute_error`` of all, ``errors`` by kind of arm;
+        ``speedups`` of flux over TE and ``speedup_errors``; ``memory``: peaks in GB.
+
+    Raises:
+        UserError: fewer than two workloads, another GPU, or rows without what the constants need.
+    """
+    if layers.device.key != rates.device.key:
         raise UserError(
-            f"{file} is of {summary['stand_in']} GPUs that stood in for {summary['tp']}: no measurement of that many; "
-            "give a run on a whole group"
+            f"{layers.source} was measured on {layers.device.key}, the prediction is for {rates.device.key}"
         )
-    return summary
+    workloads = layers.workloads()
+    if len(workloads) < 2:
+        raise UserError(f"{layers.source} has {len(workloads)} workload(s); leaving one out needs at least two")
+    rows, speedups = [], []
+    for workload, measured in workloads.items():
+        name, seq, micro_batch = workload
+        own = replace(rates, calibration=calibrate(layers, [other for other in workloads if other != workload]))
+        found = {}
+        for arm in (arm for arm in measured if arm in ARMS):
+            ms = measured[arm]["ms_per_layer"]
+            predicted = predict_layer(own, ARMS[arm], LAYER_MODELS[name], seq, micro_batch, layers.tp).total
+            found[arm] = {
+                "model": name,
+                "seq": seq,
+                "micro_batch": micro_batch,
+                "arm": arm,
+                "measured_ms": ms,
+                "predicted_ms": predicted,
+                "error": predicted / ms - 1,
+            }
+        rows += found.values()
+        if "te" in found and "flux_te" in found:
+            gains = {
+                kind: found["te"][f"{kind}_ms"] / found["flux_te"][f"{kind}_ms"] for kind in ("measured", "predicted")
+            }
+            speedups.append({"workload": f"{name} {seq} x {micro_batch}", **gains})
+    errors = {
+        kind: [abs(row["error"]) for row in rows if ARMS[row["arm"]] == kind] for kind in sorted({*ARMS.values()})
+    }
+    every = [abs(row["error"]) for row in rows]
+    gained = [abs(row["predicted"] - row["measured"]) for row in speedups]
+    return {
+        "kind": "Prediction",
+        "rows": rows,
+        "mean_absolute_error": statistics.mean(every),
+        "largest_absolute_error": max(every),
+        "errors": {kind: _mean_and_largest(values) for kind, values in errors.items() if values},
+        "speedups": speedups,
+        "speedup_errors": _mean_and_largest(gained) if gained else None,
+        "memory": validate_memory(layers),
+    }
 
 
-def _device(path: Path, summary: dict[str, Any]) -> Device:
-    name = str(summary.get("device", ""))
-    found = device_named(name)
-    if found is None:
-        raise UserError(f"{path} was measured on {name or 'an unnamed device'}, which is not in the table of devices")
-    return found
+def _mean_and_largest(values: list[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "largest": max(values)}
+
+
+def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibration:
+    """The constants from these workloads.
+
+    Raises:
+        UserError: none of them has the floor with a breakdown, and the busy floor.
+    """
+    found = [constants for workload in workloads if (constants := _constants(layers, workload)) is not None]
+    if not found:
+        raise UserError(
+            f"{layers.source}: too few workloads with the arms floor, with its breakdown, and busy_floor; measure with "
+            "megatron-flux bench layer --arms te,flux_te,flux_local,floor,busy_floor"
+        )
+    return Calibration(*(statistics.median(column) for column in zip(*found, strict=True)))
+
+
+def _constants(layers: MeasuredLayers, workload: Workload) -> tuple[float, float, float] | None:
+    measured = layers.workloads()[workload]
+    floor, busy = measured.get("floor"), measured.get("busy_floor")
+    if floor is None or busy is None or not floor.get("breakdown"):
+        return None
+    model, m = LAYER_MODELS[workload[0]], workload[1] * workload[2]
+    parts, per_ms = floor["breakdown"], layers.device.memory_gb_per_s * 1e6
+    streamed = sum(streamed_bytes(model, m, layers.tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
+    lost = max(0.0, busy["ms_per_layer"] - floor["ms_per_layer"])
+    return streamed, parts["idle_ms"], lost * per_ms / _received(model, m, layers.tp)
+
+
+def _received(model: Model, m: int, tp: int) -> int:
+    """Bytes that a rank receives, and sends, in forward and backward of a layer: of its pairs, and of x for wgrad."""
+    forward = layer_cases("", model, m, "forward", tp)
+    for_wgrad = sum(case.bytes_received(tp) for case in forward if case.op == "all_gather_gemm")
+    return sum(c.bytes_received(tp) for c in forward + layer_cases("", model, m, "dgrad", tp)) + for_wgrad
+
+
+def validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
+    """Peak memory of the te and flux_te rows beside its prediction, parameters and fp32 gradients included.
+
+    Nothing measured goes into the prediction; errors are relative.
+    """
+    checks = []
+    for row in layers.rows:
+        if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
+            continue
+        model, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
+        count = layer_parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
+        total = row["layers"] * (6 * count + layer_activations(model, tokens, tp)) + working_memory(model, tokens, tp)
+        total += flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
+        measured = row["peak_memory_gb"]
+        checks.append(
+            {
+                "workload": f"{row['model']} {row['seq']} x {row['micro_batch']}",
+                "arm": row["arm"],
+                "measured_gb": measured,
+                "predicted_gb": total / 1e9,
+                "error": total / 1e9 / measured - 1,
+            }
+        )
+    return checks

@@ -10,11 +10,10 @@ import torch
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import LOW_OVERLAP
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.measured import MeasuredCalls, MeasuredLayers, read_layers, read_ops
+from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, MeasuredLayers, read_layers
 from megatron_flux.estimate.memory import Memory, predict_memory
-from megatron_flux.estimate.rates import Rates
+from megatron_flux.estimate.rates import MeasuredCalls, Rates, read_ops
 from megatron_flux.estimate.step import predict_step
-from megatron_flux.estimate.validation import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR
 from megatron_flux.ops.backends.fused import limit
 
 KIND = "Prediction"

@@ -17,18 +17,26 @@ small kernels           bytes / (``streamed`` x memory bandwidth), and ``gap_ms`
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_flux.bench.shapes import Case
-from megatron_flux.estimate.devices import Device
-from megatron_flux.estimate.measured import MeasuredCalls
+from megatron_flux.errors import UserError
+from megatron_flux.estimate.devices import Device, device_named
+
+_TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What only whole layers show, none of it taken from a layer of flux. Defaults: of the four workloads in
     results/layer-h200x4-ahead/sustained and results/layer-h200x4-more, as computed by
-    :func:`megatron_flux.estimate.validation.calibrate`; they are taken for all devices.
+    :func:`megatron_flux.estimate.measured.calibrate`; they are taken for all devices.
     """
 
     streamed: float = 0.41
@@ -50,6 +58,63 @@ class Pair:
     collective: float
     serial: float
     fused: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One measured operator call, milliseconds."""
+
+    case: Case
+    tp: int
+    gemm_ms: float
+    nccl_ms: float
+    serial_ms: float
+    tuned_ms: float
+
+    @property
+    def overlap(self) -> float:
+        """FLUX's overlap efficiency of the tuned call (arXiv 2406.06858, equation 2)."""
+        return 1 - (self.tuned_ms - self.gemm_ms) / (self.serial_ms - self.gemm_ms)
+
+
+class MeasuredCalls:
+    """The calls of one or more summaries of one kind of GPU, and what they say about calls that were not measured."""
+
+    def __init__(self, calls: list[Call], device: Device, sources: list[str]) -> None:
+        """``calls`` must not be empty; ``sources`` are the files."""
+        self.calls, self.device, self.sources = calls, device, sources
+        self._by_case = {(c.case.op, c.case.direction, c.case.m, c.case.n, c.case.k, c.tp): c for c in calls}
+        self.step_ms, self.ms_per_byte = _fit(calls)
+
+    def exact(self, case: Case, tp: int) -> Call | None:
+        """The very call, if it was measured; the model's name does not matter."""
+        return self._by_case.get((case.op, case.direction, case.m, case.n, case.k, tp))
+
+    def flops(self, m: int, n: int, k: int) -> float:
+        """FLOP/s of the GEMM most like this one."""
+        best = _nearest(self.calls, m, n, k)
+        return 2e3 * best.case.m * best.case.n * best.case.k / best.gemm_ms
+
+    def overlap(self, case: Case) -> float:
+        """Overlap efficiency of the same operator's call most like this one, between 0 and 1."""
+        same = [call for call in self.calls if call.case.op == case.op] or self.calls
+        return min(1.0, max(0.0, _nearest(same, case.m, case.n, case.k).overlap))
+
+
+def _nearest(calls: list[Call], *sizes: int) -> Call:
+    """The call whose GEMM is most like that of ``sizes`` m, n, k, in powers of two."""
+    like = [math.log2(size) for size in sizes]
+    return min(calls, key=lambda call: math.dist(map(math.log2, (call.case.m, call.case.n, call.case.k)), like))
+
+
+def _fit(calls: list[Call]) -> tuple[float, float]:
+    """``nccl_ms = steps * a + bytes * b`` with the least relative squares; a ring over tp ranks has tp - 1 steps."""
+    sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in calls], dtype=float)
+    times = np.array([call.nccl_ms for call in calls])
+    (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(calls)), rcond=None)
+    if per_byte <= 0:  # too few sizes to tell latency from bandwidth
+        return 0.0, float(times.sum() / sides[:, 1].sum())
+    return max(0.0, float(step)), float(per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,3 +197,52 @@ class Rates:
             overlap = self.calls.overlap(case) if self.calls else self.device.overlap
         fused = max(gemm + (1 - overlap) * collective, collective)
         return Pair(nbytes, gemm, collective, gemm + collective, min(fused, gemm + collective))
+
+
+def read_ops(paths: list[Path]) -> MeasuredCalls:
+    """Read summaries of ``bench ops``.
+
+    Raises:
+        UserError: a file that is none, of a GPU that is not in the table, or files of different GPUs.
+    """
+    calls, devices = [], []
+    for path in paths:
+        summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *_TIMES))
+        devices.append(device)
+        for row in summary["rows"]:
+            case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
+            times = [row[name] for name in _TIMES]
+            if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
+                calls.append(Call(case, summary["tp"], *times))
+    if len({found.key for found in devices}) > 1:
+        raise UserError(f"--ops are of different GPUs: {', '.join(d.key for d in devices)}; give files of one kind")
+    if not calls:
+        raise UserError(f"--ops {paths[0]} has no call with all of its times; measure with megatron-flux bench ops")
+    return MeasuredCalls(calls, devices[0], [str(path) for path in paths])
+
+
+def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], Device]:
+    """A summary with these columns in every row, and its GPU; a folder means the ``summary.json`` in it.
+
+    Raises:
+        UserError: it cannot be read, is something else, or of a GPU that is not in the table of devices.
+    """
+    file = path / "summary.json" if path.is_dir() else path
+    try:
+        summary = json.loads(file.read_text())
+        rows = summary["rows"]
+        complete = bool(rows) and all(name in row for row in rows for name in columns) and int(summary["tp"]) > 1
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read as a summary.json of megatron-flux {command}: {error}") from None
+    if not complete:
+        raise UserError(f"{file} is no summary.json of megatron-flux {command}: rows need {', '.join(columns)}")
+    if summary.get("stand_in"):
+        raise UserError(
+            f"{file} is of {summary['stand_in']} GPUs that stood in for {summary['tp']}: no measurement of that many; "
+            "give a run on a whole group"
+        )
+    name = str(summary.get("device", ""))
+    device = device_named(name)
+    if device is None:
+        raise UserError(f"{path} was measured on {name or 'an unnamed device'}, which is not in the table of devices")
+    return summary, device

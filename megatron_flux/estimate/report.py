@@ -15,24 +15,20 @@ from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import LOW_OVERLAP
 from megatron_flux.estimate.layout import Layout
 
-STEP_ROWS = (
-    ("step time, ms", lambda arm: f"{arm['step']['total']:,.0f}"),
-    ("model FLOP/s utilization", lambda arm: f"{arm['step']['mfu']:.1%}"),
-    ("model TFLOP/s per GPU", lambda arm: f"{arm['step']['tflops_per_gpu']:.0f}"),
-    ("exposed TP communication, ms", lambda arm: _share(arm, "tp_exposed")),
-    ("  its collectives alone, ms", lambda arm: f"{arm['step']['tp_collectives']:,.0f}"),
-    ("pipeline bubble, ms", lambda arm: _share(arm, "bubble")),
-    ("sends between stages, ms", lambda arm: _share(arm, "point_to_point")),
-    ("vocabulary layers, ms", lambda arm: _share(arm, "vocabulary")),
-    ("host too slow, ms", lambda arm: _share(arm, "host")),
-    ("exposed DP communication, ms", lambda arm: _share(arm, "data")),
-    ("optimizer, ms", lambda arm: _share(arm, "optimizer")),
-)
+STEP_ROWS = {
+    "step time, ms": "{total:,.0f}",
+    "model FLOP/s utilization": "{mfu:.1%}",
+    "model TFLOP/s per GPU": "{tflops_per_gpu:.0f}",
+    "exposed TP communication, ms": "{tp_exposed:,.0f} ({tp_exposed_share:.1%})",
+    "  its collectives alone, ms": "{tp_collectives:,.0f}",
+    "pipeline bubble, ms": "{bubble:,.0f} ({bubble_share:.1%})",
+    "sends between stages, ms": "{point_to_point:,.0f} ({point_to_point_share:.1%})",
+    "vocabulary layers, ms": "{vocabulary:,.0f} ({vocabulary_share:.1%})",
+    "host too slow, ms": "{host:,.0f} ({host_share:.1%})",
+    "exposed DP communication, ms": "{data:,.0f} ({data_share:.1%})",
+    "optimizer, ms": "{optimizer:,.0f} ({optimizer_share:.1%})",
+}
 MEMORY_ROWS = ("parameters", "gradients", "optimizer", "activations", "working", "flux_workspace", "total")
-
-
-def _share(arm: dict[str, Any], name: str) -> str:
-    return f"{arm['step'][name]:,.0f} ({arm['step'][name] / arm['step']['total']:.1%})"
 
 
 def title(plan: dict[str, Any]) -> str:
@@ -47,70 +43,66 @@ def title(plan: dict[str, Any]) -> str:
 
 def show(plan: dict[str, Any], console: Console) -> None:
     """Print the tables of :func:`~megatron_flux.estimate.prediction.predict`."""
+    kind, arms, used = plan["kind"], plan["arms"], plan["inputs"]
     console.print(title(plan))
-    arms = plan["arms"]
-    console.print(_table(("", "baseline", "flux"), [(n, *(cell(arms[a]) for a in arms)) for n, cell in STEP_ROWS]))
+    steps = [arm["step"] for arm in arms.values()]
+    cells = [step | {f"{name}_share": value / step["total"] for name, value in step.items()} for step in steps]
+    rows = [(name, *(cell.format_map(step) for step in cells)) for name, cell in STEP_ROWS.items()]
+    console.print(_table(("", "baseline", "flux"), rows))
     console.print(
-        f"{plan['kind']}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden "
-        "communication did not slow the rest down)"
+        f"{kind}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden communication "
+        "did not slow the rest down)"
     )
-    rows = [(name.replace("_", " "), *(f"{arms[arm]['memory'][name]:.1f}" for arm in arms)) for name in MEMORY_ROWS]
-    console.print(_table((f"{plan['kind']}: memory per GPU, GB", "baseline", "flux"), rows))
+    rows = [(name.replace("_", " "), *(f"{arm['memory'][name]:.1f}" for arm in arms.values())) for name in MEMORY_ROWS]
+    console.print(_table((f"{kind}: memory per GPU, GB", "baseline", "flux"), rows))
     if plan["sensitivity"]:
-        low = f"speed-up, E {LOW_OVERLAP:.2f}"
-        header = ("NCCL reaches, GB/s", "baseline, ms", "flux, ms", "speed-up", low, "exposed TP")
-        body = [
-            (
-                f"{row['reached_gb_per_s']:.0f}",
-                f"{row['baseline_ms']:,.0f}",
-                f"{row['flux_ms']:,.0f}",
-                f"{row['speedup']:.2f}",
-                f"{row['speedup_low']:.2f}",
-                f"{row['tp_exposed_share']:.0%}",
-            )
-            for row in plan["sensitivity"]
-        ]
-        console.print(f"{plan['kind']}: the same job on slower links within a node")
-        console.print(_table(header, body))
-    used = plan["inputs"]
+        columns = {
+            "NCCL reaches, GB/s": "{reached_gb_per_s:.0f}",
+            "baseline, ms": "{baseline_ms:,.0f}",
+            "flux, ms": "{flux_ms:,.0f}",
+            "speed-up": "{speedup:.2f}",
+            f"speed-up, E {LOW_OVERLAP:.2f}": "{speedup_low:.2f}",
+            "exposed TP": "{tp_exposed_share:.0%}",
+        }
+        console.print(f"{kind}: the same job on slower links within a node")
+        console.print(_table_of(plan["sensitivity"], columns))
     console.print(f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else ""))
     for note in plan["notes"]:
         console.print(f"note: {note}")
 
 
 def show_validation(found: dict[str, Any], console: Console) -> None:
-    """Print what :func:`~megatron_flux.estimate.validation.validate` found."""
-    console.print(
-        f"{found['kind']} beside the layer benchmark, ms per layer; each workload with constants of the others"
-    )
-    body = [
-        (
-            row["model"],
-            f"{row['seq']} x {row['micro_batch']}",
-            row["arm"],
-            f"{row['measured_ms']:.2f}",
-            f"{row['predicted_ms']:.2f}",
-            f"{row['error']:+.1%}",
-        )
-        for row in found["rows"]
-    ]
-    console.print(_table(("model", "sequence x micro-batch", "arm", "measured", "predicted", "error"), body))
+    """Print what :func:`~megatron_flux.estimate.measured.validate` found."""
+    kind, gains = found["kind"], found["speedup_errors"]
+    times = {
+        "model": "{model}",
+        "sequence x micro-batch": "{seq} x {micro_batch}",
+        "arm": "{arm}",
+        "measured": "{measured_ms:.2f}",
+        "predicted": "{predicted_ms:.2f}",
+        "error": "{error:+.1%}",
+    }
+    sizes = {
+        "workload": "{workload}",
+        "arm": "{arm}",
+        "measured": "{measured_gb:.2f}",
+        "predicted": "{predicted_gb:.2f}",
+        "error": "{error:+.1%}",
+    }
+    console.print(f"{kind} beside the layer benchmark, ms per layer; each workload with constants of the others")
+    console.print(_table_of(found["rows"], times))
     for row in found["speedups"]:
         console.print(
-            f"speed-up of flux, {row['workload']}: measured {row['measured']:.3f}, predicted {row['predicted']:.3f}"
+            "speed-up of flux, {workload}: measured {measured:.3f}, predicted {predicted:.3f}".format_map(row)
         )
-    for kind, errors in found["errors"].items():
-        console.print(f"error, {kind}: mean {errors['mean']:.1%}, largest {errors['largest']:.1%}")
+    for arm, errors in found["errors"].items():
+        console.print(f"error, {arm}: mean {errors['mean']:.1%}, largest {errors['largest']:.1%}")
     mean, largest = found["mean_absolute_error"], found["largest_absolute_error"]
     console.print(f"error, all: mean {mean:.1%}, largest {largest:.1%}")
-    if gains := found["speedup_errors"]:
+    if gains:
         console.print(f"error, speed-up of flux: mean {gains['mean']:.3f}, largest {gains['largest']:.3f}")
-    sizes = [
-        (row["workload"], row["arm"], f"{row['measured_gb']:.2f}", f"{row['predicted_gb']:.2f}", f"{row['error']:+.1%}")
-        for row in found["memory"]
-    ]
-    console.print(f"{found['kind']} beside its peak memory, GB")
-    console.print(_table(("workload", "arm", "measured", "predicted", "error"), sizes))
+    console.print(f"{kind} beside its peak memory, GB")
+    console.print(_table_of(found["memory"], sizes))
 
 
 def show_layout(found: Layout, console: Console) -> None:
@@ -128,17 +120,27 @@ def show_layout(found: Layout, console: Console) -> None:
             place = (f"{tp[0]}-{tp[-1]}", _few(nodes), str(view.places["pp"]), str(view.places["dp"]), _few(dp))
             rows.append((*place, view.link, view.backend))
     console.print(_table(("ranks", "node", "stage", "dp rank", "first one's dp group", "link", "flux backend"), rows))
+    stages = {
+        "stage": "{stage}",
+        "layers": "{layers}",
+        "parameters per rank": "{parameters:,}",
+        "output": "{size}",
+        "linears that run flux": "{flux_layers}",
+    }
     console.print("One layer of each stage, built by megatron-core and run patched over tensors without data:")
-    header = ("stage", "layers", "parameters per rank", "output", "linears that run flux")
-    stages = [
-        (str(s.stage), str(s.layers), f"{s.parameters:,}", " x ".join(map(str, s.output)), str(s.flux_layers))
-        for s in found.stages
-    ]
-    console.print(_table(header, stages))
-    calls = [(c.layer, c.direction, c.op, f"{c.m} x {c.n} x {c.k}", c.kernel, c.plan) for c in found.linears]
-    if calls and any(view.reason is None for view in found.ranks):
+    sizes = [vars(stage) | {"size": " x ".join(map(str, stage.output))} for stage in found.stages]
+    console.print(_table_of(sizes, stages))
+    if found.linears and any(view.reason is None for view in found.ranks):
+        calls = {
+            "layer": "{layer}",
+            "direction": "{direction}",
+            "operator": "{op}",
+            "shape": "{m} x {n} x {k}",
+            "kernel": "{kernel}",
+            "plan": "{plan}",
+        }
         console.print(f"Fused calls of a layer on {job.device.key}, before tuning (m x n x k of a rank):")
-        console.print(_table(("layer", "direction", "operator", "shape", "kernel", "plan"), calls))
+        console.print(_table_of(list(map(vars, found.linears)), calls))
     for reason in sorted({view.reason for view in found.ranks if view.reason}):
         console.print(f"flux runs stock: {reason}")
     for problem in found.problems:
@@ -149,6 +151,11 @@ def show_layout(found: Layout, console: Console) -> None:
 def _few(values: Sequence[int]) -> str:
     shown = ",".join(map(str, values[:4]))
     return shown if len(values) <= 4 else f"{shown},... ({len(values)})"
+
+
+def _table_of(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> Table:
+    """A table of ``rows``, with columns as headers and formats of a row."""
+    return _table(tuple(columns), [tuple(cell.format_map(row) for cell in columns.values()) for row in rows])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -173,8 +180,8 @@ PARTS: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = (
 """Parts of a step that add up to it."""
 
 
-def figures(plan: dict[str, Any]) -> list[Any]:
-    """The charts as plotly figures: what a step is made of, and step time over the link."""
+def _step_figure(plan: dict[str, Any]) -> Any:
+    """What a step is made of."""
     import plotly.graph_objects as go
 
     arms = plan["arms"]
@@ -185,9 +192,7 @@ def figures(plan: dict[str, Any]) -> list[Any]:
     made = go.Figure(bars)
     heading = {"text": title(plan), "font": {"size": 13}}
     made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
-    if not plan["sensitivity"]:
-        return [made]
-    return [made, _link_figure(plan)]
+    return made
 
 
 def _link_figure(plan: dict[str, Any]) -> Any:
@@ -233,7 +238,8 @@ def write(plan: dict[str, Any], folder: Path) -> None:
 
 
 def _page(plan: dict[str, Any]) -> str:
-    parts = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures(plan))]
+    figures = [_step_figure(plan), *([_link_figure(plan)] if plan["sensitivity"] else [])]
+    parts = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures)]
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan["notes"])
     heading = escape(title(plan))
     return (

@@ -3,8 +3,7 @@
 * Embedding (first stage): rows are looked up on every rank and reduce-scattered, which nothing hides; backward gathers.
 * Output layer (last stage): a column-parallel linear of padded vocabulary / tp columns, final norm, and the cross
   entropy over fp32 logits: 44 bytes a logit are read and written (conversion, maximum, difference, exponential, sum,
-  gradient, conversion back). Its three all-reduces of one number per token are left out. No row-parallel layer comes
-  behind it that could gather its x ahead.
+  gradient, conversion back). Its three all-reduces of one number per token are left out. Its x is not prefetched.
 * Pipeline, 1F1B: (m - 1) x slowest stage + sum over stages; of equal stages that is (m + pp - 1) x stage (arXiv
   2104.04473, section 2.2.1). Interleaved with v chunks, what is no steady state is divided by v (section 2.2.2).
 * Point to point: 2 s b h/tp bytes each way (sequence parallelism sends a rank's rows). 1F1B waits for it twice in every
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 
 from megatron_flux.bench.shapes import Case
 from megatron_flux.estimate.job import Job
-from megatron_flux.estimate.layer import NOTHING, Layer, Phase, column_backward, pair_phase, predict_layer
+from megatron_flux.estimate.layer import Layer, Phase, column_backward, pair_phase, predict_layer
 from megatron_flux.estimate.measured import MeasuredLayers
 from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.rates import Rates
@@ -108,7 +107,7 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
     late = count * max(0.0, rates.host_ms_per_layer - one.total)
     stages = []
     for index in range(run.pp):
-        vocabulary = Layer(NOTHING, NOTHING)
+        vocabulary = Layer()
         if index == 0:
             vocabulary += _embedding(job, rates)
         if index == run.pp - 1:
@@ -146,8 +145,8 @@ def _output(job: Job, rates: Rates, arm: str) -> Layer:
     loss = rates.streamed(BYTES_PER_LOGIT * m * columns)
     logits = rates.pair(Case("all_gather_gemm", "", "output", "forward", m, columns, h), tp)
     dgrad = rates.pair(Case("gemm_reduce_scatter", "", "output", "dgrad", m, h, columns), tp)
-    forward = pair_phase(rates, logits, arm) + Phase(loss / 2 + norm / 2, 0.0, 0.0)
-    return Layer(forward, column_backward(rates, arm, m, columns, h, tp, dgrad) + Phase(loss / 2 + norm / 2, 0.0, 0.0))
+    forward = pair_phase(rates, logits, arm) + Phase(loss / 2 + norm / 2)
+    return Layer(forward, column_backward(rates, arm, m, columns, h, tp, dgrad) + Phase(loss / 2 + norm / 2))
 
 
 def add_up(job: Job, rates: Rates, stages: list[Stage]) -> Step:

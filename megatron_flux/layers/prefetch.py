@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.pending import Pending
 from megatron_flux.layers.backward import LinearState
 
@@ -101,10 +102,6 @@ class ColumnState(LinearState):
             self._gathered = Gathered(x, self.group, self.backends.wgrad)
 
 
-_newest: dict[str, weakref.ref[ColumnState]] = {}
-"""By group: the column-parallel layer that ran forward last and that no row-parallel one has taken."""
-
-
 def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:
     """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward.
 
@@ -113,18 +110,21 @@ def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:
         linear: of the layer.
         saved: which of the saved tensors is the input; None if it is not to be prefetched.
     """
-    _newest.pop(linear.group.group_name, None)
+    state = state_of(linear.group)
+    state.column = None
     if saved is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         linear._ctx, linear._x = weakref.ref(ctx), saved
-        _newest[linear.group.group_name] = weakref.ref(linear)
+        state.column = weakref.ref(linear)
 
 
 def take(group: dist.ProcessGroup) -> ColumnState | None:
     """The column-parallel layer whose input the calling row-parallel layer is to prefetch in its backward, if any."""
-    found = _newest.pop(group.group_name, None)
+    state = state_of(group)
+    found, state.column = state.column, None
     return None if found is None else found()
 
 
 def clear() -> None:
     """End all registrations: a layer beside them runs stock, or failed."""
-    _newest.clear()
+    for state in all_states():
+        state.column = None

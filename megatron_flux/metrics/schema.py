@@ -196,7 +196,7 @@ BREAKDOWN: dict[str, str] = {
 
 WITHOUT_WAITS = "without the waiting inside fused kernels"
 FUSED_WAITS = "Waiting for peers inside a fused kernel counts as that kernel, not as exposed communication."
-"""What is said beside every figure of exposed communication that comes from a trace: its timeline has kernels, and does
+"""What stands beside every figure of exposed communication that comes from a trace: its timeline has kernels, and does
 not show what a fused one waits for."""
 
 BREAKDOWN_PARTS = (

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_flux.errors import UserError
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # `tokenizer` is the one common option that would be lost for its name; its value is no secret.
@@ -99,6 +101,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_text(path: Path, text: str) -> Path:
+    """:func:`write_atomically`; returns ``path``.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that can be written") from error
+    return path
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``.
 
     An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio.
-    What would make the ratio meaningless (no layer ran flux, a diverged loss, a baseline that was patched) is said
+    What would make the ratio meaningless (no layer ran flux, a diverged loss, a baseline that was patched) stands
     after it.
     """
     arms = summary["arms"]
@@ -198,8 +198,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 def _ratio(speedup: float, interval: list[float] | None, pairs: int) -> str:
     if interval is None:
-        plural = "" if pairs == 1 else "s"
-        return f"flux {speedup:.3g}x, no interval: {pairs} pair{plural} of blocks, {MIN_PAIRED_BLOCKS} are needed"
+        known = "1 pair" if pairs == 1 else f"{pairs} pairs"
+        return f"flux {speedup:.3g}x, no interval: {known} of blocks, {MIN_PAIRED_BLOCKS} are needed"
     low, high = interval
     finding = "no difference measured" if low <= 1 <= high else "faster" if low > 1 else "slower"
     # Three decimals where two would show an interval that excludes 1 as touching it.
@@ -213,10 +213,7 @@ def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> N
     Raises:
         UserError: the file cannot be written.
     """
-    try:
-        strict_json.write_atomically(Path(path), strict_json.dumps(summary, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that can be written") from error
+    strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")
 
 
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 from rich import box
@@ -99,23 +98,9 @@ def connections(environment: Mapping[str, Any] | None) -> str:
     return "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS {value}"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; every cell is ready to be shown."""
-
-    label: str
-    baseline: str
-    flux: str
-    difference: str = ""
-    """Flux against the baseline in per cent, empty where that says nothing."""
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """In the order of :data:`HEAD`."""
-        return self.label, self.baseline, self.flux, self.difference
-
-
+Row = tuple[str, str, str, str]
 HEAD = ("", "baseline", "flux", "difference")
+"""The cells of a row. The difference is flux against the baseline in per cent, empty where that says nothing."""
 
 
 def rows(summary: Mapping[str, Any]) -> list[Row]:
@@ -127,13 +112,13 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
 
     def row(label: str, key: str, form: Callable[[float], str], *, change: bool = True) -> Row:
         values = b.get(key), f.get(key)
-        return Row(label, *(shown(value, form) for value in values), percent_change(*values) if change else "")
+        return label, *(shown(value, form) for value in values), percent_change(*values) if change else ""
 
     # A loss differs in its last digits or not at all: per cent would always say 0.
     return [
-        Row("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), percent_change(*medians)),
-        Row("step time, p10…p90 (ms)", *spreads),
-        Row("timed steps", *(str(time["n"]) for time in times)),
+        ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), percent_change(*medians)),
+        ("step time, p10…p90 (ms)", *spreads, ""),
+        ("timed steps", *(str(time["n"]) for time in times), ""),
         row("tokens/s", "tokens_per_second", rate),
         row("TFLOP/s per GPU", "tflops_per_gpu", rate),
         row("MFU", "mfu", lambda value: f"{100 * value:.1f} %", change=False),
@@ -175,7 +160,7 @@ def _conditions(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def print_summary(summary: Mapping[str, Any], file: IO[str] | None = None) -> None:
     """Print table, findings and verdict of :func:`megatron_flux.metrics.summary.summarize`; by default to stdout."""
     lines = [(f"{label}: {text}", "yellow" if label == "note" else "") for label, text in findings(summary)]
-    _print(HEAD, [row.cells for row in rows(summary)], [*lines, (verdict(summary), "bold")], file)
+    _print(HEAD, rows(summary), [*lines, (verdict(summary), "bold")], file)
 
 
 def print_table(head: Sequence[str], cells: Sequence[Sequence[str]], *, notes: Sequence[str], last: str) -> None:

@@ -34,7 +34,7 @@ from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.statistics import timed
 from megatron_flux.metrics.strict_json import without_secrets
-from megatron_flux.metrics.summary import ARMS, read_json_object
+from megatron_flux.metrics.summary import read_json_object
 
 logger = logging.getLogger("megatron_flux")
 
@@ -274,10 +274,12 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     low, high = summary["speedup_ci95"] or (None, None)
     found = {name: summary[name] for name in _OUTCOME} | {"speedup_low": low, "speedup_high": high}
     flux = timed(read_records(folder / "flux" / "metrics.jsonl"))
-    found |= _medians("baseline_exposed_communication_ms", [baseline_exposed_ms(record) for record in flux])
-    own = [record.get("flux/exposed_communication_ms") or {} for record in flux]
-    found |= _medians("flux_exposed_communication_ms", own)
-    for arm in ARMS:
+    exposed = {
+        "baseline": [baseline_exposed_ms(record) for record in flux],
+        "flux": [record.get("flux/exposed_communication_ms") or {} for record in flux],
+    }
+    for arm, samples in exposed.items():
+        found |= _medians(f"{arm}_exposed_communication_ms", samples)
         found[f"{arm}_exposed_communication_traced_ms"] = _traced(folder / arm / "breakdown.json")
     return {f"compare/{name}": value for name, value in found.items()}
 
@@ -289,9 +291,7 @@ def _medians(name: str, samples: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _traced(file: Path) -> float | None:
-    if not file.is_file():
-        return None
     try:
         return read_json_object(file).get("parts", {}).get("communication_exposed")
-    except UserError:
+    except UserError:  # missing or damaged
         return None

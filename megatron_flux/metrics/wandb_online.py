@@ -2,7 +2,7 @@
 
 The dashboards are a workspace and a report that lay baseline and flux beside each other, as code. They are made from
 :data:`SECTIONS` and name nothing but fields of the record (:mod:`megatron_flux.metrics.schema`) as the mirror flattens
-them, and the curve that it adds. Saving twice makes new ones: what somebody has since changed by hand is never
+them, and the curve that it adds. Saving twice makes new ones: what was changed by hand since is never
 overwritten. wandb's own command does the sending.
 """
 
@@ -200,11 +200,11 @@ def _send(run: WandbRun, options: Sequence[str]) -> str | None:
         return f"not done within {SYNC_TIMEOUT_S:.0f} s; try again later"
     if done.returncode == 0 and run.online:
         return None
-    said = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    if done.returncode == 0 and any(_CUT_OFF in line for line in said):
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    if done.returncode == 0 and any(_CUT_OFF in line for line in lines):
         return _CUT_OFF
-    errors = [line for line in said if "ERROR" in line or line.startswith("Error")]
-    return (errors or said or [f"exit code {done.returncode}"])[-1]
+    errors = [line for line in lines if "ERROR" in line or line.startswith("Error")]
+    return (errors or lines or [f"exit code {done.returncode}"])[-1]
 
 
 def save(paths: Sequence[Path], *, entity: str | None = None, project: str | None = None) -> list[str]:

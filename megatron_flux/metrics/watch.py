@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +73,15 @@ def _wait_for_run(watched: Watched, wait: float, interval: float) -> None:
         raise UserError(f"{watched.path} is a benchmark, which has no steps; `megatron-flux report` shows it")
 
 
-@dataclass
 class Watched:
     """A run folder that is read repeatedly."""
 
-    path: Path
-    tails: dict[str, RecordTail] = field(init=False)
-    config: dict[str, Any] = field(default_factory=dict, init=False)
-    _interval: tuple[int, list[float] | None] = field(default=(0, None), init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         """Nothing is read yet."""
-        self.tails = {arm: RecordTail(self.path / arm / "metrics.jsonl") for arm in ARMS}
+        self.path = path
+        self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
+        self.config: dict[str, Any] = {}
+        self._interval: tuple[int, list[float] | None] = (0, None)
 
     def look(self) -> bool:
         """Read what is new; False while there is no run yet.
@@ -137,13 +133,10 @@ class Watched:
         """Seconds to the end at the pace of the recent steps of each arm."""
         if self.steps is None:
             return None
-        total = 0.0
-        for arm in self.arms:
-            pace = median_of(self.tails[arm].records[-RECENT:], "iteration-time")
-            if pace is None:
-                return None
-            total += pace * max(0, self.steps - self.last_iteration(arm))
-        return total
+        paces = {arm: median_of(self.tails[arm].records[-RECENT:], "iteration-time") for arm in self.arms}
+        if None in paces.values():
+            return None
+        return sum(pace * max(0, self.steps - self.last_iteration(arm)) for arm, pace in paces.items())
 
     def speedup_interval(self) -> list[float] | None:
         """The interval of the speed-up so far, computed again when a pair of blocks was added: it takes a while."""

@@ -26,7 +26,7 @@ auto           ``reference``, until the others have been proven inside training
 """
 
 from megatron_flux.ops.backends.registry import backend_names, register_backend
-from megatron_flux.ops.counters import OpStats, stats
+from megatron_flux.ops.call_events import OpStats, stats
 from megatron_flux.ops.operators import all_gather, all_gather_gemm, all_gathers_begun, gemm_reduce_scatter
 
 __all__ = [

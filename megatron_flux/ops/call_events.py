@@ -1,6 +1,8 @@
-"""Watching operator calls from outside: named ranges for profilers, and their times for metrics.
+"""Operator calls seen from outside: counts always; named ranges for profilers and times for metrics where asked for.
 
-Off, which is the default, it costs a call one comparison. On, each call is
+:data:`stats` counts what the operators did in this process: the proof that the flux path ran, and its traffic.
+
+Watching is off by default and costs a call one comparison then. On, each call is
 
 * a range for torch.profiler (``record_function``) or for nsys (NVTX), named
   ``flux::all_gather_gemm m=8192 n=12288 k=12288 bfloat16 [n,k] tp=8 rank=3 fused``; the wait for a result that was
@@ -13,7 +15,7 @@ the compute stream was not free for anything else; communication that runs besid
 it; a stream that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the
 host's time in call and wait.
 
-A watched call is decided anew, although it may have been made ready before (:mod:`ops.fast_path.call_cache`): the host
+A watched call is decided anew, although it may have been prepared before (:mod:`ops.fast_path.call_cache`): the host
 takes longer for it, the device does not. Calls under CUDA-graph capture are not timed: their events would be part of
 the graph.
 """
@@ -21,6 +23,7 @@ the graph.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +34,34 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
+
+
+@dataclass
+class OpStats:
+    """Calls by ``(operator, backend)`` and bytes this rank received from its peers."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes_received: int = 0
+    degraded: Counter[str] = field(default_factory=Counter)
+    """Calls that ``auto`` gave to a slower backend on a GPU, by reason."""
+
+    def count(self, operator: str, backend: str, bytes_received: int) -> None:
+        """Add one call."""
+        self.calls[operator, backend] += 1
+        self.bytes_received += bytes_received
+
+    def total(self, operator: str) -> int:
+        """Calls of ``operator`` over all backends."""
+        return sum(n for (op, _), n in self.calls.items() if op == operator)
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.calls.clear()
+        self.degraded.clear()
+        self.bytes_received = 0
+
+
+stats = OpStats()
 
 
 @dataclass(frozen=True, kw_only=True)

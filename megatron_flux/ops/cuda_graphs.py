@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_flux.errors import UserError
-
 _within = 0
 """How many :func:`captured_calls` are open."""
 _always = False
@@ -46,20 +44,3 @@ def capturing(x: torch.Tensor) -> bool:
 def capturing_on_gpu() -> bool:
     """As :func:`capturing`, where the call is known to be one on a GPU."""
     return _always or _within > 0 or torch.cuda.is_current_stream_capturing()
-
-
-def capture_id(tensor: torch.Tensor) -> int | None:
-    """What tells the capture apart that a call on the device of ``tensor`` would be part of, None if it runs now."""
-    if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return None
-    from megatron_flux.comm import cuda_driver as driver
-
-    return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
-
-
-def waited_elsewhere(begun: int | None) -> UserError:
-    """The error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
-    return UserError(
-        f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
-        "be waited for there: finish it before capture begins or ends"
-    )

@@ -2,21 +2,24 @@
 
 The rules come from measurements on four H200s. Warp-specialised kernels (results/ops-h200x4-nvlink): all SMs multiply,
 so what counts is the number of rounds of tiles; a tile's pieces are best sent over three quarters of the next tile's
-time. Lastingly the power limit counts too, and with it how much memory a round of tiles reads: 16 row blocks at a time
-are up to 1.6 % faster than 8 (one H200, results/power-h200). Partial tiles for the own rank, on which no peer waits,
-are best done in between: kept for the end, as one round of their own, they leave the link without work (two GPUs that
-stand in for eight, results/stand-in-8-h200x2: 0.596 ms instead of 0.575 for m=8192, n=12288, k=1536, 0.455 instead of
+time. In long runs the power limit counts too, and with it how much memory a round of tiles reads: 16 row blocks at a
+time are up to 1.6 % faster than 8 (one H200, results/power-h200). Partial tiles for the own rank, on which no peer
+waits, are best done in between: kept for the end, as one round of their own, they leave the link without work (two GPUs
+in place of eight, results/stand-in-8-h200x2: 0.596 ms instead of 0.575 for m=8192, n=12288, k=1536, 0.455 instead of
 0.445 for m=2048, k=6144; as four it is even).
 Plain kernels (results/ops-h200x4-nvlink-triton): with 128 x 256 tiles the usual shapes make multiples of 128 tiles, so
-four of 132 SMs are free for moving or adding data at no cost in rounds.
+four of 132 SMs are free for adding partials at no cost in rounds.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
+from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
+from megatron_flux.errors import UserError
 
 
 def cdiv(a: int, b: int) -> int:
@@ -24,48 +27,26 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Edges(NamedTuple):
-    """Shards that the copy engine sends in two pieces of columns, each with its flag; see :attr:`Plan.early`."""
-
-    early: bool = False
-    late: bool = False
-    columns: int = 0
-    """Of the smaller piece and, in whole numbers, of the other; the last of them may be cut short by k."""
-
-    @property
-    def flags(self) -> int:
-        """Flags of a shard."""
-        return 2 if self.early or self.late else 1
-
-
-WHOLE = Edges()
-
-
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One way to run a fused call. Sizes are in elements."""
+class KernelConfig:
+    """One way to run a fused call. Sizes are in elements; kernels ignore what is not said to be theirs."""
 
     bm: int = 128
     bn: int = 256
     bk: int = 64
     stages: int = 4
     warps: int = 8
+    """Plain kernels."""
     split: bool = True
-    """Store a tile as two halves: needs half the shared memory."""
+    """Plain kernels: store a tile as two halves, which needs half the shared memory."""
     group: int = 8
     """all_gather_gemm: row blocks per raster group."""
     span: int = 1
     """all_gather_gemm by copy engine, ``ws``: shards, after the first to come, whose row blocks are done together."""
     comm: int = 0
-    """all_gather_gemm: CTAs that push; 0 is the copy engine."""
-    skip: int = 0
-    """all_gather_gemm: rounds of tiles that pushing CTAs sit out; -1 is all."""
-    pace: bool = False
-    """all_gather_gemm by copy engine: one writer per receiver, enforced."""
-    block: int = 0
-    """all_gather_gemm: rows that travel together; 0 is a shard."""
+    """all_gather_gemm, ``ws``: more than 0 has every SM push; 0 is the copy engine, as always with plain kernels."""
     chunks: int = 1
-    """all_gather_gemm: chunks of columns of a block, each with its own flag."""
+    """all_gather_gemm pushed by SMs: chunks of columns of a block, each with its own flag."""
     early: bool = False
     """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
     late: bool = False
@@ -73,20 +54,20 @@ class Plan:
     band: int = 1
     """gemm_reduce_scatter: row blocks per destination and step."""
     reducers: int = 4
-    """gemm_reduce_scatter: CTAs that only add partials."""
+    """gemm_reduce_scatter, plain: CTAs that only add partials."""
     ws: bool = False
-    """The warp-specialised kernels (Hopper only): ``comm`` > 0 means that every SM pushes."""
+    """The warp-specialised kernels (Hopper only)."""
     ring: int = 2
     """``ws``: pieces of 64 columns that wait to be stored."""
     spread: int = 0
     """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
 
     def __post_init__(self) -> None:
-        """Hash once: plans are looked up by in every call."""
+        """Hash once: a configuration is part of the key of every call."""
         object.__setattr__(self, "_hash", hash(tuple(asdict(self).items())))
 
     def __hash__(self) -> int:
-        """Equal plans have equal hashes."""
+        """As :func:`dataclasses.dataclass` would."""
         return self._hash  # type: ignore[attr-defined]
 
     def chunk_k(self, k: int) -> int:
@@ -94,34 +75,69 @@ class Plan:
         return cdiv(cdiv(k, self.chunks), self.bk) * self.bk
 
     def edges(self, k: int) -> Edges:
-        """What of a shard with ``k`` columns goes by itself: nothing where SMs push, or where pacing counts shards."""
+        """What of a shard with ``k`` columns goes by itself: nothing where SMs push."""
         columns = cdiv(cdiv(k, 4), self.bk) * self.bk
-        if self.comm or self.pace or columns >= k or not (self.early or self.late):
+        if self.comm or columns >= k or not (self.early or self.late):
             return WHOLE
         return Edges(self.early, self.late, columns)
 
     def label(self) -> str:
         """Differences from the defaults, short."""
-        base = asdict(Plan())
-        return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value != base[key]) or "default"
+        return label_of(asdict(self))
 
 
-def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
-    """The plan of an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`Plan`."""
+_EARLIER = {"skip": 0, "pace": False, "block": 0}
+"""Fields that configurations in older tuning caches have behind ``comm``, with their defaults."""
+
+
+def label_of(kept: Mapping[str, Any]) -> str:
+    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them.
+
+    Raises:
+        TypeError: a field that no version so far has had.
+    """
+    base: dict[str, Any] = {}
+    for known in fields(KernelConfig):
+        base |= {known.name: known.default} | (_EARLIER if known.name == "comm" else {})
+    if unknown := kept.keys() - base.keys():
+        raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
+    return " ".join(f"{name}={kept[name]}" for name in base if kept.get(name, base[name]) != base[name]) or "default"
+
+
+def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
+    """Tiles of a rank's own rows."""
+    return cdiv(mp, config.bm) * cdiv(n, config.bn)
+
+
+def within_flags(config: KernelConfig, m: int) -> KernelConfig:
+    """No more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
+
+    Args:
+        config: of an all_gather_gemm.
+        m: gathered rows.
+
+    Raises:
+        UserError: there are more rows than flags.
+    """
+    if not config.ws or config.comm == 0 or m * config.chunks <= CALL_FLAGS:
+        return config
+    if m > CALL_FLAGS:
+        raise UserError(
+            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {CALL_FLAGS}; shorten the sequence"
+        )
+    return replace(config, chunks=CALL_FLAGS // m)
+
+
+def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+    """The choice for an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in KernelConfig."""
+    return _fewest_rounds(mp * tp, n, sms)[0] if ws else KernelConfig()
+
+
+def rs_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+    """As :func:`ag_plan`, of a gemm_reduce_scatter."""
     if ws:
-        return _fewest_rounds(mp * tp, n, sms)[0]
-    if mp * tp >= 4096 and n >= 2048:
-        return Plan()
-    if n < 2048:
-        return Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128)
-    return Plan(comm=12, skip=1, block=_block(mp, 128))
-
-
-def rs_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> Plan:
-    """The plan of a gemm_reduce_scatter with ``mp`` rows a rank, without a tuner; ``ws`` as in :class:`Plan`."""
-    if ws:
-        return Plan(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
-    return Plan(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
+        return KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
+    return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
 
 
 def _link_bound(k: int, tp: int) -> bool:
@@ -129,37 +145,26 @@ def _link_bound(k: int, tp: int) -> bool:
     return k < 2500 * (tp - 1) / tp
 
 
-def _fewest_rounds(m: int, n: int, sms: int) -> list[Plan]:
+def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
     """Both tile widths, first the one with less time in rounds: half a tile takes 0.53 of a whole one's time."""
     tiles = cdiv(m, 128) * cdiv(n, 256), cdiv(m, 128) * cdiv(n, 128)
     times = cdiv(tiles[0], sms), cdiv(tiles[1], sms) * 0.53
-    plans = [Plan(ws=True, group=16), Plan(ws=True, group=16, bn=128, stages=6)]
-    return plans if times[0] <= times[1] else plans[::-1]
+    configs = [KernelConfig(ws=True, group=16), KernelConfig(ws=True, group=16, bn=128, stages=6)]
+    return configs if times[0] <= times[1] else configs[::-1]
 
 
-def _block(mp: int, rows: int) -> int:
-    """``rows`` if they divide a shard, else 0 (a whole shard)."""
-    return rows if mp % rows == 0 and mp > rows else 0
-
-
-def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[Plan]:
-    """Plans worth measuring, the likeliest first; none where a slab has too few flags for any of them."""
+def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[KernelConfig]:
+    """What is worth measuring, the likeliest first; nothing where a slab has too few flags for any of it."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
-        found = [plan for plan in found if not (plan.early or plan.late) or plan.edges(k) != WHOLE]
+        found = [config for config in found if not (config.early or config.late) or config.edges(k) != WHOLE]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
         if tp > 2 and 2 * (mp // 128) <= first.group and n >= 2048 * (tp - 1) / tp:
             found.insert(1, replace(first, span=2))
         found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
-        found = [
-            ag_plan(mp, n, k, tp, sms),
-            Plan(),
-            Plan(pace=True),
-            Plan(comm=24, skip=-1, block=_block(mp, 128), bn=128),
-            Plan(comm=12, skip=1, block=_block(mp, 128)),
-        ]
+        found = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
     elif ws:
         first = rs_plan(mp, n, k, tp, sms, ws)
         spreads = (0, 40) if _link_bound(k, tp) else (75, 40)
@@ -173,14 +178,12 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     else:
         first = rs_plan(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
-    return [plan for plan in dict.fromkeys(found) if _flags(op, plan, mp, n, tp) <= CALL_FLAGS]
+    return [config for config in dict.fromkeys(found) if _flags(op, config, mp, n, tp) <= CALL_FLAGS]
 
 
-def _flags(op: str, plan: Plan, mp: int, n: int, tp: int) -> int:
+def _flags(op: str, config: KernelConfig, mp: int, n: int, tp: int) -> int:
     """How many flags a call of one of :func:`candidates` needs; :mod:`ops.launch.plain` raises with more."""
     if op == "gemm_reduce_scatter":  # one for each tile
-        return cdiv(mp, plan.bm) * cdiv(n, plan.bn) * tp
-    if plan.ws:  # one for each row that SMs push, of whose chunks there are as many as there are flags left
-        return mp * tp if plan.comm else 2 * tp
-    # One for each block of rows and each CTA that pushes a part of it.
-    return tp * cdiv(mp, plan.block or mp) * (1 << (max(1, plan.comm) - 1).bit_length())
+        return rs_tiles(mp, n, config) * tp
+    # One for each row that SMs push, of whose chunks there are as many as there are flags left; else for each piece.
+    return mp * tp if config.ws and config.comm else 2 * tp

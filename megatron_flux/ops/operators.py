@@ -13,21 +13,22 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events as observe
-from megatron_flux.ops.alignment import aligned
+from megatron_flux.ops import call_events
+from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import select
-from megatron_flux.ops.counters import stats
-from megatron_flux.ops.fast_path import call_cache as again
+from megatron_flux.ops.call_events import stats
+from megatron_flux.ops.checks import aligned
+from megatron_flux.ops.fast_path import call_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,12 +113,12 @@ def all_gather_gemm(
     inside = None
     if epilogue_bias and bias is not None:
         inside, bias = aligned(bias), None
-    added = () if inside is None else (inside,)
-    key = again.key_of("all_gather_gemm", x, weight, bias, group, transposed, backend, *added)
-    ready = again.find(key, x, weight)
-    if ready is not None:
-        y, gathered = ready.ready(x, weight, *added)
-        stats.count("all_gather_gemm", ready.backend, ready.nbytes)
+    state = state_of(group)
+    key = call_cache.key_of("all_gather_gemm", x, weight, bias, backend, transposed, return_gathered, inside)
+    found = call_cache.find(state, key, x, weight)
+    if found is not None:
+        y, gathered = found.call(x, weight) if inside is None else found.call(x, weight, inside)
+        stats.count("all_gather_gemm", found.backend, found.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
     k, n = _check("all_gather_gemm", x, weight, bias if inside is None else inside, transposed)
@@ -129,12 +130,12 @@ def all_gather_gemm(
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        with observe.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
-            options = {} if inside is None else {"bias": inside}
-            y, gathered = chosen.all_gather_gemm(x2d, weight, group, transposed=transposed, **options)
-        again.remember(
-            key, "all_gather_gemm", chosen, x, weight, group, transposed, (*lead, n), received, inside is not None
-        )
+        with call_events.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
+            y, gathered = chosen.all_gather_gemm(
+                x2d, weight, group, transposed=transposed, bias=inside, return_gathered=return_gathered
+            )
+        made = OperatorCall("all_gather_gemm", x, weight, group, transposed, inside, return_gathered)
+        call_cache.remember(state, key, chosen, made, (*lead, n), received)
     stats.count("all_gather_gemm", used, received)
     if bias is not None:
         y = y.add_(bias)
@@ -198,11 +199,12 @@ def gemm_reduce_scatter(
     group = _group(group)
     if async_op and bias is not None:
         raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
-    key = again.key_of("gemm_reduce_scatter", x, weight, bias, group, transposed, backend)
-    ready = again.find(key, x, weight)
-    if ready is not None:
-        y = ready.ready(x, weight)
-        stats.count("gemm_reduce_scatter", ready.backend, ready.nbytes)
+    state = state_of(group)
+    key = call_cache.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed)
+    found = call_cache.find(state, key, x, weight)
+    if found is not None:
+        y = found.call(x, weight)
+        stats.count("gemm_reduce_scatter", found.backend, found.nbytes)
         if async_op:
             return Pending(y)
         return y if bias is None else y.add_(bias)
@@ -220,10 +222,11 @@ def gemm_reduce_scatter(
     else:
         chosen = select(backend, x2d, weight, group)
         used = chosen.name
-        with observe.call("gemm_reduce_scatter", chosen, x2d.shape[0], n, k, x2d, transposed, group) as seen:
+        with call_events.call("gemm_reduce_scatter", chosen, x2d.shape[0], n, k, x2d, transposed, group) as seen:
             pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
         pending = seen.pending(pending)
-        again.remember(key, "gemm_reduce_scatter", chosen, x, weight, group, transposed, (*lead, n), received)
+        made = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed)
+        call_cache.remember(state, key, chosen, made, (*lead, n), received)
     stats.count("gemm_reduce_scatter", used, received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *lead, n))
@@ -245,12 +248,13 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
         OperatorError: the communication failed.
     """
     group = _group(group)
-    _begun[group.group_name] += 1
-    key = again.key_of("all_gather", x, None, None, group, False, backend)
-    ready = again.find(key, x, None)
-    if ready is not None:
-        stats.count("all_gather", ready.backend, ready.nbytes)
-        return ready.ready(x)
+    state = state_of(group)
+    state.gathers_begun += 1
+    key = call_cache.key_of("all_gather", x, None, None, backend)
+    found = call_cache.find(state, key, x, None)
+    if found is not None:
+        stats.count("all_gather", found.backend, found.nbytes)
+        return found.call(x)
     if x.dim() < 2 or x.dtype not in DTYPES:
         raise UserError(
             f"all_gather: x must have at least 2 dimensions and be one of {[str(d) for d in DTYPES]}, got "
@@ -263,18 +267,15 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     chosen = select(backend, x2d, None, group)
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x2d.numel() * x2d.element_size()
     stats.count("all_gather", chosen.name, received)
-    with observe.call("all_gather", chosen, x2d.shape[0] * tp, 0, x2d.shape[1], x2d, False, group) as seen:
+    with call_events.call("all_gather", chosen, x2d.shape[0] * tp, 0, x2d.shape[1], x2d, False, group) as seen:
         pending = chosen.all_gather(x2d, group, async_op=True)
-    again.remember(key, "all_gather", chosen, x, None, group, False, shape, received)
+    call_cache.remember(state, key, chosen, OperatorCall("all_gather", x, None, group), shape, received)
     return seen.pending(pending).map(lambda t: _shaped(t, *shape))
-
-
-_begun: Counter[str] = Counter()
 
 
 def all_gathers_begun(group: dist.ProcessGroup) -> int:
     """How many :func:`all_gather` of ``group`` have begun: whether a gathered tensor is still valid."""
-    return _begun[group.group_name]
+    return state_of(group).gathers_begun
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
+from megatron_flux.comm.graph_capture import capture_id
 from megatron_flux.config import STOCK
 from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
-from megatron_flux.ops.cuda_graphs import capture_id
 from megatron_flux.patch.layer_backends import backends_of
 from megatron_flux.patch.linears import CHOSEN, LinearPatch
 from megatron_flux.patch.te_seam import TransformerEngine
@@ -52,50 +52,36 @@ class TELinearPatch:
     def norm_column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TELayerNormColumnParallelLinear.forward``."""
 
-        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
+        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
             bias = layer.bias if layer.apply_bias else None
-            norm_weight, norm_bias = layer.layer_norm_weight, layer.layer_norm_bias
-            y = norm_column_parallel_linear(
-                x,
-                norm_weight,
-                norm_bias,
-                weight,
-                bias,
-                layer.tp_group,
-                norm=te.norm(layer),
-                epilogue_bias=True,
-                gather_ahead=self._linears.config.gather_ahead,
-                **options,
+            operands = x, layer.layer_norm_weight, layer.layer_norm_bias, weight, bias
+            more["gather_ahead"] = self._linears.config.gather_ahead
+            return norm_column_parallel_linear(
+                *operands, layer.tp_group, norm=te.norm(layer), epilogue_bias=True, **more
             )
-            return y, layer.bias if layer.te_return_bias else None
 
         return self._forward(NORM_COLUMN, stock, run)
 
     def column_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TEColumnParallelLinear.forward``."""
 
-        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
+        def run(_: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
             bias = layer.bias if layer.apply_bias else None
-            ahead = self._linears.config.gather_ahead
-            y = column_parallel_linear(
-                x, weight, bias, layer.tp_group, epilogue_bias=True, gather_ahead=ahead, **options
-            )
-            return y, layer.bias if layer.te_return_bias else None
+            more["gather_ahead"] = self._linears.config.gather_ahead
+            return column_parallel_linear(x, weight, bias, layer.tp_group, epilogue_bias=True, **more)
 
         return self._forward(COLUMN, stock, run)
 
     def row_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of ``TERowParallelLinear.forward``."""
 
-        def run(te: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Output:
-            y = row_parallel_linear(x, weight, layer.tp_group, **options)
-            if layer.apply_bias:
-                y = y + layer.bias  # not sharded: added once, after the sum
-            return y, layer.bias if layer.te_return_bias else None
+        def run(_: TransformerEngine, layer: Any, x: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
+            y = row_parallel_linear(x, weight, layer.tp_group, **more)
+            return y + layer.bias if layer.apply_bias else y  # not sharded: added once, after the sum
 
         return self._forward(ROW, stock, run)
 
-    def _forward(self, kind: str, stock: Callable[..., Any], run: Callable[..., Output]) -> Callable[..., Any]:
+    def _forward(self, kind: str, stock: Callable[..., Any], run: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         linears = self._linears
 
         def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Output:
@@ -107,7 +93,7 @@ class TELinearPatch:
                 return stock(layer, x, *args, **kwargs)
             linears.activate(layer)
             first = layer.is_first_microbatch
-            output = run(
+            y = run(
                 te,
                 layer,
                 x,
@@ -119,7 +105,7 @@ class TELinearPatch:
             )
             if first:
                 layer.is_first_microbatch = False
-            return output
+            return y, layer.bias if layer.te_return_bias else None
 
         return forward
 

@@ -1,4 +1,4 @@
-"""The calls that a patched model's linears will make, known from the layers and the size of a micro-batch, tuned ahead.
+"""Tuning before the first step: the calls of a patched model's linears, known from its layers and the micro-batch.
 
 Of a column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens: all_gather_gemm to ``[m, n]`` in
 forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; of a row-parallel one the other
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import STOCK
+from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -108,7 +109,9 @@ def _decide(linear: _Linear, call: _Call) -> bool:
     if linear.weight is None:
         weight.normal_(generator=generator)
     bias = None if call.transposed else linear.bias
-    backend.decide(call.operator, x, weight, group, transposed=call.transposed, bias=bias)
+    backend.decide(
+        OperatorCall(call.operator, x, weight, group, call.transposed, bias, return_gathered=call.transposed)
+    )
     return True
 
 
@@ -119,13 +122,13 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, te_linears: TELinearP
     te_layers = te_seam.in_use() if te_linears is not None else None
     for layer in chunk.modules():
         if isinstance(layer, layers.ColumnParallelLinear | layers.RowParallelLinear):
-            linear = _local(layer, isinstance(layer, layers.RowParallelLinear), linears)
+            found = _local(layer, isinstance(layer, layers.RowParallelLinear), linears)
         elif te_layers is not None and te_linears is not None:
-            linear = _over_te(layer, te_layers, te_linears, linears)
+            found = _over_te(layer, te_layers, te_linears, linears)
         else:
-            linear = None
-        if linear is not None:
-            yield linear
+            continue
+        if found is not None:
+            yield found
 
 
 def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
@@ -134,7 +137,10 @@ def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
     weight = layer.weight
     # Without one of its own it is the output layer, which computes in the model's dtype.
     dtype = layer.config.params_dtype if weight is None else weight.dtype
-    device = weight.device if weight is not None else _device()
+    if weight is not None:
+        device = weight.device
+    else:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     like = torch.empty(0, dtype=dtype, device=device)
     if row:
         reason = linears.why_stock_row(layer, like, (), {})
@@ -149,13 +155,10 @@ def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
         reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
     if reason is not None:
         return None
-    shape = (layer.output_size, layer.input_size_per_partition) if row else _column_shape(layer)
+    column = layer.output_size_per_partition, layer.input_size
+    shape = (layer.output_size, layer.input_size_per_partition) if row else column
     # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
     return _Linear(layer, row, weight, shape, None, dtype, device)
-
-
-def _column_shape(layer: Any) -> tuple[int, int]:
-    return layer.output_size_per_partition, layer.input_size
 
 
 def _over_te(layer: Any, te_layers: Any, te_linears: TELinearPatch, linears: LinearPatch) -> _Linear | None:
@@ -172,7 +175,3 @@ def _over_te(layer: Any, te_layers: Any, te_linears: TELinearPatch, linears: Lin
         return None
     bias = layer.bias if kind != ROW and layer.apply_bias else None
     return _Linear(layer, kind == ROW, weight, tuple(weight.shape), bias, weight.dtype, weight.device)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

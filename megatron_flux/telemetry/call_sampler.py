@@ -22,7 +22,7 @@ from megatron_flux.ops import call_events
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import label_of
 from megatron_flux.telemetry.baseline_times import Baseline, BaselineTimes
 
 FIELDS = (
@@ -167,7 +167,7 @@ def _backend(call: Call) -> str:
     answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group)
     if answer is None:
         return call.backend
-    chosen = answer["backend"] if answer["plan"] is None else f"fused {Plan(**answer['plan']).label()}"
+    chosen = answer["backend"] if answer["plan"] is None else f"fused {label_of(answer['plan'])}"
     return f"{call.backend}: {chosen}"
 
 
@@ -175,13 +175,13 @@ def choices() -> dict[str, dict[str, Any]]:
     """What the tuner has chosen in this process, by call (its key up to the bar, without device and versions)."""
     return {
         key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "ms")}
-        for (_, key), answer in _tuner().answers.items()
+        for key, answer in _tuner().all_answers()
     }
 
 
 def choices_made() -> int:
     """How many there are."""
-    return len(_tuner().answers)
+    return len(_tuner().all_answers())
 
 
 def _tuner() -> TunedBackend:

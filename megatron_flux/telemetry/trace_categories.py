@@ -9,8 +9,8 @@ Definitions, all of one rank:
 * exposed: the part of communication's busy time during which no kernel of any other category ran; hidden: the rest.
 * idle: the part of the span, from the first kernel's begin to the last one's end, in which nothing ran at all.
 
-Limit: communication inside a fused kernel cannot be told from its GEMM; it shows as a ``fused`` time longer than the
-GEMM would take.
+Limit: communication inside a fused kernel cannot be separated from its GEMM; it shows as a ``fused`` time longer than
+the GEMM would take.
 
 This is the one place that knows names of kernels and operators. Rules are tried in order, so the first decides a name
 that fits two: flux's kernels are GEMMs too, cuDNN's attention contains the word of a GEMM instruction, and a compiled

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self, TypeVar
@@ -85,19 +85,15 @@ class Saves:
         final = checkpoint_folder.checkpoint_of(folder, trainer.iteration)
         partial = folder / f"{final.name}.partial"
         try:
-            _on_first_rank(lambda: _begin(partial))
+            _on_first_rank(lambda: _make_empty(partial))
             _write(trainer, partial)
             _on_first_rank(lambda: self._describe(trainer, partial))
             found = checkpoint_folder.checksums_of(partial) if self.config.checksums else None
             _on_first_rank(lambda: self._finish(trainer, partial, final, found))
         except (OSError, StorageError) as error:
-            room = _room(folder)
+            failed = _not_saved(final, error)  # before there is more room
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            failed = StorageError(
-                f"checkpoint {final} could not be saved: {_reason(error)}{room}; {_in_force(folder)}",
-                everywhere=isinstance(error, OSError) or error.everywhere,
-            )
             raise failed from error
         return final
 
@@ -132,7 +128,7 @@ class Saves:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Bring a freshly built trainer to the chosen checkpoint in ``folder``. A collective call.
+    """Bring a freshly built trainer to the chosen checkpoint in ``folder``, as a turn of its own. A collective call.
 
     Raises:
         UserError: as :func:`~megatron_flux.train.checkpoint_access.check_fits`, or its files are not what was saved.
@@ -143,6 +139,12 @@ def load(trainer: Trainer, folder: Path) -> None:
     checkpoint = chosen(folder, config.ckpt_step)
     if config.checksums:
         _check_content(checkpoint, config)
+    with trainer.turn():
+        _load(trainer, checkpoint)
+
+
+def _load(trainer: Trainer, checkpoint: Path) -> None:
+    config = trainer.config
     description = checkpoint_folder.description(checkpoint)
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
     if config.distributed_optimizer:
@@ -180,7 +182,7 @@ def _check_content(checkpoint: Path, config: RunConfig) -> None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
 
 
-def _begin(partial: Path) -> None:
+def _make_empty(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -236,20 +238,15 @@ def _cause(error: BaseException) -> str:
     return shorten(next((text for text in texts if "[Errno" in text), texts[0]), 160, placeholder=" ...")
 
 
-def _reason(error: OSError | StorageError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-
-
-def _room(folder: Path) -> str:
-    try:
-        return f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
-    except OSError:
-        return ""
-
-
-def _in_force(folder: Path) -> str:
+def _not_saved(final: Path, error: OSError | StorageError) -> StorageError:
+    folder, room = final.parent, ""
+    with suppress(OSError):
+        room = f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
+    reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
     iteration = checkpoint_folder.tracked(folder)
-    return "no checkpoint is there" if iteration is None else f"--load {folder} resumes from iteration {iteration}"
+    left = "no checkpoint is there" if iteration is None else f"--load {folder} resumes from iteration {iteration}"
+    everywhere = isinstance(error, OSError) or error.everywhere
+    return StorageError(f"checkpoint {final} could not be saved: {reason}{room}; {left}", everywhere=everywhere)
 
 
 def _on_first_rank(work: Callable[[], _T]) -> _T:

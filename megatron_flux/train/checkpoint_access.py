@@ -87,21 +87,18 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     if (wrong := damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
     saved = description(checkpoint)
-    shape, iteration = saved["shape"], int(saved["iteration"])
-    ours = config.shape.model_dump(mode="json")
-    different = {f"{n} {shape.get(n)}": f"{n} {v}" for n, v in ours.items() if shape.get(n) != v and n != "seq_length"}
-    saved = {**_UNSAID, **saved}
-    different |= {
-        f"{n} {saved.get(n)}": f"{n} {getattr(config, n)}" for n in MUST_MATCH if saved.get(n) != getattr(config, n)
-    }
-    if shape.get("seq_length") != config.shape.seq_length and config.shape.position_embedding == "learned_absolute":
-        different[f"seq_length {shape.get('seq_length')}"] = f"seq_length {config.shape.seq_length}"
+    theirs = {**_UNSAID, **saved, **saved["shape"]}
+    ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in MUST_MATCH}}
+    if config.shape.position_embedding != "learned_absolute":
+        del ours["seq_length"]
+    different = [name for name, value in ours.items() if theirs.get(name) != value]
     if different:
+        has, wants = (", ".join(f"{name} {of.get(name)}" for name in different) for of in (theirs, ours))
         raise UserError(
-            f"checkpoint {checkpoint} has {', '.join(different)}, this run has {', '.join(different.values())}; "
-            "use the options it was saved with, or another checkpoint"
+            f"checkpoint {checkpoint} has {has}, this run has {wants}; use the options it was saved with, or another "
+            "checkpoint"
         )
-    return iteration
+    return int(saved["iteration"])
 
 
 def check_data(config: RunConfig) -> str | None:

@@ -213,8 +213,13 @@ def checksums_of(checkpoint: Path) -> dict[str, str]:
     Raises:
         StorageError: on all ranks, where one of them cannot read its files again.
     """
-    rank = dist.get_rank()
-    mine = [path.name for path in sorted(checkpoint.iterdir()) if path.is_file() and _writer(path.name) == rank]
+
+    def writer(name: str) -> int:
+        """The rank that has written a file reads it from memory. All but the shards are rank 0's."""
+        found = _SHARD_OF_RANK.fullmatch(name)
+        return int(found[1]) if found else 0
+
+    mine = [path.name for path in checkpoint.iterdir() if path.is_file() and writer(path.name) == dist.get_rank()]
     try:
         answer: dict[str, str] | str = {name: sha256(checkpoint / name) for name in mine}
     except OSError as error:
@@ -236,9 +241,7 @@ def write_checksums(checkpoint: Path, found: dict[str, str]) -> None:
 
 def changed_files(checkpoint: Path) -> list[str] | None:
     """What differs from :data:`CHECKSUMS`, file by file; None where there is no such file. A collective call."""
-    listed: list[dict[str, str] | None] = [None]
-    if dist.get_rank() == 0:
-        listed = [read_checksums(checkpoint)]
+    listed = [read_checksums(checkpoint) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(listed, src=0)
     if listed[0] is None:
         return None
@@ -293,9 +296,3 @@ def sha256(file: Path) -> str:
     """The file's SHA-256 as 64 hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _writer(name: str) -> int:
-    """The rank that has written a file: it reads it from memory. All but the shards are rank 0's."""
-    found = _SHARD_OF_RANK.fullmatch(name)
-    return int(found[1]) if found else 0

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flux.cache import cache_folder
 from megatron_flux.errors import UserError
+from megatron_flux.settings import cache_folder
 from megatron_flux.train.config import RunConfig
 
 END_OF_DOCUMENT = 256
@@ -136,9 +136,7 @@ def _text_files(path: Path, *, only_python: bool) -> list[Path]:
         return [path] if _is_text(path) else []
     files = []
     for folder, subfolders, names in os.walk(path):
-        subfolders[:] = sorted(
-            s for s in subfolders if not s.startswith(".") and s not in ("site-packages", "__pycache__")
-        )
+        subfolders[:] = sorted(s for s in subfolders if s[0] != "." and s not in ("site-packages", "__pycache__"))
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     return [f for f in files if (not only_python or f.suffix == ".py") and _is_text(f)]
 
@@ -170,16 +168,13 @@ def _tokenized(files: list[Path], cache: Path) -> Corpus:
 
 
 def _build(files: list[Path], prefix: Path) -> None:
-    import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     building = f"{prefix}.building-{os.getpid()}"
     builder = IndexedDatasetBuilder(f"{building}.bin", dtype=np.uint16)
     for file in files:
-        tokens = np.append(
-            np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT)
-        )
-        builder.add_document(torch.from_numpy(tokens.astype(np.int32)), [len(tokens)])
+        tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.int32(END_OF_DOCUMENT))
+        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
     builder.finalize(f"{building}.idx")
     # The .idx last: its presence is what says that the pair is complete.
     os.replace(f"{building}.bin", f"{prefix}.bin")
@@ -196,9 +191,8 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(
-                        f"another process has held {path} for 10 minutes; end it or set --data-cache"
-                    ) from None
+                    message = f"another process has held {path} for 10 minutes; end it or set --data-cache"
+                    raise UserError(message) from None
                 time.sleep(0.1)
         yield
 

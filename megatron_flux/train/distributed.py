@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,18 @@ import torch.distributed as dist
 from megatron_flux.errors import RendezvousError
 
 
-@contextmanager
-def process_groups(device: str, *, tp: int, pp: int = 1, timeout: float) -> Iterator[torch.device]:
-    """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
+class Layout(Protocol):
+    """What a run's configuration must say for its process groups: sizes, and seconds that a collective may wait."""
 
-    Args:
-        device: ``cuda`` or ``cpu``.
-        tp: tensor-parallel size.
-        pp: pipeline-parallel size.
-        timeout: seconds after which a collective without its peers is an error.
+    device: str
+    tp: int
+    pp: int
+    timeout: float
+
+
+@contextmanager
+def process_groups(config: Layout) -> Iterator[torch.device]:
+    """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
     On an error the groups are left as they are: tearing them down would wait for peers that may be gone.
 
@@ -30,17 +34,17 @@ def process_groups(device: str, *, tp: int, pp: int = 1, timeout: float) -> Iter
     """
     from megatron.core import parallel_state
 
-    backend, device_id, own = "gloo", None, torch.device("cpu")
-    if device == "cuda":
-        own = device_id = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(own)
-        backend = "nccl"
+    backend, device_id, device = "gloo", None, torch.device("cpu")
+    if config.device == "cuda":
+        backend, device_id = "nccl", (device := torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        torch.cuda.set_device(device)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device_id)
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
     except dist.DistError as error:
-        raise RendezvousError(_no_meeting(str(error), timeout)) from error
-    parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=max(1, round(timeout / 60)))
-    yield own
+        raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
+    minutes = max(1, round(config.timeout / 60))
+    parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes)
+    yield device
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_flux.comm import slab
+from megatron_flux.comm import group_state
 
 
 class CudaAllocator:
@@ -61,7 +61,7 @@ def workspace_bytes() -> int:
     """Symmetric memory that this process holds: flux's, and torch's for async-TP."""
     module = sys.modules.get("torch.distributed._symmetric_memory")
     torchs = getattr(module, "_group_name_to_workspace_tensor", {}).values()
-    return slab.pool.bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
+    return group_state.slab_bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,6 +20,14 @@ from megatron_flux.telemetry import environment
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")
+
+
+class WandbNames(NamedTuple):
+    """What a run and its arms are called in wandb."""
+
+    group: str
+    run: str
+    """Of an arm with the arm's name behind it."""
 
 
 @contextmanager
@@ -43,10 +50,14 @@ def made(config: RunConfig, *, default: bool) -> Iterator[RunConfig]:
         yield config.model_copy(update={"out": out})
 
 
-def begun(config: RunConfig) -> None:
-    """Training begins; an earlier run that ``config.overwrite`` replaces is deleted. Rank 0 does so."""
-    if dist.get_rank() == 0:
-        folder.begun(config.out)
+def load_config(out: Path) -> RunConfig:
+    """The configuration that :func:`made` wrote."""
+    return RunConfig.model_validate(json.loads((out / folder.CONFIG).read_text())["config"])
+
+
+def load_wandb_names(config: RunConfig) -> WandbNames:
+    """The names that :func:`made` wrote."""
+    return WandbNames(**json.loads((config.out / folder.CONFIG).read_text())["wandb"])
 
 
 def description(config: RunConfig) -> dict[str, Any]:
@@ -55,17 +66,21 @@ def description(config: RunConfig) -> dict[str, Any]:
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
         "started": folder.started(),
-        "wandb": asdict(wandb_names(config)),
+        "wandb": wandb_names(config)._asdict(),
     }
 
 
-@dataclass(frozen=True)
-class WandbNames:
-    """What a run and its arms are called in wandb."""
-
-    group: str
-    run: str
-    """Of an arm with the arm's name behind it."""
+def run_info(config: RunConfig) -> dict[str, Any]:
+    """Versions, device, link, job, layout and command."""
+    layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision")
+    return {
+        "versions": environment.versions(),
+        "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},
+        "link": environment.link()["kind"],
+        "job": environment.job(),
+        "layout": {name: getattr(config, name) for name in layout},
+        "command": folder.command_line(),
+    }
 
 
 def wandb_names(config: RunConfig) -> WandbNames:
@@ -107,24 +122,10 @@ def _new_name(out: Path) -> str:
     return name if out.name == "run" else f"{name}-{out.name}"
 
 
-def run_info(config: RunConfig) -> dict[str, Any]:
-    """Versions, device, link, job, layout and command."""
-    return {
-        "versions": environment.versions(),
-        "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},
-        "link": environment.link()["kind"],
-        "job": environment.job(),
-        "layout": {
-            "tp": config.tp,
-            "pp": config.pp,
-            "dp": config.dp,
-            "sequence_parallel": config.sequence_parallel,
-            "micro_batch_size": config.micro_batch_size,
-            "micro_batches": config.micro_batches,
-            "precision": config.precision,
-        },
-        "command": folder.command_line(),
-    }
+def begun(config: RunConfig) -> None:
+    """Training begins; an earlier run that ``config.overwrite`` replaces is deleted. Rank 0 does so."""
+    if dist.get_rank() == 0:
+        folder.begun(config.out)
 
 
 def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
@@ -145,13 +146,3 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
         at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
         left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
         logger.info("stopped by SIG%s: %s of %d; %s", config.exit_signal, at, config.steps, left)
-
-
-def load_config(out: Path) -> RunConfig:
-    """The configuration that :func:`made` wrote."""
-    return RunConfig.model_validate(json.loads((out / folder.CONFIG).read_text())["config"])
-
-
-def load_wandb_names(config: RunConfig) -> WandbNames:
-    """The names that :func:`made` wrote."""
-    return WandbNames(**json.loads((config.out / folder.CONFIG).read_text())["wandb"])

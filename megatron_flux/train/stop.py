@@ -2,7 +2,7 @@
 
 A cluster says some minutes ahead that a job's time is up. The signal reaches the ranks at different moments, some of
 them a step apart, so they agree after every step; the handler itself only takes a note. Compilers may have taken the
-signal over meanwhile (:mod:`ops.launch.signals` says how, and watches Triton's, but not torch.compile's): it is
+signal over meanwhile (:mod:`kernels.signals` says how, and watches Triton's, but not torch.compile's): it is
 taken back after every step, and who sends it sends it again until the run has ended.
 
 Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the rank
@@ -19,7 +19,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from megatron_flux.ops.launch.signals import Dispositions
+from megatron_flux.kernels.signals import Dispositions
 
 
 class StopRequest:

@@ -27,7 +27,7 @@ def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
         stack.enter_context(cpu_shims())
         if config.gradient_accumulation_fusion:
             stack.enter_context(gradient_accumulation_fusion())
-        device = stack.enter_context(process_groups(config.device, tp=config.tp, pp=config.pp, timeout=config.timeout))
+        device = stack.enter_context(process_groups(config))
         yield data.build_dataset(config, corpus), device
 
 
@@ -35,8 +35,7 @@ def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
     with world(config) as (dataset, device):
         config = config.model_copy(update={"out": _out_of_first_rank(config.out)})
-        from megatron_flux.train.compare import compare
-        from megatron_flux.train.train import train
+        from megatron_flux.train.loop import compare, train
 
         {"train": train, "compare": compare}[config.command](config, dataset, device)
 

@@ -14,6 +14,7 @@ pytest.importorskip("selenium", reason="selenium is not installed")
 
 from megatron_flux.metrics.report import write_reports
 from tests.browser.page import DESKTOP, PHONE, capture, look, print_to_pdf
+from tests.unit.metrics.metrics_records import interleaved, write_run
 from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
 
 LOOKS = {"phone": (PHONE, False), "desktop": (DESKTOP, False), "dark": (DESKTOP, True)}
@@ -29,6 +30,14 @@ def page(folders: list[Path], out: Path) -> tuple[Path, int]:
 def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("full")
     return page([full_run(folder / "run")], folder / "out")
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Of a run that nothing was sampled of."""
+    folder = tmp_path_factory.mktemp("few")
+    arms = interleaved(6, {"baseline": [0.1] * 6, "flux": [0.09] * 6})
+    return page([write_run(folder / "run", arms, {"config": {"preset": "tiny"}})], folder / "out")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +108,9 @@ def test_an_empty_run(driver: Any, tmp_path: Path) -> None:
     assert look(driver, html, PHONE).complaints() == {}
 
 
-def test_what_the_checks_find(driver: Any, full: tuple[Path, int], tmp_path: Path) -> None:
+def test_what_the_checks_find(driver: Any, few: tuple[Path, int], tmp_path: Path) -> None:
     """A page with every fault, so that the checks above are known to see them."""
-    broken = full[0].read_text().replace("</main>", '<p style="width: 2000px">wide</p></main>')
+    broken = few[0].read_text().replace("</main>", '<p style="width: 2000px">wide</p></main>')
     broken = broken.replace('"use strict";', '"use strict"; console.error("said"); fetch("x.json");')
     empty = json.loads(re.search(r'id="figures">(.*?)</script>', broken).group(1))
     for trace in empty["run1-loss"]["data"]:
@@ -120,11 +129,11 @@ def test_what_the_checks_find(driver: Any, full: tuple[Path, int], tmp_path: Pat
     assert any("Content Security Policy" in text for text in seen.console)
 
 
-def test_png_figures(driver: Any, artefacts: Path, full: tuple[Path, int], tmp_path: Path) -> None:
+def test_png_figures(driver: Any, artefacts: Path, few: tuple[Path, int], tmp_path: Path) -> None:
     pytest.importorskip("kaleido", reason="kaleido is not installed")
-    run = full[0].parent.parent / "run"
+    run = few[0].parent.parent / "run"
     _, markdown, *pictures = write_reports([run], tmp_path, png=True)
-    assert len(pictures) == full[1]
+    assert len(pictures) == few[1] == 6
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"({picture.relative_to(tmp_path)})" in markdown.read_text()

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed import te_stand_in
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import MEGATRON, TRANSFORMER_ENGINE, Template, WorkerPool
 
 
-def _pool(size: int) -> Iterator[WorkerPool]:
-    pool = WorkerPool(size)
+@pytest.fixture(scope="package", autouse=True)
+def templates() -> Iterator[None]:
+    """The processes that workers are forked from end after all pools."""
+    yield
+    MEGATRON.stop()
+    TRANSFORMER_ENGINE.stop()
+
+
+def _pool(size: int, template: Template = MEGATRON) -> Iterator[WorkerPool]:
+    pool = WorkerPool(size, template=template)
     yield pool
     pool.stop()
 
@@ -28,23 +35,16 @@ def world4() -> Iterator[WorkerPool]:
     yield from _pool(4)
 
 
-def _te_pool(size: int) -> Iterator[WorkerPool]:
-    pool = WorkerPool(size)
-    pool.run(te_stand_in.warm_up, timeout=300.0)
-    yield pool
-    pool.stop()
-
-
 @pytest.fixture(scope="package")
 def te_world2() -> Iterator[WorkerPool]:
     """Two ranks of their own for TransformerEngine, which must be there before megatron-core is imported."""
-    yield from _te_pool(2)
+    yield from _pool(2, TRANSFORMER_ENGINE)
 
 
 @pytest.fixture(scope="package")
 def te_world4() -> Iterator[WorkerPool]:
     """Four of them."""
-    yield from _te_pool(4)
+    yield from _pool(4, TRANSFORMER_ENGINE)
 
 
 @pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")

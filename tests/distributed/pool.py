@@ -1,8 +1,8 @@
 """Persistent worker processes with one gloo process group, for tests that need real ranks.
 
-A pool of ``size`` processes is started on first use and kept: importing torch and megatron-core costs seconds, so tests
-share it. A test submits a module-level function and picklable arguments; every rank calls it and the results come back
-in rank order.
+A pool of ``size`` processes is started on first use and kept, so that tests share it. A test submits a module-level
+function and picklable arguments; every rank calls it and the results come back in rank order. Importing torch and
+megatron-core costs seconds: one process does so (:class:`Template`), and the workers over gloo are forked from it.
 
 Contract
     * ``run`` returns the ranks' results, or raises :class:`RankError` with the traceback of every rank that failed;
@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from typing import Any
+from unittest import mock
 
 START_TIMEOUT = 120.0
 RUN_TIMEOUT = 90.0
@@ -48,12 +50,39 @@ class Outcome:
     seconds: float = 0.0
 
 
+class Template:
+    """A process with ``modules`` imported and no threads, which workers are forked from.
+
+    Its environment is that of its start, so workers take over the test's when they begin.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(modules))
+
+    def start(self, process: Any) -> None:
+        """Start ``process``, of the context ``forkserver``, from this one instead of multiprocessing's own."""
+        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+            process.start()
+
+    def stop(self) -> None:
+        """End it; the next start makes another."""
+        if self._server._forkserver_pid is not None:
+            os.kill(self._server._forkserver_pid, signal.SIGKILL)  # on request it would take its modules apart first
+        self._server._stop()
+
+
+MEGATRON = Template("megatron.core.models.gpt.gpt_model", "tests.distributed.megatron_world")
+TRANSFORMER_ENGINE = Template("tests.distributed.te_preload")
+
+
 class WorkerPool:
     """``size`` processes, one per rank; with the backend ``nccl`` each on its own GPU."""
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, backend: str = "gloo", template: Template = MEGATRON) -> None:
         self.size = size
         self.backend = backend
+        self._template = template
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -122,14 +151,19 @@ class WorkerPool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = get_context("spawn")
+        fork = self.backend == "gloo"  # CUDA does not survive it
+        context = get_context("forkserver" if fork else "spawn")
         saved = dict(os.environ)
         os.environ.update(_worker_environment(self.backend))
         try:
             for rank in range(self.size):
                 here, there = context.Pipe()
-                process = context.Process(target=_worker, args=(rank, self.size, self.backend, there), daemon=True)
-                process.start()
+                arguments = (rank, self.size, self.backend, there, dict(os.environ))
+                process = context.Process(target=_worker, args=arguments, daemon=True)
+                if fork:
+                    self._template.start(process)
+                else:
+                    process.start()
                 there.close()
                 self._processes.append(process)
                 self._pipes.append(here)
@@ -165,7 +199,9 @@ def _worker_environment(backend: str) -> dict[str, str]:
     return environment
 
 
-def _worker(rank: int, size: int, backend: str, pipe: connection.Connection) -> None:
+def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     import datetime
 
     import torch

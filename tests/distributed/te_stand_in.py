@@ -215,9 +215,3 @@ def install() -> None:
         del sys.modules["einops"]
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)  # the GEMM's workspace
     torch.cuda.is_current_stream_capturing = lambda: False
-
-
-def warm_up() -> None:
-    """The slow imports, which are no test's time."""
-    install()
-    importlib.import_module("megatron.core.models.gpt.gpt_model")

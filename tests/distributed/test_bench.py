@@ -78,7 +78,7 @@ def without_gpus(prefix: str = "") -> Iterator[Tuned]:
     link = Link("nvlink", "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "checked", lambda *_: (CPU, link))
-        patch.setattr(tuner.topology, "probe", lambda *_: link)
+        patch.setattr(tuner.links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(ops, "_link_rate", lambda *_: 100.0)
         patch.setattr(ops, "interleaved", timed)

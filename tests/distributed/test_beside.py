@@ -10,24 +10,30 @@ from collections.abc import Iterable
 import pytest
 import torch.distributed as dist
 
-from megatron_flux.comm import beside
-from megatron_flux.comm.beside import Beside
+from megatron_flux.comm import links
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.links import Beside
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
 
+def asked_anew(group: dist.ProcessGroup) -> Beside:
+    state = state_of(group)
+    state.beside = None
+    try:
+        return links.beside(group)
+    finally:
+        state.beside = None
+
+
 def asked(group: dist.ProcessGroup, left: Iterable[dist.ProcessGroup], **variables: str) -> Beside:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beside, "_on_nccl", lambda other: other not in left)
+        patch.setattr(links, "_on_nccl", lambda other: other not in left)
         for name, value in variables.items():
             patch.setenv(name, value)
-        beside.forget()
-        try:
-            return beside.beside(group)
-        finally:
-            beside.forget()
+        return asked_anew(group)
 
 
 def tensor_parallel_alone(tp: int) -> tuple[Beside, Beside]:
@@ -45,11 +51,9 @@ def another_group(ranks: list[int]) -> tuple[Beside, Beside]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             # Other tests leave groups of Megatron's.
-            patch.setattr(beside, "_on_nccl", lambda other: other is made)
-            beside.forget()
-            return beside.beside(dist.group.WORLD), beside.seen(dist.group.WORLD)
+            patch.setattr(links, "_on_nccl", lambda other: other is made)
+            return asked_anew(dist.group.WORLD), links.seen(dist.group.WORLD)
     finally:
-        beside.forget()
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(made)
 

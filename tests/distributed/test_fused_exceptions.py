@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
-COPIES, PUSHES = PLANS["copy engine"], PLANS["pushes, chunks, join"]
+HALVES, WHOLE = PLANS.values()
 LATE = 0.5  # seconds
 MESSAGE = "the compiler is out of registers"
 
@@ -39,17 +39,17 @@ Call = tuple[Callable[[], torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def fresh(plan: Plan, seconds: float) -> Iterator[Any]:
+def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
     """The backend on new workspaces, whose waits are bounded by about so many seconds."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
 
     with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S=str(seconds)):
-        slab.pool.clear()
+        group_state.drop_slabs()
         backend = twin()
-        backend.plan = plan
+        backend.config = plan
         yield backend
         dist.barrier()
-        slab.pool.clear()
+        group_state.drop_slabs()
 
 
 def call_of(backend: Any, operator: str, rows: int = 32) -> Call:
@@ -85,20 +85,18 @@ def out_of_memory() -> Iterator[None]:
 
 
 @contextmanager
-def no_compiler(
-    error: BaseException | None = None, kernels: tuple[str, ...] = ("launch", "relaunch")
-) -> Iterator[None]:
-    """Kernels of this rank cannot be compiled; ``kernels``: the modules that launch them."""
+def no_compiler(error: BaseException | None = None) -> Iterator[None]:
+    """Kernels of this rank cannot be compiled."""
     with ExitStack() as all_of_them:
-        for name in kernels:
-            module = importlib.import_module(f"megatron_flux.ops.{name}")
+        for name in ("ops.launch.plain", "kernels.launch"):  # the modules that call by_triton
+            module = importlib.import_module(f"megatron_flux.{name}")
             failing = mock.Mock(side_effect=error or RuntimeError(MESSAGE))
             all_of_them.enter_context(mock.patch.object(module, "by_triton", failing))
         yield
 
 
 def out_of_memory_everywhere(operator: str) -> None:
-    with fresh(COPIES, 20) as backend:
+    with fresh(HALVES, 20) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
         run, _ = call_of(backend, operator)
@@ -109,7 +107,7 @@ def out_of_memory_everywhere(operator: str) -> None:
 
 
 def out_of_memory_on_one_rank_which_tries_again(operator: str) -> None:
-    with fresh(PUSHES, 20) as backend:
+    with fresh(WHOLE, 20) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
         run, want = call_of(backend, operator)
@@ -126,7 +124,7 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def no_kernel_everywhere(operator: str, plan: Plan) -> str:
+def no_kernel_everywhere(operator: str, plan: KernelConfig) -> str:
     """Returns what the next call is told, and goes on with new workspaces."""
     with fresh(plan, 20) as backend:
         for _ in range(2):
@@ -149,7 +147,7 @@ def no_kernel_everywhere(operator: str, plan: Plan) -> str:
 
 def no_kernel_on_one_rank(operator: str) -> str:
     """Every result that a rank gets is right; sooner or later each is refused one."""
-    with fresh(COPIES, 0.5) as backend:
+    with fresh(HALVES, 0.5) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
         calls = [call_of(backend, operator) for _ in range(3)]
@@ -167,7 +165,7 @@ def no_kernel_on_one_rank(operator: str) -> str:
 
 def interrupted() -> str:
     """As by Ctrl-C, which is no ``Exception``."""
-    with fresh(COPIES, 20) as backend:
+    with fresh(HALVES, 20) as backend:
         right(call_of(backend, "all_gather_gemm"))
         run, _ = call_of(backend, "all_gather_gemm")
         with no_compiler(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
@@ -177,7 +175,7 @@ def interrupted() -> str:
 
 def a_gather_is_open() -> None:
     """One that was begun before an exception in a GEMM ends as ever; a failed wait is no end of it."""
-    with fresh(PUSHES, 20) as backend:
+    with fresh(WHOLE, 20) as backend:
         x = integers(16, 32, torch.float16)
         want = [torch.empty_like(x) for _ in range(2)]
         dist.all_gather(want, x)
@@ -206,35 +204,34 @@ def a_gather_is_open() -> None:
 
 def larger_calls_come_next() -> None:
     """They get a new workspace, which all ranks make together: nothing of the broken one is left."""
-    with fresh(PUSHES, 20) as backend:
+    with fresh(WHOLE, 20) as backend:
         right(call_of(backend, "gemm_reduce_scatter"))
         run, _ = call_of(backend, "gemm_reduce_scatter")
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
             run()
         assert "gemm_reduce_scatter" in refusal(run)
-        from megatron_flux.comm import slab
+        from megatron_flux.comm import group_state
 
-        slab.pool.get(dist.group.WORLD, "gemm", 5 << 20, torch.device("cpu"), False)
+        group_state.state_of(dist.group.WORLD).slab("gemm", 5 << 20, torch.device("cpu"), False)
         for late in (True, False):
             right(call_of(backend, "gemm_reduce_scatter"), late=late)
 
 
 def in_a_capture() -> None:
     """Nothing of a capture has run: when it has failed, the next one and eager calls begin as if it had not been."""
-    from megatron_flux.comm import copy_engine as launch_copies
+    from megatron_flux.comm import copy_engine, graph_capture
     from megatron_flux.ops.cuda_graphs import captured_calls
-    from megatron_flux.ops.launch import barrier as launch_enter
 
-    with fresh(COPIES, 20) as backend:
+    with fresh(HALVES, 20) as backend:
         for operator in OPERATORS:
             with captured_calls():
                 right(call_of(backend, operator))
             run, _ = call_of(backend, operator)
             with ExitStack() as nothing_runs:
                 nothing_runs.enter_context(one_capture(1))
-                nothing_runs.enter_context(mock.patch.object(launch_enter, "_enter"))
-                for module in (importlib.import_module("megatron_flux.ops.launch.plain"), launch_copies):
-                    nothing_runs.enter_context(mock.patch.object(module, "copy_engine_push", return_value=lambda: None))
+                nothing_runs.enter_context(mock.patch.object(graph_capture, "_enter"))
+                for module in (importlib.import_module("megatron_flux.ops.launch.plain"), copy_engine):
+                    nothing_runs.enter_context(mock.patch.object(module, "push", return_value=lambda: None))
                 nothing_runs.enter_context(no_compiler())
                 with pytest.raises(RuntimeError, match=MESSAGE):
                     run()
@@ -248,7 +245,7 @@ def patched_again() -> None:
     """Stock layers have nothing to do with it, and patching anew does not forget it."""
     import megatron_flux
 
-    with fresh(COPIES, 20) as backend:
+    with fresh(HALVES, 20) as backend:
         right(call_of(backend, "gemm_reduce_scatter"))
         with megatron_flux.patched():
             run, _ = call_of(backend, "gemm_reduce_scatter")
@@ -264,15 +261,16 @@ def patched_again() -> None:
 def a_candidate_cannot_be_compiled() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
     from megatron_flux.ops.backends import tuned as tuner
+    from megatron_flux.ops.backends.base import OperatorCall
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
-    with fresh(COPIES, 20) as backend:
+    with fresh(HALVES, 20) as backend:
         tuned = tuner.TunedBackend(ReferenceBackend(), None, backend)
         for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
             right(call_of(backend, operator))
             run, _ = call_of(backend, operator)
             x = torch.zeros(32, 32)
-            call = tuner._Call(operator, lambda backend: None, x, 64, 32, 32, dist.group.WORLD, False, False)
+            call = OperatorCall(operator, x, x, dist.group.WORLD)
             with no_compiler():
                 assert tuned._tried(call, "fused of no use", run) is None
             run, want = call_of(backend, operator)
@@ -316,10 +314,10 @@ def test_a_rank_that_ran_out_of_memory_may_try_again(world2: WorkerPool, operato
 
 @pytest.mark.parametrize(
     ("operator", "plan"),
-    [("all_gather_gemm", COPIES), ("all_gather_gemm", PUSHES), ("gemm_reduce_scatter", COPIES), ("all_gather", COPIES)],
-    ids=["all_gather_gemm by copies", "all_gather_gemm by pushes", "gemm_reduce_scatter", "all_gather"],
+    [("all_gather_gemm", HALVES), ("gemm_reduce_scatter", HALVES), ("all_gather", HALVES)],
+    ids=["all_gather_gemm", "gemm_reduce_scatter", "all_gather"],
 )
-def test_a_call_broken_off_is_the_last_on_its_workspace(world2: WorkerPool, operator: str, plan: Plan) -> None:
+def test_a_call_broken_off_is_the_last_on_its_workspace(world2: WorkerPool, operator: str, plan: KernelConfig) -> None:
     for rank, said in enumerate(world2.run(no_kernel_everywhere, operator, plan)):
         for part in (f"rank {rank} (tp rank {rank} of 2)", operator, "RuntimeError", MESSAGE, "start the job again"):
             assert part in said, said

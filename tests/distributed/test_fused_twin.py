@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 
 pytestmark = [
@@ -31,11 +31,8 @@ pytestmark = [
 
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
 PLANS = {
-    "copy engine": Plan(**TINY),
-    "copy engine, blocks": Plan(**TINY, block=16),
-    "pushes, chunks, join": Plan(**TINY, comm=1, skip=1, block=16, chunks=2),
-    "pushes, never join": Plan(**TINY, comm=2, skip=-1, band=2),
-    "pushes, whole tiles": Plan(**TINY, comm=1, split=False, reducers=2),
+    "halves of tiles": KernelConfig(**TINY),
+    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
 }
 
 
@@ -68,13 +65,13 @@ def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transpose
     assert torch.equal(pending.wait(), stock.all_gather(x, group, async_op=False).wait())
 
 
-def all_shapes(plan: Plan, tma: bool) -> None:
+def all_shapes(plan: KernelConfig, tma: bool) -> None:
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     backend = twin()
-    from megatron_flux.ops.launch import plain as launch
+    from megatron_flux.ops.launch import operands
 
-    launch._hopper.cache_clear()
-    backend.plan = plan
+    operands._has_tma.cache_clear()
+    backend.config = plan
     for mp, n, k, transposed, dtype in (
         (32, 64, 48, False, torch.float16),
         (32, 48, 32, True, torch.bfloat16),
@@ -82,18 +79,17 @@ def all_shapes(plan: Plan, tma: bool) -> None:
         (32, 64, 48, False, torch.float16),
     ):
         compare(backend, mp, n, k, dtype, transposed)
-    if plan.block == 0:
-        compare(backend, 7, 33, 19, torch.float16, True)
-        compare(backend, 1, 8, 8, torch.bfloat16, False)
+    compare(backend, 7, 33, 19, torch.float16, True)
+    compare(backend, 1, 8, 8, torch.bfloat16, False)
 
 
 def bias_before_rounding() -> None:
     """257 is no number of bf16 and becomes 256, to which 1 cannot be added; 258 is one."""
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
-    for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
+    for plan in PLANS.values():
         backend = twin()
-        backend.plan = plan
+        backend.config = plan
         for transposed in (False, True):
             x, w = torch.ones(32, 257, dtype=torch.bfloat16), torch.ones(40, 257, dtype=torch.bfloat16)
             w = w.t().contiguous() if transposed else w
@@ -110,7 +106,7 @@ def bias_that_is_a_column() -> None:
     from megatron_flux.ops.backends import registry
 
     backend = twin()
-    backend.plan = PLANS["copy engine"]
+    backend.config = PLANS["halves of tiles"]
     ops.register_backend(backend)
     try:
         x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
@@ -138,11 +134,11 @@ def operands_of_one_rank_lie_elsewhere() -> None:
     group, stock = dist.group.WORLD, ReferenceBackend()
     backend = twin()
     chosen = []
-    tma = launch._tma
+    tma = launch.uses_tma
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
-        for plan in (PLANS["copy engine"], PLANS["pushes, chunks, join"]):
-            backend.plan = plan
+        patch.setattr(launch, "uses_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
+        for plan in PLANS.values():
+            backend.config = plan
             x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
             if group.rank() == 0:
                 x, w = shifted(x), shifted(w)
@@ -159,58 +155,57 @@ def operands_of_one_rank_lie_elsewhere() -> None:
 
 
 def captured_between_eager() -> None:
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend = twin()
-    for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
-        backend.plan = plan
+    for plan in PLANS.values():
+        backend.config = plan
         for late in (0, 1, None):
             with captured_calls():
                 if dist.get_rank() == late:
                     time.sleep(0.3)
                 compare(backend, 32, 32, 32, torch.float16, False)
             compare(backend, 32, 32, 32, torch.float16, False)
-    captured = [work for work in slab.pool._slabs.values() if work.captured]
+    captured = [work for work in group_state.state_of(dist.group.WORLD).slabs.values() if work.captured]
     assert len(captured) == 2, "the GEMMs' and the gathers'"
     assert all(work.calls == 1 for work in captured), "each call was entered by itself"
 
 
 def outgrown() -> None:
     """A slab that graphs hold stays when a larger one is made, any other goes."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
     from megatron_flux.ops.cuda_graphs import captured_calls
 
-    slab.pool.clear()
+    group_state.drop_slabs()
     backend = twin()
-    backend.plan = Plan(**TINY)
+    backend.config = KernelConfig(**TINY)
     for rows, kept in ((16, 0), (3 << 14, 0), (1 << 17, 1)):  # 4 MiB are the least
         x, w = integers(rows, 32, torch.float16), integers(1, 32, torch.float16)
         with captured_calls():
-            slab.pool.get(dist.group.WORLD, "gemm", 2 * x.numel() * x.element_size(), x.device, True)
+            group_state.state_of(dist.group.WORLD).slab("gemm", 2 * x.numel() * x.element_size(), x.device, True)
             if rows != 16:
                 with one_capture(rows):
                     small = integers(16, 32, torch.float16)
                     backend.all_gather_gemm(small, w, dist.group.WORLD, transposed=False)
-        assert len(slab.pool._kept) == kept
-    slab.pool.clear()
+        assert len(group_state.state_of(dist.group.WORLD).kept_slabs) == kept
+    group_state.drop_slabs()
 
 
 @contextlib.contextmanager
 def one_capture(number: int | None) -> Iterator[None]:
     """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
+    from megatron_flux.comm import graph_capture
     from megatron_flux.ops.cuda_graphs import captured_calls
-    from megatron_flux.ops.launch import barrier as launch_enter
 
-    with captured_calls(), mock.patch.object(launch_enter, "capture_id", return_value=number):
+    with captured_calls(), mock.patch.object(graph_capture, "capture_id", return_value=number):
         yield
 
 
 def replays_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import graph_capture, group_state
     from megatron_flux.ops.cuda_graphs import captured_calls
-    from megatron_flux.ops.launch import barrier as launch_enter
 
     backend, group = twin(), dist.group.WORLD
     rng = random.Random(dist.get_rank())
@@ -240,10 +235,10 @@ def replays_in_any_order() -> None:
                 assert torch.equal(part.float(), z)
 
     entered: list[int] = []
-    once = launch_enter._enter
-    with mock.patch.object(launch_enter, "_enter", lambda work: (entered.append(1), once(work))):
-        for plan in (PLANS["copy engine, blocks"], PLANS["pushes, chunks, join"]):
-            backend.plan = plan
+    once = graph_capture._enter
+    with mock.patch.object(graph_capture, "_enter", lambda work: (entered.append(1), once(work))):
+        for plan in PLANS.values():
+            backend.config = plan
             for number, count in enumerate((3, 1, 1, 2, 3, 3, 1, 2)):
                 if rng.random() < 0.3:
                     time.sleep(0.05)
@@ -254,19 +249,19 @@ def replays_in_any_order() -> None:
                         calls(1)
                     calls(2)
     assert len(entered) == 2 * (8 + 2), "graphs and calls outside of them, each once"
-    slab.pool.clear()
+    group_state.drop_slabs()
 
 
 def failed_capture() -> None:
     """A gather that a failed capture left open has never run: nobody may wait for it."""
     from megatron_flux.comm import copy_engine as launch_copies
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
 
-    slab.pool.clear()
+    group_state.drop_slabs()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
-    nothing_runs = {"begin": lambda work: work.begin_captured(1), "copy_engine_push": lambda *_: lambda: None}
+    nothing_runs = {"begin": lambda work: work.begin_captured(1), "push": lambda *_: lambda: None}
     with one_capture(1), mock.patch.multiple(launch_copies, **nothing_runs):
         backend.all_gather(x, group, async_op=True)
     for number in (2, None):
@@ -275,7 +270,7 @@ def failed_capture() -> None:
         with one_capture(number):
             assert torch.equal(backend.all_gather(x, group, async_op=True).wait(), torch.cat(want))
     del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
-    slab.pool.clear()
+    group_state.drop_slabs()
 
 
 def captured_gather_stays_open() -> None:
@@ -285,7 +280,7 @@ def captured_gather_stays_open() -> None:
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend, group = twin(), dist.group.WORLD
-    backend.plan = Plan(**TINY)
+    backend.config = KernelConfig(**TINY)
     rounds = []
     for late in (0, 1, None):
         x = integers(16, 32, torch.float16)
@@ -308,11 +303,11 @@ def captured_gather_stays_open() -> None:
 
 def gather_across_captures() -> None:
     """What is begun in a capture cannot be waited for outside of it, nor the other way round."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
     from megatron_flux.errors import UserError
     from megatron_flux.ops.cuda_graphs import captured_calls
 
-    slab.pool.clear()
+    group_state.drop_slabs()
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
     want = [torch.empty_like(x) for _ in range(group.size())]
@@ -326,7 +321,7 @@ def gather_across_captures() -> None:
     with one_capture(1), pytest.raises(UserError, match="begun outside of a CUDA graph's capture"):
         eager.wait()
     assert torch.equal(eager.wait(), wanted)
-    slab.pool.clear()
+    group_state.drop_slabs()
     with captured_calls():
         pending = gather()
     with one_capture(1):
@@ -342,20 +337,20 @@ def gather_across_captures() -> None:
             inside.wait()
     with one_capture(2):
         assert torch.equal(inside.wait(), wanted)
-    slab.pool.clear()
+    group_state.drop_slabs()
 
 
 def with_tma(function: Any, tma: bool) -> None:
-    from megatron_flux.ops.launch import plain as launch
+    from megatron_flux.ops.launch import operands
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    launch._hopper.cache_clear()
+    operands._has_tma.cache_clear()
     function()
 
 
 def one_rank_late() -> None:
     backend = twin()
-    backend.plan = Plan(**TINY, comm=1)
+    backend.config = KernelConfig(**TINY)
     for late in range(dist.get_world_size()):
         if dist.get_rank() == late:
             time.sleep(0.5)
@@ -363,17 +358,17 @@ def one_rank_late() -> None:
 
 
 def epochs_wrap() -> None:
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend = twin()
-    backend.plan = Plan(**TINY)
+    backend.config = KernelConfig(**TINY)
     compare(backend, 16, 32, 32, torch.float16, False)
     with captured_calls():
         compare(backend, 16, 32, 32, torch.float16, False)
     dist.barrier()
     top = 2**31 - 3
-    for work in slab.pool._slabs.values():
+    for work in group_state.state_of(dist.group.WORLD).slabs.values():
         work.flags[work.rank].fill_(top - 1)
         work.epochs.fill_(top)
     dist.barrier()
@@ -381,11 +376,13 @@ def epochs_wrap() -> None:
         compare(backend, 16, 32, 32, torch.float16, False)
         with captured_calls():
             compare(backend, 16, 32, 32, torch.float16, False)
-    captured = {name: work for (_, name, captured), work in slab.pool._slabs.items() if captured}
+    captured = {
+        name: work for (name, captured), work in group_state.state_of(dist.group.WORLD).slabs.items() if captured
+    }
     # Four gathers, eight GEMMs: each call leaves the next one's number in the other half's word.
     assert captured["gather"].epochs.tolist() == [-(2**31) + 0, -(2**31) + 1]
     assert captured["gemm"].epochs.tolist() == [-(2**31) + 4, -(2**31) + 5]
-    slab.pool.clear()
+    group_state.drop_slabs()
 
 
 def two_gathers_open() -> None:
@@ -405,14 +402,14 @@ def two_gathers_open() -> None:
 
 
 def peer_never_comes() -> str | None:
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
     from megatron_flux.comm import timeouts as watch
 
     before = watch.timeouts()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
-    slab.pool.clear()
+    group_state.drop_slabs()
     backend = twin()
-    backend.plan = Plan(**TINY)
+    backend.config = KernelConfig(**TINY)
     group = dist.group.WORLD
     x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     said = None
@@ -423,11 +420,11 @@ def peer_never_comes() -> str | None:
                 backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False)
             said = str(caught.value)
             assert watch.timeouts() == before + 1
-            slab.pool.get(group, "gemm", 1, x.device, False).alarm.message()  # said again, counted once
+            group_state.state_of(group).slab("gemm", 1, x.device, False).alarm.message()  # said again, counted once
             assert watch.timeouts() == before + 1
     finally:
         del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
-        slab.pool.clear()
+        group_state.drop_slabs()
         dist.barrier()
     return said
 
@@ -442,13 +439,13 @@ def different_shapes() -> str:
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: Plan, tma: bool) -> None:
+def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma: bool) -> None:
     world2.run(all_shapes, plan, tma)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes, chunks, join"]], ids=["copy engine", "pushes"])
-def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_fused_equals_reference_on_four_ranks(world4: WorkerPool, plan: KernelConfig) -> None:
     world4.run(all_shapes, plan, True)
 
 

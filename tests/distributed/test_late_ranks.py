@@ -6,8 +6,10 @@ before; the late rank sleeps right before its call, and what the others got is l
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, integers, twin
 
@@ -26,9 +28,8 @@ pytestmark = [
 
 LATE_S = 0.15
 PLANS = {
-    "copy engine": Plan(**TINY),
-    "copy engine, blocks": Plan(**TINY, block=16),
-    "pushes": Plan(**TINY, comm=1, skip=1, block=16, chunks=2),
+    "halves of tiles": KernelConfig(**TINY),
+    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
 }
 DTYPE = torch.float16
 
@@ -67,67 +68,77 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
     assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
 
 
-def rank_late(plan: Plan) -> None:
+def rank_late(plan: KernelConfig) -> None:
     """Both halves of both workspaces, and each of them again."""
     backend = twin()
-    backend.plan = plan
+    backend.config = plan
     for turn in range(3):
         round_of_calls(backend, dist.group.WORLD, turn % 2)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: Plan) -> None:
+def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: KernelConfig) -> None:
     world2.run(rank_late, plan)
 
 
-def rank_wraps(plan: Plan) -> None:
+def rank_wraps(plan: KernelConfig) -> None:
     """Two rounds before the largest int32, two behind it: what flags hold then is far above the epoch as a number."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state
 
     backend = twin()
-    backend.plan = plan
+    backend.config = plan
     round_of_calls(backend, dist.group.WORLD, 0)
     top = 2**31 - 2
     dist.barrier()
-    for work in slab.pool._slabs.values():
+    for work in group_state.state_of(dist.group.WORLD).slabs.values():
         work.flags[work.rank].fill_(top - 1)
         work.epochs.fill_(top)
     dist.barrier()
     for turn in range(4):
         round_of_calls(backend, dist.group.WORLD, turn % 2)
-    eager = {name: work for (_, name, captured), work in slab.pool._slabs.items() if not captured}
+    eager = {
+        name: work for (name, captured), work in group_state.state_of(dist.group.WORLD).slabs.items() if not captured
+    }
     assert all((work.epochs < 0).all() for work in eager.values()), "no epoch has wrapped: nothing was tested"
-    slab.pool.clear()
+    group_state.drop_slabs()
 
 
-@pytest.mark.parametrize("plan", [PLANS["copy engine"], PLANS["pushes"]], ids=["copy engine", "pushes"])
-def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelConfig) -> None:
     world2.run(rank_wraps, plan)
 
 
 def rank_world_made_again(folder: Path) -> None:
     """The world is destroyed and made again, its ranks in another order, as after a failure that a job survives."""
-    from megatron_flux.comm import slab
+    from megatron_flux.comm import group_state, links, rank_errors
 
     backend = twin()
-    backend.plan = PLANS["copy engine"]
+    backend.config = PLANS["halves of tiles"]
     first, rank = dist.group.WORLD, dist.get_rank()
     round_of_calls(backend, first, 0)
-    name, workspace = first.group_name, slab.pool.get(first, "gemm", 1, torch.device("cpu"), False)
-    assert workspace.group is first
+    name, state, held = first.group_name, weakref.ref(group_state.state_of(first)), group_state.slab_bytes()
+    memory = weakref.ref(group_state.state_of(first).slab("gemm", 1, torch.device("cpu"), False).data[1 - rank])
+    assert held > 0
+    links.probe(first, torch.device("cpu"))
+    rank_errors.failures(first, None)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=1 - rank, world_size=2)
     second = dist.group.WORLD
     assert second.group_name == name
     assert second is not first
+    del first
+    gc.collect()
+    assert state() is None, "something holds the state of a group that is gone"
+    assert memory() is None, "or its memory"
+    fresh = group_state.state_of(second)
+    assert (fresh.slabs, fresh.link, fresh.compared, fresh.gathers_begun) == ({}, None, set(), 0)
+    assert rank_errors.failures(second, "mine" if rank else None) == {0: "mine"}, "an answer that the first group left"
     for turn in range(2):
         round_of_calls(backend, second, turn)
-    found = slab.pool.get(second, "gemm", 1, torch.device("cpu"), False)
-    assert found is not workspace, "it belongs to a group that is gone"
-    assert found.group is second
+    assert group_state.slab_bytes() == held
 
 
-def test_a_group_made_again_under_the_same_name_has_a_slab_of_its_own(tmp_path: Path) -> None:
+def test_a_group_made_again_under_the_same_name_starts_clean(tmp_path: Path) -> None:
     pool = WorkerPool(2)  # of its own: the other tests' workers keep their world
     try:
         pool.run(rank_world_made_again, tmp_path)

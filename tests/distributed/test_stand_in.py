@@ -16,7 +16,7 @@ from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, Workload, resolve
 from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
@@ -89,8 +89,8 @@ def operators(size: int) -> None:
 
     stock = ReferenceBackend()
     torch.manual_seed(dist.get_rank())
-    for plan in (Plan(**TINY), Plan(**TINY, block=16, split=False, reducers=2)):
-        twin.plan = plan
+    for plan in (KernelConfig(**TINY), KernelConfig(**TINY, split=False, reducers=2)):
+        twin.config = plan
         for mp, n, k, transposed in ((32, 32, 48, False), (16, 48, 32, True)):
             w = integers(*((k, n) if transposed else (n, k)), torch.bfloat16)
             x = integers(mp, k, torch.bfloat16)
@@ -105,11 +105,7 @@ def operators(size: int) -> None:
             assert torch.equal(z, exact.wait().to(z.dtype))
         twin.renew(group)  # the next plan's calls have workspaces of their own
         assert not twin._slabs
-    twin.plan = Plan(**TINY, comm=1)
-    w = integers(64, 48, torch.bfloat16)
-    with pytest.raises(UserError, match="copy engine"):
-        twin.all_gather_gemm(integers(32, 48, torch.bfloat16), w, group, transposed=False)
-    twin.plan = None
+    twin.config = None
     with pytest.raises(UserError, match="stand-in groups only"):
         twin.all_gather(x, dist.group.WORLD, async_op=True)
     group.clear()
@@ -138,7 +134,7 @@ def layers(out: Path) -> tuple[dict[str, Any], list[bool]]:
     config = LayerConfig(
         workloads=(workload,), arms=arms, tp=8, stand_in_for=8, rounds=2, burst=1, device="cpu", backend="reference"
     )
-    assert config.processes == 2
+    assert (config.processes, config.layout().tp) == (2, 2)
     with megatron(2), stand_in.tensor_parallel(8, torch.device("cpu")), pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather_single", "_allgather_base"):
             patch.setattr(stand_in.StandInGroup, name, noticed)

@@ -53,7 +53,7 @@ class Counting(TunedBackend):
 def counting(folder: Path) -> Iterator[Counting]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / "tuned.json"))
-        patch.setattr(tuner.topology, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(tuner.links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         tuned = Counting()
         patch.setitem(registry._backends, "tuned", tuned)

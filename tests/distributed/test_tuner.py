@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
@@ -24,25 +25,24 @@ from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import RankError, WorkerPool
 
 pytestmark = pytest.mark.distributed
 
 SHAPE = (8, 6, 4)
-PLANS = (Plan(), Plan(reducers=7))
+PLANS = (KernelConfig(), KernelConfig(reducers=7))
 
 
 class Fused(ReferenceBackend):
     """Right results by stock's way, under a plan; fails with plans that a rank is told to fail with."""
 
-    def __init__(self, failing: dict[int, tuple[Plan, ...]]) -> None:
-        self.plan: Plan | None = None
+    def __init__(self, failing: dict[int, tuple[KernelConfig, ...]]) -> None:
         self._failing = failing.get(dist.get_rank(), ())
         self._alone = bool(failing)  # as a kernel that is enqueued: it does not hold up the host
 
-    def gemm_reduce_scatter(self, x: torch.Tensor, *args: Any, **options: Any) -> Pending:
-        if self.plan in self._failing:
+    def gemm_reduce_scatter(self, x: torch.Tensor, *args: Any, config: Any = None, **options: Any) -> Pending:
+        if config in self._failing:
             raise MemoryError("no room for the tiles")
         return Pending(x) if self._alone else super().gemm_reduce_scatter(x, *args, **options)
 
@@ -74,7 +74,7 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
     logger = logging.getLogger("megatron_flux")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        patch.setattr(tuner.topology, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(tuner.links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(tuner, "candidates", lambda *_: list(PLANS))
         patch.setattr(timing, "interleaved", timed)
@@ -86,7 +86,9 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
             logger.removeHandler(said)
 
 
-def tune_once(cache: Path, failing: dict[int, tuple[Plan, ...]]) -> tuple[dict[str, Any], list[str], list[float]]:
+def tune_once(
+    cache: Path, failing: dict[int, tuple[KernelConfig, ...]]
+) -> tuple[dict[str, Any], list[str], list[float]]:
     """The answer for one call, what was logged, and that call's result."""
     group = dist.group.WORLD
     m, n, k = SHAPE
@@ -94,10 +96,9 @@ def tune_once(cache: Path, failing: dict[int, tuple[Plan, ...]]) -> tuple[dict[s
     with without_gpus(cache) as said:
         tuned = TunedBackend(ReferenceBackend(), None, Fused(failing))  # type: ignore[arg-type]
         for _ in range(2):  # the second call of another tuner's life: what is wrong is said once
-            tuned.answers.clear()
-            tuned._quick.clear()
+            state_of(dist.group.WORLD).tuned.clear()
             y = tuned.gemm_reduce_scatter(x, weight, group, transposed=False, async_op=False).wait()
-        (answer,) = tuned.answers.values()
+        (answer,) = tuned.decisions(dist.group.WORLD).answers.values()
     return answer, said, y.flatten().tolist()
 
 

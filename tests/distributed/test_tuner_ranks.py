@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 
 pytestmark = [
@@ -23,13 +23,15 @@ pytestmark = [
 
 
 class Recorder:
-    """A backend that says it was called, and with which plan."""
+    """A backend that says it was called, and with which configuration."""
 
     def __init__(self, name: str, log: list[Any]) -> None:
-        self.name, self.log, self.plan = name, log, None
+        self.name, self.log = name, log
 
-    def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Pending:
-        self.log.append((self.name, self.plan))
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any
+    ) -> Pending:
+        self.log.append((self.name, config))
         return Pending(x)
 
 
@@ -44,10 +46,10 @@ def rank_answers(folder: Path) -> list[Any]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / f"{rank}.json"))
         patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")  # nothing kept: reference
         made = tuner.TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))
-        link, kept = tuner.topology.probe(group, torch.device("cpu")).kind, {}
+        link, kept = tuner.links.probe(group, torch.device("cpu")).kind, {}
         for m, first, second in (
             (8, {"backend": "pipelined", "plan": None}, {"backend": "reference", "plan": None}),
-            (16, {"backend": "fused", "plan": asdict(Plan(reducers=7))}, None),
+            (16, {"backend": "fused", "plan": asdict(KernelConfig(reducers=7))}, None),
             (24, None, {"backend": "pipelined", "plan": None}),
         ):
             x, weight, mine = torch.zeros(m, 4), torch.zeros(6, 4), (first, second)[rank]
@@ -61,5 +63,5 @@ def rank_answers(folder: Path) -> list[Any]:
 
 
 def test_the_first_ranks_answer_holds_for_all(world2: WorkerPool, tmp_path: Path) -> None:
-    expected = [("pipelined", None), ("fused", Plan(reducers=7)), ("reference", None)]
+    expected = [("pipelined", None), ("fused", KernelConfig(reducers=7)), ("reference", None)]
     assert world2.run(rank_answers, tmp_path) == [expected] * 2

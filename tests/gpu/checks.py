@@ -26,16 +26,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux import ops, settings
 from megatron_flux.bench import stand_in, stand_in_fused
-from megatron_flux.comm import cuda_driver as driver
-from megatron_flux.comm import slab
+from megatron_flux.comm import group_state, slab
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends import fused
 from megatron_flux.ops.backends.registry import _backends
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.kernel_config import Plan, candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # for tests.ptx
 
@@ -50,7 +50,7 @@ def backend() -> fused.FusedBackend:
 def slabs(group: dist.ProcessGroup) -> list[slab.Slab]:
     if isinstance(group, stand_in.StandInGroup):
         return list(backend()._slabs.values())
-    return [work for (name, *_), work in slab.pool._slabs.items() if name == group.group_name]
+    return list(group_state.state_of(group).slabs.values())
 
 
 def poison(group: dist.ProcessGroup) -> None:
@@ -148,12 +148,12 @@ def with_plans(group, *chosen):
     b, done = backend(), []
     try:
         for plan in chosen:
-            b.plan = plan
+            b.config = plan
             compare(group, 512, 1280, 1024)
             compare(group, 256, 520, 1032, transposed=True)
             done.append(plan.label())
     finally:
-        b.plan = None
+        b.config = None
     return "; ".join(done)
 
 
@@ -176,12 +176,15 @@ def plans(group):
 def more_plans(group):
     """What the tuner does not try, but a person may."""
     return with_plans(
-        group, Plan(block=128, reducers=20, band=2), Plan(comm=4, skip=-1), Plan(comm=16, skip=1, chunks=4),
-        Plan(comm=5, skip=2, block=128, chunks=2, bn=128), Plan(bm=64, bn=128, split=False), Plan(bn=128, band=4),
-        Plan(comm=5, skip=1, chunks=2, reducers=12, stages=3, split=False),
-        Plan(ws=True, stages=3, ring=3, bk=32, spread=90, band=5), Plan(ws=True, comm=1, chunks=3, group=1),
-        Plan(ws=True, early=True, late=True, group=3),
-    )  # fmt: skip
+        group,
+        KernelConfig(reducers=20, band=2),
+        KernelConfig(bm=64, bn=128, split=False),
+        KernelConfig(bn=128, band=4),
+        KernelConfig(reducers=12, stages=3, split=False),
+        KernelConfig(ws=True, stages=3, ring=3, bk=32, spread=90, band=5),
+        KernelConfig(ws=True, comm=1, chunks=3, group=1),
+        KernelConfig(ws=True, early=True, late=True, group=3),
+    )
 
 
 def repeated(group):
@@ -222,7 +225,7 @@ def many_rows(group):
         return "no Hopper"
     xs, _, w = operands(group, 16384 // group.size(), 512, 1024, torch.bfloat16, False)
     want, before = gather(xs, group), None
-    backend().plan = Plan(ws=True, comm=1, chunks=8)
+    backend().config = KernelConfig(ws=True, comm=1, chunks=8)
     try:
         for call in range(4):
             _, full = ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME)
@@ -232,7 +235,7 @@ def many_rows(group):
             assert before is None or torch.equal(before, want), f"call {call} wrote into what the one before gathered"
             before = full
     finally:
-        backend().plan = None
+        backend().config = None
     return "4 calls of 16384 rows"
 
 
@@ -319,16 +322,19 @@ def graphs(group):
     if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
         return "left out: beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     b, done = backend(), []
-    chosen = [None, Plan(), Plan(block=128), Plan(comm=4, skip=1, chunks=2)]
+    chosen = [None, KernelConfig()]
     if torch.cuda.get_device_capability() == (9, 0):
-        chosen += [Plan(ws=True, early=True, late=True), Plan(ws=True, pace=True), Plan(ws=True, comm=1, chunks=4)]
+        chosen += [
+            KernelConfig(ws=True, early=True, late=True),
+            KernelConfig(ws=True, comm=1, chunks=4),
+        ]
     try:
         for plan in chosen:
-            b.plan = plan
+            b.config = plan
             replays(group)
             done.append("default" if plan is None else plan.label())
     finally:
-        b.plan = None
+        b.config = None
     return "; ".join(done)
 
 
@@ -499,8 +505,8 @@ def across_streams(group):
     a, b, late = torch.cuda.Stream(), torch.cuda.Stream(), random.Random(group.rank())
     torch.cuda.synchronize()
     try:
-        for plan in (None, Plan()):  # while a plan is set, no call is made ready
-            backend().plan = plan
+        for plan in (None, KernelConfig()):  # while a plan is set, no call is made ready
+            backend().config = plan
             for call in range(60):
                 first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
                 torch.cuda.synchronize()
@@ -516,7 +522,7 @@ def across_streams(group):
                 torch.cuda.synchronize()
                 assert torch.equal(got, gather(second, group)), f"call {call} with plan {plan}: stale data"
     finally:
-        backend().plan = None
+        backend().config = None
     return "2 x 60"
 
 
@@ -549,8 +555,8 @@ def exceptions(group):
 
     late = random.Random(group.rank())
     try:
-        for plan in (None, Plan(ws=True)):  # while a plan is set, no call is made ready
-            backend().plan = plan
+        for plan in (None, KernelConfig(ws=True)):  # while a plan is set, no call is made ready
+            backend().config = plan
             for name, call in calls.items():
                 for _ in range(5):
                     call()
@@ -571,13 +577,13 @@ def exceptions(group):
                 for _ in range(2):
                     said = refused(call)
                     assert f"a call of {name} was broken off here by OperatorError: no launch" in said, said
-                slab.pool.renew(group)
+                group_state.state_of(group).renew_slabs()
                 for _ in range(3):
                     torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
                     compare(group, 256, 1024, 512, integer=True)
                     assert torch.equal(calls["all_gather"](), gather(xs, group))
     finally:
-        backend().plan = None
+        backend().config = None
     return f"{len(calls)} operators, made ready and not"
 
 
@@ -699,7 +705,7 @@ def late_calls(group, chosen, wrap):
     b, top, done = backend(), 2**31 - 2, []
     try:
         for plan, sizes, gathers in chosen:
-            b.plan = plan
+            b.config = plan
             if wrap:
                 round_of_late_calls(group, None, *sizes, gathers=gathers)
                 torch.cuda.synchronize()
@@ -716,11 +722,7 @@ def late_calls(group, chosen, wrap):
                 used = [work for work in slabs(group) if work.calls]
                 assert any((work.epochs < 0).all() for work in used), "no epoch has wrapped: nothing was tested"
     finally:
-        b.plan = None
-    if wrap:  # paced pushes count calls, not epochs
-        torch.cuda.synchronize()
-        dist.barrier(group=group)
-        slab.pool.clear()
+        b.config = None
     return "; ".join(done)
 
 
@@ -729,16 +731,16 @@ def late_hopper(group, wrap=False):
     if torch.cuda.get_device_capability() != (9, 0):
         return "no Hopper"
     sizes = (256, 1024, 512)
-    chosen = [(Plan(ws=True), sizes, False), (Plan(ws=True, comm=1, chunks=2), sizes, False)]
+    chosen = [(KernelConfig(ws=True), sizes, False), (KernelConfig(ws=True, comm=1, chunks=2), sizes, False)]
     if not wrap:
-        chosen += [(Plan(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
+        chosen += [(KernelConfig(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
     return late_calls(group, chosen, wrap)
 
 
 def late_plain(group, wrap=False):
     """The same for the plain kernels, with and without TMA, and for gathers by themselves."""
-    chosen = [(Plan(), (256, 512, 256), True), (Plan(comm=4, skip=1, chunks=2), (256, 512, 256), False)]
-    return late_calls(group, [*chosen, *([] if wrap else [(Plan(), (37, 100, 77), False)])], wrap)
+    chosen = [(KernelConfig(), (256, 512, 256), True)]
+    return late_calls(group, [*chosen, *([] if wrap else [(KernelConfig(), (37, 100, 77), False)])], wrap)
 
 
 def wrapping_hopper(group):
@@ -821,7 +823,7 @@ def slowest_rank(group):
 
 def fences(group):
     """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
-    from megatron_flux.ops.fast_path import kernel_launch as relaunch
+    from megatron_flux.kernels import launch as relaunch
     from megatron_flux.ops.launch import plain as launch
     from tests.ptx import missing_fences, missing_in_plain
 
@@ -836,19 +838,18 @@ def fences(group):
     hopper = torch.cuda.get_device_capability() == (9, 0)
     torch.cuda.synchronize()
     dist.barrier(group=group)
-    slab.pool.clear()  # what has been launched from it would not be launched by Triton again
+    group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
     try:
         with mock.patch.object(relaunch, "by_triton", spying), mock.patch.object(launch, "by_triton", spying):
-            for plan in (Plan(), Plan(comm=4, skip=1, chunks=2)):
-                backend().plan = plan
-                compare(group, 256, 512, 256)
-            for plan in (Plan(ws=True), Plan(ws=True, comm=1, chunks=2)) if hopper else ():
-                backend().plan = plan
+            backend().config = KernelConfig()
+            compare(group, 256, 512, 256)
+            for plan in (KernelConfig(ws=True), KernelConfig(ws=True, comm=1, chunks=2)) if hopper else ():
+                backend().config = plan
                 compare(group, 256, 1024, 512)
     finally:
-        backend().plan = None
+        backend().config = None
     missing = {}
-    for name in ("ag_gemm_kernel", "ag_gemm_kernel pushing", "gemm_rs_kernel"):
+    for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
         ptx, tma = seen[name]
         missing[name] = missing_in_plain(ptx, tma=tma, sums=name.startswith("gemm_rs"))
     copied, pushed, sums = "hopper_ag_gemm_kernel", "hopper_ag_gemm_kernel pushing", "hopper_gemm_rs_kernel"

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.slow]
 
@@ -89,7 +89,7 @@ def test_tune_fills_a_cache(tmp_path: Path) -> None:
     assert [key.split()[0] for key in sorted(kept)] == ["all_gather_gemm", "gemm_reduce_scatter"]
     for answer in kept.values():
         assert {"reference", "pipelined"} < set(answer["ms"])
-        assert answer["plan"] is None or Plan(**answer["plan"])
+        assert answer["plan"] is None or KernelConfig(**answer["plan"])
     assert done.stdout.count("llama-70b") == 2
     assert not (tmp_path / "other.json").exists()
 

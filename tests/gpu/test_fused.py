@@ -47,7 +47,7 @@ torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 from megatron_flux import ops
 from megatron_flux.errors import OperatorError
-from megatron_flux.comm import cuda_driver as driver
+from megatron_flux import cuda_driver as driver
 from megatron_flux.ops.cuda_graphs import captured_calls
 x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
 w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)

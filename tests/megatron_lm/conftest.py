@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from tests.distributed.pool import Template
 from tests.megatron_lm.stand_in import write_tree
 
 ROOT = Path(__file__).parents[2]
@@ -65,21 +69,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+def environment_of(path: tuple[Path, ...], more: dict[str, str]) -> dict[str, str]:
+    """This one's without what a launcher or a test sets, and with this checkout and ``path`` on Python's path."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_FLUX")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    earlier = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
+    paths = os.pathsep.join([str(ROOT), *map(str, path), *earlier])
+    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+@pytest.fixture(scope="session")
 def run(tree: Path) -> Run:
-    """Run ``python WORDS`` on ``processes`` ranks, in the tree, with this checkout on the path."""
+    """Run ``python WORDS`` on ``processes`` ranks under torchrun, in the tree, with this checkout on the path."""
 
     def run_(*words: str, processes: int = 1, folder: Path = tree, path: tuple[Path, ...] = (), **more: str) -> Result:
-        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_FLUX")
-        kept = {name: value for name, value in os.environ.items() if name not in hidden}
-        earlier = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
-        environment = {
-            **kept,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, path), *earlier]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            **more,
-        }
+        environment = environment_of(path, more)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         done = subprocess.run(
             [sys.executable, *(launcher if processes > 1 else []), *words],
@@ -92,3 +96,48 @@ def run(tree: Path) -> Run:
         return Result(done.returncode, done.stdout, done.stderr)
 
     return run_
+
+
+@pytest.fixture(scope="session")
+def run_forked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """As ``run``, in ranks that begin with torch and megatron-core imported, nothing of ``megatron.training``.
+
+    Not for what happens as torch is imported.
+    """
+    template = Template("megatron.core.transformer.transformer_config", "megatron_flux.train.cpu_shims")
+    context = get_context("forkserver")
+
+    def run_(*words: str, processes: int = 1, folder: Path = tree, **more: str) -> Result:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        out, err = (tmp_path_factory.mktemp("run") / name for name in ("out", "err"))
+        ranks = []
+        for rank in range(processes):
+            layout = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            environment = environment_of((), {**there, **layout, **more})
+            ranks.append(context.Process(target=_rank, args=(words, folder, environment, out, err), daemon=True))
+            template.start(ranks[-1])
+        for process in ranks:
+            process.join(300)
+            if process.exitcode is None:
+                process.kill()
+        return Result(max(abs(process.exitcode or 0) for process in ranks), out.read_text(), err.read_text())
+
+    yield run_
+    template.stop()
+
+
+def _rank(words: tuple[str, ...], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
+    """What ``python WORDS`` does."""
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    module = words[0] == "-m"
+    sys.argv = list(words[module:])
+    sys.path[:0] = [str(folder) if module else str((folder / words[0]).resolve().parent)]
+    if module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_flux_autoload
+from megatron_flux.megatron_lm import hooks
 from tests.megatron_lm.conftest import Run
 
 LOADED = """
@@ -22,17 +24,26 @@ def test_this_package_may_be_imported_before_torch(run: Run, installed: Path, mo
     assert (result.code, result.out.split()) == (0, ["imported"]), result.err
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_inert_without_the_variable(run: Run, installed: Path, value: str | None) -> None:
-    more = {} if value is None else {"MEGATRON_FLUX": value}
-    result = run("-c", LOADED, path=(installed,), **more)
+def test_inert_without_the_variable(run: Run, installed: Path) -> None:
+    result = run("-c", LOADED, path=(installed,))
     assert result.code == 0, result.err
     # An installed copy of this package may be the one that torch loads; it must be as quiet.
     assert result.out.split() == ["megatron_flux_autoload"]
 
 
-def test_waits_with_the_variable(run: Run, installed: Path) -> None:
-    result = run("-c", LOADED, path=(installed,), MEGATRON_FLUX="1")
+@pytest.mark.parametrize(("value", "waits"), [(None, 0), ("", 0), ("0", 0), ("1", 1), ("yes", 1)])
+def test_what_the_variable_switches(monkeypatch: pytest.MonkeyPatch, value: str | None, waits: int) -> None:
+    registered: list[int] = []
+    monkeypatch.setattr(hooks, "register", lambda: registered.append(1))
+    monkeypatch.delenv("MEGATRON_FLUX", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MEGATRON_FLUX", value)
+    megatron_flux_autoload.load()
+    assert len(registered) == waits
+
+
+def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, installed: Path) -> None:
+    result = run("-c", LOADED, path=(installed,), MEGATRON_FLUX="yes")
     assert result.code == 0, result.err
     loaded = result.out.split()
     assert {"megatron_flux.megatron_lm.hooks", "wrapt"} <= set(loaded)

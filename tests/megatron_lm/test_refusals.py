@@ -13,30 +13,30 @@ from tests.megatron_lm.conftest import LAYOUT, SCRIPT, Run
 from tests.megatron_lm.stand_in import write_tree
 
 
-def test_arguments_that_do_not_go_with_flux(run: Run) -> None:
-    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--tp-comm-overlap", "--flux")
+def test_arguments_that_do_not_go_with_flux(run_forked: Run) -> None:
+    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--tp-comm-overlap", "--flux")
     assert result.code == 1
     last = result.err.strip().splitlines()[-1]
     assert last.startswith("megatron_flux.megatron_lm.start.MegatronArgumentsError: flux is on, but --tp-comm-overlap")
     assert "lm loss" not in result.out
 
 
-def test_an_unknown_backend_is_refused_by_the_parser(run: Run) -> None:
-    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-backend", "warp")
+def test_an_unknown_backend_is_refused_by_the_parser(run_forked: Run) -> None:
+    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-backend", "warp")
     assert result.code == 2
     assert "argument --flux-backend: invalid choice: 'warp'" in result.err
 
 
-def test_an_unknown_value_of_the_variable_is_refused_by_the_parser(run: Run, installed: Path) -> None:
-    result = run(SCRIPT, *LAYOUT, path=(installed,), MEGATRON_FLUX="yes")
+def test_an_unknown_value_of_the_variable_is_refused_by_the_parser(run_forked: Run) -> None:
+    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, MEGATRON_FLUX="yes")
     assert result.code == 2
     assert "MEGATRON_FLUX='yes' in the environment; set it to 1 (on) or 0 (off)" in result.err
 
 
-def test_a_tree_that_lacks_a_function_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+def test_a_tree_that_lacks_a_function_is_refused_by_name(run_forked: Run, tmp_path: Path) -> None:
     arguments = write_tree(tmp_path) / "megatron" / "training" / "arguments.py"
     arguments.write_text(arguments.read_text().replace("def validate_args", "def check_args"))
-    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", folder=tmp_path)
+    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", folder=tmp_path)
     assert result.code == 1
     assert "megatron.training.arguments.validate_args is missing" in result.err
 
@@ -76,8 +76,8 @@ def test_run_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("usage: python -m megatron_flux.run SCRIPT")
 
 
-def test_the_script_sees_what_python_would_give_it(run: Run, tree: Path) -> None:
+def test_the_script_sees_what_python_would_give_it(run_forked: Run, tree: Path) -> None:
     elsewhere = tree.parent
     words = ("-m", "megatron_flux.run", f"{tree.name}/{SCRIPT}", "--flux")
-    line = run(*words, folder=elsewhere).out.splitlines()[0]
+    line = run_forked(*words, folder=elsewhere).out.splitlines()[0]
     assert line == f"argv {tree.name}/{SCRIPT} path {tree}"

@@ -18,10 +18,8 @@ SAID = "> megatron-flux: 2 layers of rank 0 run flux; calls so far: 2 all_gather
 
 
 @pytest.fixture(scope="module")
-def stock(tree: Path, request: pytest.FixtureRequest) -> Result:
-    from tests.megatron_lm.conftest import run
-
-    result = run.__wrapped__(tree)(SCRIPT, *LAYOUT, processes=2)
+def stock(run_forked: Run) -> Result:
+    result = run_forked(SCRIPT, *LAYOUT, processes=2)
     assert result.code == 0, result.err
     assert len(set(result.losses)) == 3
     assert "flux" not in result.out
@@ -63,8 +61,8 @@ def test_run(run: Run, stock: Result) -> None:
     assert result.flux("wait_timeouts") == [0]
 
 
-def test_run_without_the_argument_is_stock(run: Run, stock: Result) -> None:
-    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, processes=2)
+def test_run_without_the_argument_is_stock(run_forked: Run, stock: Result) -> None:
+    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, processes=2)
     assert result.code == 0, result.err
     assert result.losses == stock.losses
     assert "> megatron-flux" not in result.out
@@ -78,15 +76,15 @@ def test_variable(run: Run, stock: Result, installed: Path) -> None:
     require_flux(run(SCRIPT, *LAYOUT, processes=2, path=(installed,), MEGATRON_FLUX="1"), stock)
 
 
-def test_patched_tree(run: Run, stock: Result, tree: Path, installed: Path, tmp_path: Path) -> None:
+def test_patched_tree(run: Run, run_forked: Run, stock: Result, tree: Path, installed: Path, tmp_path: Path) -> None:
     patched = Path(shutil.copytree(tree, tmp_path / "tree"))
     source_patches.apply(patched)
-    require_flux(run(SCRIPT, *LAYOUT, "--flux", processes=2, folder=patched), stock)
+    require_flux(run_forked(SCRIPT, *LAYOUT, "--flux", processes=2, folder=patched), stock)
     # Wrapped as well, everything still happens once.
     require_flux(run(SCRIPT, *LAYOUT, processes=2, folder=patched, path=(installed,), MEGATRON_FLUX="1"), stock)
 
 
-def test_yaml(run: Run, stock: Result, tmp_path: Path) -> None:
+def test_yaml(run_forked: Run, stock: Result, tmp_path: Path) -> None:
     """Megatron-LM drops the command line for --yaml-cfg; flux is not dropped with it."""
     config = {
         "tensor_model_parallel_size": 2,
@@ -99,4 +97,4 @@ def test_yaml(run: Run, stock: Result, tmp_path: Path) -> None:
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     words = ("-m", "megatron_flux.run", SCRIPT, "--yaml-cfg", str(tmp_path / "config.yaml"), "--flux")
-    require_flux(run(*words, processes=2), stock)
+    require_flux(run_forked(*words, processes=2), stock)

@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,16 @@ LLAMA = ["--normalization", "RMSNorm", "--activation", "swiglu", "--num-query-gr
 FUSION = "--gradient-accumulation-fusion"
 
 
-def test_compare_writes_what_it_promises(command: Run, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = command("compare", "--preset", "tiny", "--nproc", "2", "--steps", "12", "--out", out)
+@pytest.fixture(scope="module")
+def comparison(command: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a comparison that was mirrored and profiled, and what it printed."""
+    out = tmp_path_factory.mktemp("comparison") / "run"
+    more = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4", "--wandb", "offline"]
+    return out, command("compare", "--preset", "tiny", "--nproc", "2", "--steps", "12", *more, "--out", out).stdout
+
+
+def test_compare_writes_what_it_promises(comparison: tuple[Path, str]) -> None:
+    out, printed = comparison
     found = summary(out)
     for arm in ("baseline", "flux"):
         times = found["arms"][arm]["step_time_ms"]
@@ -42,7 +50,7 @@ def test_compare_writes_what_it_promises(command: Run, tmp_path: Path) -> None:
     assert found["flux_active_layers"] == 9
     assert found["flux_fallbacks"] == {}
     assert found["versions"]["megatron-core"]
-    assert "step time" in done.stdout
+    assert "step time" in printed
     # Taking turns: A B B A ..., never the same arm three times.
     turns = sorted((r["block"], arm) for arm in ("baseline", "flux") for r in records(out / arm))
     order = [arm for _, arm in dict.fromkeys(turns)]
@@ -56,134 +64,10 @@ def test_compare_writes_what_it_promises(command: Run, tmp_path: Path) -> None:
     assert baseline["flux/active_layers"] == baseline["flux/all_gather_gemm_calls"] == 0
 
 
-def test_report_opens_without_a_network(command: Run, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    command("compare", "--steps", "2", "--out", out)
-    page = (out / "report.html").read_text()
+def test_report_opens_without_a_network(comparison: tuple[Path, str]) -> None:
+    page = (comparison[0] / "report.html").read_text()
     assert "plotly" in page
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)\s*=\s*[\"']?(https?:)?//", page)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["--nproc", "4", "--tp", "2", "--pp", "2"], id="tp2-pp2"),
-        pytest.param(["--nproc", "4", *LLAMA, "--num-query-groups", "4"], id="tp4-llama"),
-        pytest.param(["--nproc", "4", "--tp", "2", "--overlap-grad-reduce", *LLAMA], id="tp2-dp2-overlap-gqa"),
-        pytest.param(
-            ["--recompute", "full", "--dropout", "0.1", "--gradient-accumulation-fusion"], id="recompute-full"
-        ),
-        pytest.param(["--recompute", "selective", "--precision", "bf16", "--gradient-accumulation-fusion"], id="bf16"),
-        pytest.param(
-            ["--no-distributed-optimizer", "--lr-warmup-steps", "2", "--lr-decay-steps", "4"], id="plain-adam"
-        ),
-    ],
-)
-def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, arguments: list[str]) -> None:
-    out = tmp_path / "run"
-    command("compare", "--steps", "4", "--micro-batch-size", "2", *arguments, "--out", out)
-    found = summary(out)
-    assert found["flux_active_layers"] == 9
-    assert found["max_relative_loss_difference"] == 0
-    assert found["max_relative_grad_norm_difference"] <= 1e-5
-
-
-def test_what_cannot_run_flux_says_so(command: Run, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = command("compare", "--steps", "2", "--no-sequence-parallel", "--out", out)
-    found = summary(out)
-    assert found["flux_active_layers"] == 0
-    assert "column: sequence parallelism is off" in found["flux_fallbacks"]
-    assert "row: sequence parallelism is off" in found["flux_fallbacks"]
-    assert done.stderr.count("column layers run stock Megatron: sequence parallelism is off") == 1
-
-
-@pytest.mark.parametrize("optimizer", ["--distributed-optimizer", "--no-distributed-optimizer"])
-def test_resume_continues_the_curve_stock_and_patched(command: Run, tmp_path: Path, optimizer: str) -> None:
-    common = ["--dropout", "0.1", "--lr-warmup-steps", "5", optimizer]
-    command("train", *common, "--steps", "6", "--no-flux", "--out", tmp_path / "whole")
-    saved = tmp_path / "checkpoints"
-    command("train", *common, "--steps", "3", "--flux", "--save", saved, "--out", tmp_path / "half")
-    whole = losses(tmp_path / "whole" / "baseline")
-    for mode, arm in (("--no-flux", "baseline"), ("--flux", "flux")):
-        out = tmp_path / f"resumed-{arm}"
-        command("train", *common, "--steps", "6", mode, "--load", saved, "--out", out)
-        assert [r["iteration"] for r in records(out / arm)] == [4, 5, 6]
-        assert losses(out / arm) == whole[3:]
-
-
-def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:
-    """Vocabulary 512 is padded alike for both tp, so that the models are the same."""
-    common = ["--vocab-size", "512", "--global-batch-size", "8"]
-    command("train", *common, "--steps", "6", "--out", tmp_path / "whole")
-    saved = tmp_path / "checkpoints"
-    command("train", *common, "--steps", "3", "--save", saved, "--save-interval", "2", "--out", tmp_path / "half")
-    assert sorted(p.name for p in saved.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
-    out = tmp_path / "resumed"
-    done = command(
-        "train", *common, "--nproc", "4", "--tp", "2", "--pp", "2", "--steps", "6", "--load", saved, "--out", out
-    )
-    assert "start anew from the seed" in done.stderr
-    assert losses(out / "flux") == pytest.approx(losses(tmp_path / "whole" / "flux")[3:], rel=1e-5)
-
-
-def test_the_remaining_options_do_what_they_say(command: Run, tmp_path: Path) -> None:
-    out, cache = tmp_path / "run", tmp_path / "cache"
-    command("train", "--steps", "3", "--out", out)
-    first = losses(out / "flux")
-    more = ["--seed", "7", "--strict", "--backend", "reference", "--timeout", "60", "--data-cache", cache]
-    rates = ["--lr", "1e-3", "--lr-decay-steps", "3", "--min-lr", "1e-4", "--weight-decay", "0"]
-    command("train", "--steps", "3", *more, *rates, "--overwrite", "--out", out)
-    assert losses(out / "flux")[0] != first[0]
-    assert not list((out / "flux").glob("*.superseded-*"))
-    used = [r["learning-rate"] for r in records(out / "flux")]
-    # Cosine over three steps, the rate that each step begins with.
-    assert used == pytest.approx([1e-3, 7.75e-4, 3.25e-4], rel=1e-6)
-    assert list(cache.glob("bytes-*.bin"))
-
-
-def test_resume_into_the_same_folder_appends(command: Run, tmp_path: Path) -> None:
-    out, saved = tmp_path / "run", tmp_path / "checkpoints"
-    command("train", "--steps", "4", "--save", saved, "--save-interval", "2", "--out", out)
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    before = losses(out / "flux")
-    command("train", "--steps", "5", "--load", saved, "--out", out)
-    assert [r["iteration"] for r in records(out / "flux")] == [1, 2, 3, 4, 5]
-    assert losses(out / "flux")[:4] == before
-    assert (out / "flux" / "metrics.jsonl.superseded-1").exists()
-
-
-def test_an_existing_pair_is_read(command: Run, tmp_path: Path) -> None:
-    import numpy as np
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(str(tmp_path / "tokens.bin"), dtype=np.int32)
-    tokens = torch.randint(0, 1000, (5000,), dtype=torch.int32)
-    builder.add_document(tokens, [len(tokens)])
-    builder.finalize(str(tmp_path / "tokens.idx"))
-    more = ["--vocab-size", "1000", "--data", tmp_path / "tokens"]
-    command("train", "--steps", "2", *more, "--out", tmp_path / "run", data=False)
-    assert losses(tmp_path / "run" / "flux")[0] == pytest.approx(7, abs=0.5)  # ln(1024) = 6.93
-
-
-def test_under_torchrun(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [
-        *launcher,
-        "-m",
-        "megatron_flux.cli",
-        "compare",
-        "--steps",
-        "2",
-        "--data",
-        corpus,
-        "--out",
-        tmp_path / "run",
-    ]
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path / "run")["flux_active_layers"] == 9
 
 
 def mirrored(file: Path) -> dict[str, Any]:
@@ -192,10 +76,8 @@ def mirrored(file: Path) -> dict[str, Any]:
     return json.loads(subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout)
 
 
-def test_both_arms_are_mirrored_and_profiled(command: Run, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    profiled = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4"]
-    command("compare", "--steps", "6", *profiled, "--wandb", "offline", "--out", out)
+def test_both_arms_are_mirrored_and_profiled(command: Run, comparison: tuple[Path, str]) -> None:
+    out, _ = comparison
     names = json.loads((out / "config.json").read_text())["wandb"]
     for arm in ("baseline", "flux"):
         (file,) = (out / arm / "wandb").glob("offline-run-*/*.wandb")
@@ -220,10 +102,127 @@ def test_both_arms_are_mirrored_and_profiled(command: Run, tmp_path: Path) -> No
     assert abs(first - second) < 1e6, "the same step of two ranks of one machine, a second apart"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(
+            ["--tp", "2", "--pp", "2", "--no-distributed-optimizer", "--lr-warmup-steps", "2", "--lr-decay-steps", "4"],
+            id="tp2-pp2-plain-adam",
+        ),
+        pytest.param(
+            [*LLAMA, "--num-query-groups", "4", "--recompute", "full", "--dropout", "0.1", FUSION],
+            id="tp4-llama-recompute-full",
+        ),
+        pytest.param(
+            ["--tp", "2", *LLAMA, "--overlap-grad-reduce", "--recompute", "selective", "--precision", "bf16", FUSION],
+            id="tp2-dp2-overlap-gqa-bf16",
+        ),
+    ],
+)
+def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, arguments: list[str]) -> None:
+    out = tmp_path / "run"
+    command("compare", "--nproc", "4", "--steps", "4", "--micro-batch-size", "2", *arguments, "--out", out)
+    found = summary(out)
+    assert found["flux_active_layers"] == 9
+    assert found["max_relative_loss_difference"] == 0
+    assert found["max_relative_grad_norm_difference"] <= 1e-5
+
+
+def under_torchrun(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*launcher, "-m", "megatron_flux.cli", *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_what_cannot_run_flux_says_so(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = under_torchrun(
+        environment, "compare", "--steps", "2", "--no-sequence-parallel", "--data", corpus, "--out", out
+    )
+    found = summary(out)
+    assert found["flux_active_layers"] == 0
+    assert "column: sequence parallelism is off" in found["flux_fallbacks"]
+    assert "row: sequence parallelism is off" in found["flux_fallbacks"]
+    assert done.stderr.count("column layers run stock Megatron: sequence parallelism is off") == 1
+
+
+def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
+    command: Run, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    common = ["--dropout", "0.1", "--lr-warmup-steps", "5", "--steps", "6"]
+    saved = tmp_path / "checkpoints"
+    saving = ["--save", saved, "--save-interval", "3", "--block-steps", "3"]
+    command("compare", *common, *saving, "--out", tmp_path / "whole")
+    stock, patched = tmp_path / "stock", tmp_path / "patched"
+    resume = ["train", *common, "--ckpt-step", "3"]
+    command(*resume, "--no-flux", "--load", saved / "flux", "--out", stock)
+    under_torchrun(environment, *resume, "--load", saved / "baseline", "--data", corpus, "--out", patched)
+    for resumed, arm in ((stock, "baseline"), (patched, "flux")):
+        rows = records(resumed / arm)
+        assert [row["iteration"] for row in rows] == [4, 5, 6]
+        assert losses(resumed / arm) == losses(tmp_path / "whole" / arm)[3:]
+        assert {row["flux/active_layers"] for row in rows} == {0 if arm == "baseline" else 9}
+
+
+def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:
+    """Vocabulary 512 is padded alike for both tp, so that the models are the same."""
+    common = ["--vocab-size", "512", "--global-batch-size", "8", "--steps", "6"]
+    saved, whole, out = tmp_path / "checkpoints", tmp_path / "whole", tmp_path / "resumed"
+    command("train", *common, "--save", saved, "--save-interval", "4", "--out", whole)
+    assert sorted(p.name for p in saved.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+    layout = ["--nproc", "4", "--tp", "2", "--pp", "2"]
+    done = command("train", *common, *layout, "--load", saved, "--ckpt-step", "4", "--out", out)
+    assert "start anew from the seed" in done.stderr
+    assert losses(out / "flux") == pytest.approx(losses(whole / "flux")[4:], rel=1e-5)
+
+
+def test_resume_into_the_same_folder_appends(command: Run, tmp_path: Path) -> None:
+    """With plain Adam, whose state is saved otherwise than the distributed optimizer's."""
+    out, saved = tmp_path / "run", tmp_path / "checkpoints"
+    common = ["--dropout", "0.1", "--no-distributed-optimizer", "--out", out]
+    command("train", *common, "--steps", "4", "--save", saved, "--save-interval", "2")
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    before = losses(out / "flux")
+    command("train", *common, "--steps", "5", "--load", saved)
+    assert [r["iteration"] for r in records(out / "flux")] == [1, 2, 3, 4, 5]
+    assert losses(out / "flux")[:4] == before
+    assert (out / "flux" / "metrics.jsonl.superseded-1").exists()
+
+
+def test_the_remaining_options_do_what_they_say(command: Run, comparison: tuple[Path, str], tmp_path: Path) -> None:
+    cache, out = tmp_path / "cache", shutil.copytree(comparison[0], tmp_path / "run")
+    first = losses(out / "flux")
+    more = ["--seed", "7", "--strict", "--backend", "reference", "--timeout", "60", "--data-cache", cache]
+    rates = ["--lr", "1e-3", "--lr-decay-steps", "3", "--min-lr", "1e-4", "--weight-decay", "0"]
+    command("train", "--steps", "3", *more, *rates, "--overwrite", "--out", out)
+    assert losses(out / "flux")[0] != first[0]
+    assert not list((out / "flux").glob("*.superseded-*"))
+    used = [r["learning-rate"] for r in records(out / "flux")]
+    # Cosine over three steps, the rate that each step begins with.
+    assert used == pytest.approx([1e-3, 7.75e-4, 3.25e-4], rel=1e-6)
+    assert list(cache.glob("bytes-*.bin"))
+
+
+def test_an_existing_pair_is_read(command: Run, tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "tokens.bin"), dtype=np.int32)
+    tokens = torch.randint(0, 1000, (5000,), dtype=torch.int32)
+    builder.add_document(tokens, [len(tokens)])
+    builder.finalize(str(tmp_path / "tokens.idx"))
+    more = ["--vocab-size", "1000", "--data", tmp_path / "tokens"]
+    command("train", "--nproc", "1", "--steps", "2", *more, "--out", tmp_path / "run", data=False)
+    assert losses(tmp_path / "run" / "flux")[0] == pytest.approx(7, abs=0.5)  # ln(1024) = 6.93
+
+
 def test_a_terminal_gets_a_progress_bar(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
     import pty
 
-    words = [sys.executable, "-m", "megatron_flux.cli", "train", "--steps", "3", "--data", corpus]
+    words = [sys.executable, "-m", "megatron_flux.cli", "train", "--nproc", "1", "--steps", "3", "--data", corpus]
     parent, child = pty.openpty()
     process = subprocess.Popen(
         [*map(str, words), "--out", str(tmp_path / "run")],

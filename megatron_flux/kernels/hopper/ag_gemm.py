@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from megatron_flux.kernels.device import OP_AG, leave, publish, raster
 from megatron_flux.kernels.hopper.pieces import (
     PIECE,
     barrier,
@@ -29,22 +30,11 @@ from megatron_flux.kernels.hopper.pieces import (
     fence_proxy,
     fence_system,
     hand_over_tile,
-    leave,
     load_block,
     multiply_tile,
-    publish,
+    rings,
     wait_flags,
 )
-
-OP_AG = gl.constexpr(1)
-
-
-@gluon.jit
-def _raster(u, rows, cols, GROUP: gl.constexpr):
-    width = GROUP * cols
-    first = (u // width) * GROUP
-    height = gl.minimum(rows - first, GROUP)
-    return first + (u % width) % height, (u % width) // height
 
 
 @gluon.jit
@@ -52,23 +42,23 @@ def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.co
     """Tile number to (source rank, row block within the shard, column block); ``own`` row blocks in a shard."""
     src = rank
     if t < own * npn:
-        rb, pn = _raster(t, own, npn, GROUP)
+        rb, pn = raster(t, own, npn, GROUP)
     elif PUSH:
         u = t - own * npn
         per = (TP - 1) * npn
-        r, pn = _raster(u % per, TP - 1, npn, GROUP)
+        r, pn = raster(u % per, TP - 1, npn, GROUP)
         src = (rank + 1 + r) % TP
         rb = u // per
     else:
         u = t - own * npn
         src = (rank + 1 + u // (own * npn)) % TP
-        rb, pn = _raster(u % (own * npn), own, npn, GROUP)
+        rb, pn = raster(u % (own * npn), own, npn, GROUP)
         if SPAN > 1:
             if u >= own * npn:
                 u -= own * npn
                 first = u // (SPAN * own * npn) * SPAN
                 shards = gl.minimum(TP - 2 - first, SPAN)
-                r, pn = _raster(u - first * own * npn, shards * own, npn, GROUP)
+                r, pn = raster(u - first * own * npn, shards * own, npn, GROUP)
                 src = (rank + 2 + first + r // own) % TP
                 rb = r % own
     return src, rb, pn
@@ -78,7 +68,7 @@ def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.co
 def _piece(
     src, kc, rank, KCH: gl.constexpr, TP: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr
 ):  # fmt: skip
-    """The piece of a copied shard that chunk ``kc`` of its columns is in; :func:`megatron_flux.comm.copies.order`."""
+    """The piece of a copied shard that chunk ``kc`` of its columns is in: :class:`~comm.copy_engine.Edges`."""
     step = (src + TP - rank) % TP
     piece = kc * 0
     if EARLY:
@@ -189,7 +179,7 @@ def _push(
                 fence_system(epoch)
                 for step in gl.static_range(1, TP):
                     to = gl.load(flag_table + (rank + TP - step) % TP)
-                    publish(to, flag_off + rank * own * KCH * BM + unit, epoch)
+                    publish(to, flag_off + rank * own * KCH * BM + unit, epoch, "relaxed")
 
 
 @gluon.jit
@@ -231,16 +221,8 @@ def hopper_ag_gemm_kernel(
     sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
     sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(RING):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    full, empty = rings(STAGES)
+    ready, free = rings(RING)
     gl.warp_specialize(
         [
             (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank, BM, BN, GROUP, TP,

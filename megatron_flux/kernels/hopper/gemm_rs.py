@@ -16,53 +16,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from megatron_flux.kernels.device import OP_RS, leave, now, publish, scatter_place
 from megatron_flux.kernels.hopper.pieces import (
     PIECE,
     barrier,
     copy_out,
     fence_system,
     hand_over_tile,
-    leave,
     load_block,
     multiply_tile,
-    now,
-    publish,
+    rings,
     sleep,
     stores_done,
     wait_flags,
 )
-
-OP_RS = gl.constexpr(2)
-
-
-@gluon.jit
-def _place(t, nrb, npn, BAND: gl.constexpr, TP: gl.constexpr):
-    """Tile number to (step, row block, column block), as in :mod:`megatron_flux.kernels.plain.gemm_rs`."""
-    first = nrb - ((nrb - 1) // BAND) * BAND
-    u = t
-    base = nrb * 0
-    height = first
-    if t >= first * TP * npn:
-        u = t - first * TP * npn
-        base = first + (u // (BAND * TP * npn)) * BAND
-        height = nrb * 0 + BAND
-        u = u % (BAND * TP * npn)
-    width = height * TP
-    step = (u % width) % TP
-    rb = (u % width) // TP
-    pn = u // width
-    if base + height >= nrb:
-        remote = height * (TP - 1)
-        if u < remote * npn:
-            step = (u % remote) % (TP - 1)
-            rb = (u % remote) // (TP - 1)
-            pn = u // remote
-        else:
-            v = u - remote * npn
-            step = v * 0 + TP - 1
-            rb = v % height
-            pn = v // height
-    return step, base + rb, pn
 
 
 @gluon.jit
@@ -74,7 +41,7 @@ def _load(
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
-        step, rb, pn = _place(t, nrb, npn, BAND, TP)
+        step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         row = ((rank + 1 + step) % TP) * mp + rb * BM
         for ki in range(kt):
             mbarrier.wait(empty.index(slot), phase)
@@ -92,13 +59,14 @@ def _store(
     d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
+    sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
     phase = 0
     tiles = nrb * npn
     step_ns = spread // (BN // PIECE)
     offset = step_ns * (gl.program_id(0) % 32) // 32
     for t in range(gl.program_id(0), tiles * TP, CTAS):
-        step, rb, pn = _place(t, nrb, npn, BAND, TP)
+        step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * BM
         owner = gl.load(flag_table + (rank + 1 + step) % TP)
@@ -112,24 +80,9 @@ def _store(
                     while now() - start < piece * step_ns:
                         sleep(200)
             source = pieces.index(slot)
-            if step == 0:
-                copy_out(d0, [row, piece * PIECE], source)
-            if step == 1:
-                copy_out(d1, [row, piece * PIECE], source)
-            if TP > 2:
-                if step == 2:
-                    copy_out(d2, [row, piece * PIECE], source)
-                if step == 3:
-                    copy_out(d3, [row, piece * PIECE], source)
-            if TP > 4:
-                if step == 4:
-                    copy_out(d4, [row, piece * PIECE], source)
-                if step == 5:
-                    copy_out(d5, [row, piece * PIECE], source)
-                if step == 6:
-                    copy_out(d6, [row, piece * PIECE], source)
-                if step == 7:
-                    copy_out(d7, [row, piece * PIECE], source)
+            for to in gl.static_range(TP):
+                if step == to:
+                    copy_out(sinks[to], [row, piece * PIECE], source)
             tma.store_wait(0)
             mbarrier.arrive(free.index(slot), count=1)
             slot += 1
@@ -139,7 +92,7 @@ def _store(
         stores_done(epoch)
         barrier()
         fence_system(epoch)
-        publish(owner, flag_off + tile * TP + rank, epoch)
+        publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
 
 
 @gluon.jit
@@ -208,16 +161,8 @@ def hopper_gemm_rs_kernel(
     sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
     sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(RING):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    full, empty = rings(STAGES)
+    ready, free = rings(RING)
     gl.warp_specialize(
         [
             (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,

@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megatron_flux.kernels.device import give_up, now
+
 # Triton 3.9 has other names for these.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -40,11 +42,6 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 PIECE = gl.constexpr(64)
 """Columns of a piece: one 128-byte swizzle span of 16-bit elements."""
-
-
-@gluon.jit
-def now():
-    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -80,17 +77,6 @@ def stores_done(any_int):
 
 
 @gluon.jit
-def trap(any_int):
-    return gl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [any_int], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def publish(address, offset, epoch):
-    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64); the caller has fenced."""
-    gl.atomic_xchg(address.to(gl.pointer_type(gl.int32)) + offset, epoch, sem="relaxed", scope="sys")
-
-
-@gluon.jit
 def _acquire(flags):
     """``ld.acquire.sys`` of each flag: a fence would also wait for this thread's own stores."""
     return gl.inline_asm_elementwise(
@@ -100,7 +86,7 @@ def _acquire(flags):
 
 @gluon.jit
 def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, peer, unit, PAUSE: gl.constexpr):
-    """Spin until ``COUNT`` flags have reached ``epoch``; see :func:`megatron_flux.kernels.plain.device.wait_flags`.
+    """Spin until ``COUNT`` flags have reached ``epoch``; see :func:`megatron_flux.kernels.device.wait_flags`.
 
     ``PAUSE`` nanoseconds pass between polls.
     """
@@ -117,25 +103,18 @@ def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, 
             if behind < 0:
                 if now() - start > limit:
                     first = gl.min(gl.where(ahead < 0, lane, COUNT), axis=0)
-                    gl.store(err + 1, OP)
-                    gl.store(err + 2, gl.where(peer >= 0, peer, first))
-                    gl.store(err + 3, unit)
-                    gl.store(err + 4, epoch)
-                    gl.store(err + 5, behind + epoch)
-                    barrier()
-                    gl.atomic_xchg(err, 1, sem="release", scope="sys")
-                    barrier()
-                    trap(epoch)
+                    give_up(err, OP, peer, first, unit, epoch, behind, False)
 
 
 @gluon.jit
-def leave(ctrl, epochs, epoch, next_slot, CTAS: gl.constexpr):
-    """The last CTA to arrive resets the call's counters and leaves the next call its epoch."""
-    barrier()
-    if gl.atomic_add(ctrl + 1, 1, sem="acq_rel", scope="gpu") == CTAS - 1:
-        gl.store(ctrl, 0)
-        gl.store(ctrl + 1, 0)
-        gl.store(epochs + next_slot, epoch + 1)
+def rings(SLOTS: gl.constexpr):
+    """Two mbarriers for each slot of a ring: filled, and free again."""
+    filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return filled, free
 
 
 @gluon.jit

@@ -7,11 +7,11 @@ Shapes (``tp`` ranks, ``mp = m/tp`` rows each)
     ``t``.
 
 Schedule
-    CTAs ``0 … gemm_ctas-1`` compute. Row blocks are taken a few per destination at a time, for *all* destinations, so
-    that (1) every link is busy all the time and evenly, and (2) a row block is complete on its owner early and its
-    reduction hides behind the row blocks that follow. The last row blocks take their remote tiles first.
+    CTAs ``0 … gemm_ctas-1`` compute. They take BAND row blocks per destination at a time, for *all* destinations: every
+    link is then evenly busy from beginning to end, and a row block is complete on its owner early, so that its
+    reduction hides behind the row blocks that follow. In the last band remote tiles come first.
     A finished tile leaves at once by an asynchronous TMA store into the owner's workspace; its flag is written one
-    or two tiles later, when the store has long arrived. Nobody waits for a store.
+    or two tiles later, when the store has long arrived. No CTA waits for a store.
     The remaining CTAs, and every CTA that has run out of tiles, reduce: they take pieces of own tiles in order from a
     counter, wait for the tile's ``tp`` flags and add the partials in fp32, in rank order.
 
@@ -21,13 +21,14 @@ Guarantees
 
 Hazards
     * All CTAs must be resident together (grid <= number of SMs, one per SM). Those that compute never wait for those
-      that
-      reduce, so CTAs that start late only delay.
+      that reduce, so CTAs that start late only delay.
     * The workspace is reused two calls later (see :mod:`megatron_flux.comm.slab`).
     * Triton's interpreter runs CTAs one after the other: there only the last CTAs may reduce (JOIN off).
 
-Why 128 of 132 SMs compute: with 128 x 256 tiles the usual shapes give multiples of 128 tiles, so that 128 SMs need no
-more waves than 132 do, and four SMs are free to reduce.
+Measured (4 x H200, results/ops-h200x4-nvlink-triton)
+    128 of 132 SMs compute: with 128 x 256 tiles the usual shapes give multiples of 128 tiles, so that 128 SMs need no
+    more waves than 132 do, and four SMs are free to reduce; 124 + 8 were slower wherever 128 divides the tiles. A
+    store and a system fence per tile cost 2 of its 70 us (m=8192, n=12288, k=6144): two tiles share one fence.
 """
 
 from __future__ import annotations
@@ -35,54 +36,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_flux.kernels.plain.device import (
+from megatron_flux.kernels.device import (
     OP_RS,
     bulk_stores_done,
     leave,
     multiply,
     publish,
     release_fence,
+    scatter_place,
+    split_columns,
     wait_flags,
 )
 
 
 @triton.jit
-def _place(t, nrb, npn, rank, BAND: tl.constexpr, TP: tl.constexpr):
-    """Tile number to (step, row block, column block); the destination is rank ``rank + 1 + step``.
-
-    Bands are counted from the last row block: if they do not divide the rows, the first one is short.
-    """
-    first = nrb - ((nrb - 1) // BAND) * BAND
-    u = t
-    base = nrb * 0
-    height = first
-    if t >= first * TP * npn:
-        u = t - first * TP * npn
-        base = first + (u // (BAND * TP * npn)) * BAND
-        height = nrb * 0 + BAND
-        u = u % (BAND * TP * npn)
-    width = height * TP
-    step = (u % width) % TP
-    rb = (u % width) // TP
-    pn = u // width
-    if base + height >= nrb:
-        remote = height * (TP - 1)
-        if u < remote * npn:
-            step = (u % remote) % (TP - 1)
-            rb = (u % remote) // (TP - 1)
-            pn = u // remote
-        else:
-            v = u - remote * npn
-            step = v * 0 + TP - 1
-            rb = v % height
-            pn = v // height
-    return step, base + rb, pn
-
-
-@triton.jit
 def _send(desc, acc, row, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr):
     if SPLIT:
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        left, right = split_columns(acc, BM, BN)
         desc.store([row, 0], left.to(DTYPE))
         desc.store([row, BN // 2], right.to(DTYPE))
     else:
@@ -138,6 +108,7 @@ def gemm_rs_kernel(
 ):
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step (repeated beyond TP)."""
     pid = tl.program_id(0)
+    sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     epoch = tl.load(epochs + slot)
     nrb = tl.cdiv(mp, BM)
     npn = tl.cdiv(n, BN)
@@ -150,11 +121,11 @@ def gemm_rs_kernel(
     owner1 = owner0
     first = pid if pid < gemm_ctas else tiles * TP
     for t in tl.range(first, tiles * TP, gemm_ctas):
-        step, rb, pn = _place(t, nrb, npn, rank, BAND, TP)
+        step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         dst = (rank + 1 + step) % TP
         next_owner = tl.load(flag_table + dst)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = multiply(acc, a, b, dst * mp + rb * BM, pn * BN, 0, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
+        acc = multiply(acc, a, b, dst * mp + rb * BM, pn * BN, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
         if flag1 >= 0:
             bulk_stores_done(CPU, THREADS)
             tl.debug_barrier()
@@ -166,24 +137,9 @@ def gemm_rs_kernel(
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * BM
         if TMA:
-            if step == 0:
-                _send(d0, acc, row, BM, BN, SPLIT, DTYPE)
-            if step == 1:
-                _send(d1, acc, row, BM, BN, SPLIT, DTYPE)
-            if TP > 2:
-                if step == 2:
-                    _send(d2, acc, row, BM, BN, SPLIT, DTYPE)
-                if step == 3:
-                    _send(d3, acc, row, BM, BN, SPLIT, DTYPE)
-            if TP > 4:
-                if step == 4:
-                    _send(d4, acc, row, BM, BN, SPLIT, DTYPE)
-                if step == 5:
-                    _send(d5, acc, row, BM, BN, SPLIT, DTYPE)
-                if step == 6:
-                    _send(d6, acc, row, BM, BN, SPLIT, DTYPE)
-                if step == 7:
-                    _send(d7, acc, row, BM, BN, SPLIT, DTYPE)
+            for to in tl.static_range(TP):
+                if step == to:
+                    _send(sinks[to], acc, row, BM, BN, SPLIT, DTYPE)
         else:
             base = tl.load(data_table + dst).to(tl.pointer_type(DTYPE)) + row.to(tl.int64) * BN
             offs = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]

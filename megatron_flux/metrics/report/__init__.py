@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_flux.errors import UserError
@@ -29,7 +30,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         UserError: this is no run folder, or the page cannot be written.
     """
     run = load(Path(run_dir))
-    return _write(run.path / "report.html", render.html(*make_chapters([run])))
+    return strict_json.write_text(run.path / "report.html", render.html(*make_chapters([run])))
 
 
 def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: Part | None = None) -> list[Path]:
@@ -49,14 +50,14 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     """
     chapters, title = make_chapters(load_all(paths))
     if lead is not None:
-        chapters[0] = chapters[0].led_by(lead)
+        chapters[0] = replace(chapters[0], parts=[lead, *chapters[0].parts])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; choose a folder that can be written") from error
-    page = _write(out / "report.html", render.html(chapters, title))
+    page = strict_json.write_text(out / "report.html", render.html(chapters, title))
     pictures = render.write_pictures(chapters, out) if png else {}
-    text = _write(out / "report.md", render.markdown(chapters, pictures))
+    text = strict_json.write_text(out / "report.md", render.markdown(chapters, pictures))
     return [page, text, *(out / name for name in pictures.values())]
 
 
@@ -73,11 +74,3 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
         chapters.insert(0, several.chapter(runs, notes))
     first = chapters[0]
     return chapters, f"{first.title}: {first.verdict}" if len(runs) == 1 else first.title
-
-
-def _write(path: Path, text: str) -> Path:
-    try:
-        strict_json.write_atomically(path, text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that can be written") from error
-    return path

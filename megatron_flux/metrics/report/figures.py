@@ -2,7 +2,7 @@
 
 Colours are not in here. A trace names one of the palette (``meta.colour``) and the page's script paints it from the
 page's CSS variables, so that one file serves light, dark and print. Numbers are finite or None (a gap); what a gap
-hides is said in the caption.
+hides is in the caption.
 
 A figure function returns ``(figure or None, caption)``: without data there is no figure, and the caption says why.
 In order: what all figures share, curves and step times of training runs, bars and efficiencies of all runs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_flux.metrics.strict_json import without_secrets
@@ -45,10 +45,6 @@ class Chapter:
     verdict: str
     subtitle: str
     parts: Sequence[Part]
-
-    def led_by(self, part: Part) -> Chapter:
-        """The chapter with ``part`` in front of its others."""
-        return replace(self, parts=[part, *self.parts])
 
 
 def figures_of(chapters: Sequence[Chapter]) -> dict[str, Figure]:

@@ -13,50 +13,39 @@ alone: lines differ in width, points in shape, bars have a legend in their order
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.parts import Chapter, Figure, Part, Table, figures_of
 
-LIGHT = {
-    "page": "#ffffff",
-    "text": "#1a1a1a",
-    "quiet": "#595959",
-    "line": "#d9d9d9",
-    "baseline": "#0072b2",
-    "flux": "#d55e00",
-    "other": "#7a7a7a",
-    "part-gemm": "#3a6ea5",
-    "part-fused": "#e08a3c",
-    "part-attention": "#7db3d8",
-    "part-norm": "#8a6bb0",
-    "part-optimizer": "#4f9d69",
-    "part-rest": "#b9b9b9",
-    "part-exposed": "#c0392b",
-    "part-idle": "#e6e6e6",
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_COLOURS = {  # on light, on dark
+    "page": ("#ffffff", "#16181b"),
+    "text": ("#1a1a1a", "#e8e8e8"),
+    "quiet": ("#595959", "#a6a6a6"),
+    "line": ("#d9d9d9", "#3a3d42"),
+    "baseline": ("#0072b2", "#56b4e9"),
+    "flux": ("#d55e00", "#f0984a"),
+    "other": ("#7a7a7a", "#9a9a9a"),
+    "part-gemm": ("#3a6ea5", "#5b8fc7"),
+    "part-fused": ("#e08a3c", "#f0984a"),
+    "part-attention": ("#7db3d8", "#a5cfeb"),
+    "part-norm": ("#8a6bb0", "#a98ed0"),
+    "part-optimizer": ("#4f9d69", "#6fc08a"),
+    "part-rest": ("#b9b9b9", "#85898f"),
+    "part-exposed": ("#c0392b", "#ff6b5b"),
+    "part-idle": ("#e6e6e6", "#3f4349"),
 }
-DARK = {
-    "page": "#16181b",
-    "text": "#e8e8e8",
-    "quiet": "#a6a6a6",
-    "line": "#3a3d42",
-    "baseline": "#56b4e9",
-    "flux": "#f0984a",
-    "other": "#9a9a9a",
-    "part-gemm": "#5b8fc7",
-    "part-fused": "#f0984a",
-    "part-attention": "#a5cfeb",
-    "part-norm": "#a98ed0",
-    "part-optimizer": "#6fc08a",
-    "part-rest": "#85898f",
-    "part-exposed": "#ff6b5b",
-    "part-idle": "#3f4349",
-}
+LIGHT = {name: light for name, (light, _) in _COLOURS.items()}
+DARK = {name: dark for name, (_, dark) in _COLOURS.items()}
 PRINT = {**LIGHT, "text": "#000000", "quiet": "#404040", "line": "#bfbfbf"}
 
 PNG = {"format": "png", "width": 900, "scale": 2}
@@ -67,24 +56,25 @@ _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#&~])")
 
 def html(chapters: Sequence[Chapter], title: str) -> str:
     """The page. ``title`` is shown by the browser."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(
-        loader=PackageLoader("megatron_flux.metrics"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     figures = figures_of(chapters)
-    return environment.get_template("report.html.j2").render(
+    return _page_template().render(
         title=title,
         chapters=chapters,
         palettes={"light": LIGHT, "dark": DARK, "print": PRINT},
         figures_json=script_json(figures),
         plotlyjs=get_plotlyjs() if figures else "",
     )
+
+
+@functools.cache
+def _page_template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("megatron_flux.metrics")
+    options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    return Environment(loader=loader, autoescape=True, **options).get_template("report.html.j2")
 
 
 def script_json(value: Any) -> str:

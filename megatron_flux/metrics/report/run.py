@@ -56,11 +56,10 @@ class Run:
     def verdict(self) -> str:
         """One line: what was found."""
         if self.kind != "training":
-            rows = self.summary["rows"]
+            count = len(self.summary["rows"])
             noun = "operator calls" if self.kind == "operators" else "layer timings"
-            return (
-                f"{len(rows)} {noun}, {self.summary.get('device', 'unknown device')}, tp {self.summary.get('tp', '?')}"
-            )
+            device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
+            return f"{count} {noun}, {device}, tp {tp}"
         if not any(self.arms.values()):
             return "no step has been recorded"
         if (arm := self.trained_arm) is None:
@@ -90,11 +89,11 @@ def load(path: Path) -> Run:
         raise UserError(f"{path} is a job's folder with {len(repetitions)} repetitions; name one: {repetitions[0]}")
     problems: list[str] = []
     config = _json(path / "config.json", problems)
-    found = _json(path / "summary.json", problems)
+    stored = _json(path / "summary.json", problems)
     name = path.resolve().name
-    kind = _bench_kind(path / "summary.json", found)
+    kind = _bench_kind(path / "summary.json", stored)
     if kind is not None:
-        return Run(path, name, kind, found, config, problems=problems)
+        return Run(path, name, kind, stored, config, problems=problems)
     files = {arm: path / arm / "metrics.jsonl" for arm in ARMS}
     settings = config.get("config")
     begun = isinstance(settings, Mapping) and "preset" in settings
@@ -113,7 +112,12 @@ def load(path: Path) -> Run:
         arms[arm] = tail.records
         problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
     breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
-    return Run(path, name, "training", _summary(path, arms, config, found), config, arms, breakdowns, problems)
+    # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
+    about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "layout", "command")}
+    summary = summarize(arms["baseline"], arms["flux"], about)
+    if all(arms.values()) and not (path / "summary.json").exists():
+        summary["notes"].append("There is no summary.json: the run did not end.")
+    return Run(path, name, "training", summary, config, arms, breakdowns, problems)
 
 
 def load_all(paths: Sequence[Path]) -> list[Run]:
@@ -127,19 +131,13 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
         try:
             runs.append(load(path))
         except UserError:
-            inner = _inner(path) if path.is_dir() else {}
+            inner = {run.parent.name: run for run in _repetitions(path)}
+            if not inner and path.is_dir():
+                inner = {child.name: child for child in sorted(path.iterdir()) if _looks_like_run(child)}
             if not inner:
                 raise
             runs += [replace(load(child), name=f"{path.resolve().name}/{name}") for name, child in inner.items()]
     return runs
-
-
-def _inner(path: Path) -> dict[str, Path]:
-    """Run folders in a folder, by the names that tell them apart."""
-    repetitions = _repetitions(path)
-    if repetitions:
-        return {run.parent.name: run for run in repetitions}
-    return {child.name: child for child in sorted(path.iterdir()) if _looks_like_run(child)}
 
 
 def _repetitions(path: Path) -> list[Path]:
@@ -152,18 +150,15 @@ def _looks_like_run(path: Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
 
 
-_ROWS: dict[Kind, dict[str, tuple[type, ...]]] = {
-    "operators": {
-        "op": (str,),
-        **dict.fromkeys("mnk", (int,)),
-        **dict.fromkeys(("gemm_ms", "serial_ms"), (int, float)),
-    },
-    "layers": {
-        **dict.fromkeys(("arm", "model"), (str,)),
-        **dict.fromkeys(("seq", "micro_batch", "layers"), (int,)),
-        **dict.fromkeys(("ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"), (int, float)),
-        "breakdown": (dict,),
-    },
+_NUMBER = (int, float)
+_COLUMNS: dict[Kind, tuple[tuple[Any, str], ...]] = {
+    "operators": ((str, "op"), (int, "m n k"), (_NUMBER, "gemm_ms serial_ms")),
+    "layers": (
+        (str, "arm model"),
+        (int, "seq micro_batch layers"),
+        (_NUMBER, "ms_per_layer ms_per_layer_low ms_per_layer_high"),
+        (dict, "breakdown"),
+    ),
 }
 """What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
 
@@ -178,8 +173,9 @@ def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
     if not isinstance(rows, list):
         return None
     kind: Kind = "layers" if any(isinstance(row, dict) and "ms_per_layer" in row for row in rows) else "operators"
+    columns = [(name, types) for types, names in _COLUMNS[kind] for name in names.split()]
     for number, row in enumerate(rows, 1):
-        for name, types in _ROWS[kind].items():
+        for name, types in columns:
             if not isinstance(row, dict) or not isinstance(row.get(name), types):
                 raise UserError(f"{path}: row {number} has no usable {name!r}; repair it or measure again")
     return kind
@@ -203,17 +199,3 @@ def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.parent.name}/breakdown.json has no parts in ms: left out.")
         return {}
     return found
-
-
-def _summary(
-    path: Path, arms: Mapping[str, list[Record]], config: Mapping[str, Any], stored: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The summary of the records as they are now.
-
-    ``summary.json`` says the same of a run that ended well. What it alone may know are device, layout and versions.
-    """
-    about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "layout", "command")}
-    summary = summarize(arms["baseline"], arms["flux"], about)
-    if all(arms.values()) and not (path / "summary.json").exists():
-        summary["notes"].append("There is no summary.json: the run did not end.")
-    return summary

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from megatron_flux.metrics.report.figures import (
     Drawn,
     efficiencies,
     figure,
-    finite,
     in_order,
     label,
     trace,
@@ -101,6 +101,10 @@ def _key(call: dict[str, Any]) -> tuple[str, ...]:
     return str(call.get("operator", "?")), shape, f"weight {weight}"
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _median(values: Iterable[Any]) -> float | None:
     known = [value for value in values if isinstance(value, int | float)]
     return float(np.median(known)) if known else None
@@ -133,8 +137,8 @@ def _choices(flux: Sequence[Record]) -> list[Part]:
         chosen |= record.get("flux/choices") or {}
     rows = []
     for call, choice in chosen.items():
-        found = choice if isinstance(choice, dict) else {}
-        plan, times = (found[name] if isinstance(found.get(name), dict) else {} for name in ("plan", "ms"))
+        found = _mapping(choice)
+        plan, times = _mapping(found.get("plan")), _mapping(found.get("ms"))
         text = " ".join(f"{name}={value}" for name, value in plan.items())
         best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
         rows.append((call, f"{found.get('backend', UNKNOWN)} {text}".strip(), _ms(best)))
@@ -145,7 +149,7 @@ def machine_parts(arms: Arms) -> list[Part]:
     """Slowest ranks, clocks, power, throttling."""
     gpus = []
     for name, title in GPU.items():
-        shown_, caption = _samples(arms, "flux/gpu", title, key=name)
+        shown_, caption = _samples(arms, title, lambda record, name=name: _mapping(record.get("flux/gpu")).get(name))
         if shown_ is not None:
             gpus.append(Part(name.replace("_", "-"), f"GPUs: {title}", shown_, f"Over all ranks' GPUs, {caption}"))
     gpus = gpus or [Part("gpus", "Clocks and power", caption=_no_gpus(arms))]
@@ -154,7 +158,7 @@ def machine_parts(arms: Arms) -> list[Part]:
 
 def _ranks(arms: Arms) -> Part:
     title = "Slowest ranks"
-    shown_, caption = _samples(arms, "flux/rank_spread_ms", "spread of ranks (ms)")
+    shown_, caption = _samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
     if shown_ is None:
         return Part("ranks", title, caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")
     caption = (
@@ -192,7 +196,7 @@ def _rank_table(arms: Arms) -> Table | None:
 
 def _no_gpus(arms: Arms) -> str:
     runs = (record.get("flux/run") for records in arms.values() for record in records)
-    why = next((run["gpu_source"] for run in runs if isinstance(run, dict) and run.get("gpu_source")), None)
+    why = next((run["gpu_source"] for run in map(_mapping, runs) if run.get("gpu_source")), None)
     return f"{NOT_RECORDED}: {why or 'no step of this run sampled its GPUs'}."
 
 
@@ -215,16 +219,12 @@ def _throttling(arms: Arms) -> Part:
     return Part("throttling", title, caption=caption, table=Table(rows, head=("reason", *sampled)))
 
 
-def _samples(arms: Arms, name: str, title: str, key: str | None = None) -> Drawn:
-    """A sampled field (or one ``key`` of it) over the order of execution; caption: how many samples there are."""
-    order = in_order(arms)
+def _samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
+    """What ``pick`` takes of each sample over the order of execution; caption: how many samples there are."""
+    order = [(arm, pick(record)) for arm, record in in_order(arms)]
     traces, count = [], 0
     for arm in arms:
-        points = [
-            (x, value)
-            for x, (of, record) in enumerate(order, 1)
-            if of == arm and (value := _value(record, name, key)) is not None
-        ]
+        points = [(x, y) for x, (of, y) in enumerate(order, 1) if of == arm and _is_number(y)]
         if points:
             count += len(points)
             x, y = zip(*points, strict=True)
@@ -235,8 +235,5 @@ def _samples(arms: Arms, name: str, title: str, key: str | None = None) -> Drawn
     return figure(traces, "step in order of execution", title, height=280), caption
 
 
-def _value(record: Record, name: str, key: str | None) -> float | None:
-    found = record.get(name)
-    if key is not None:
-        found = found.get(key) if isinstance(found, dict) else None
-    return finite(found) if isinstance(found, int | float) else None
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -20,7 +20,7 @@ def chapter(run: Run, id_: str) -> Chapter:
     arms, summary = run.arms, run.summary
     speedups = figures.block_speedups(arms, summary["speedup_ci95"], summary["speedup"])
     parts = [
-        Part("comparison", "Comparison", table=Table([row.cells for row in rows(summary)], HEAD)),
+        Part("comparison", "Comparison", table=Table(rows(summary), HEAD)),
         Part("findings", "Findings", table=Table(_findings(run))),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         Part("distribution", "Step time, distribution", *figures.distribution(arms)),

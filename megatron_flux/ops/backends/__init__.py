@@ -1,1 +1,3 @@
-"""The ways to run an operator; base.py says what each has to offer, registry.py which one runs a call."""
+"""Ways to run the operators. Read ``base`` (what each of them is), ``registry`` (which one runs a call), ``reference``
+(stock), ``async_tp`` (torch's, named ``pipelined``), ``fused``, ``tuned`` with its file in ``tuning_cache``.
+"""

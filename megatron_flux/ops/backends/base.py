@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops.fast_path.replay import ReadyCall
+from megatron_flux.ops.fast_path.replay import PreparedCall
 
 
 class Backend(Protocol):
@@ -31,8 +31,12 @@ class Backend(Protocol):
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded."""
+        """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded.
+
+        Without ``return_gathered`` the rank's own rows of the second may be missing: nobody reads it.
+        """
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
@@ -50,20 +54,61 @@ class CautiousBackend(Protocol):
         """None if ``auto`` may take it for operands that :meth:`Backend.why_not` lets pass, else the reason."""
 
 
-class ReadyingBackend(Protocol):
-    """A backend that can make calls ready for being made again."""
+class PreparingBackend(Protocol):
+    """A backend that can prepare calls for being made once more (:mod:`megatron_flux.ops.fast_path`)."""
 
-    def ready(
-        self,
-        operator: str,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        shape: tuple[int, ...],
-        bias: bool = False,
-    ) -> ReadyCall | None:
+    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
         """A call like the one just made, whose result has ``shape``; None where it must be decided anew every time.
 
-        ``x`` is contiguous and has its leading dimensions; ``weight`` is None for a plain all_gather.
+        The call's ``x`` is contiguous and has its leading dimensions.
         """
+
+
+class OperatorCall(NamedTuple):
+    """A call of an operator, with its operands."""
+
+    operator: str
+    x: torch.Tensor
+    """``[..., k]``."""
+    weight: torch.Tensor | None
+    """None for all_gather."""
+    group: dist.ProcessGroup
+    transposed: bool = False
+    bias: torch.Tensor | None = None
+    """That the GEMM adds before it rounds."""
+    return_gathered: bool = True
+    async_op: bool = False
+
+    @property
+    def k(self) -> int:
+        """Columns of ``x``."""
+        return self.x.shape[-1]
+
+    @property
+    def m(self) -> int:
+        """Rows of the GEMM's operand: of ``x``, gathered where the operator gathers it."""
+        rows = self.x.numel() // self.k
+        return rows if self.operator == "gemm_reduce_scatter" else rows * self.group.size()
+
+    @property
+    def n(self) -> int:
+        """Columns of the result."""
+        assert self.weight is not None  # noqa: S101 - of an operator with a GEMM
+        return self.weight.shape[1] if self.transposed else self.weight.shape[0]
+
+    def run(self, backend: Any, **options: Any) -> Any:
+        """Make the call on ``backend``; ``options``: what only this backend takes."""
+        x, weight, group = self.x, self.weight, self.group
+        if self.operator == "gemm_reduce_scatter":
+            return backend.gemm_reduce_scatter(
+                x, weight, group, transposed=self.transposed, async_op=self.async_op, **options
+            )
+        return backend.all_gather_gemm(
+            x,
+            weight,
+            group,
+            transposed=self.transposed,
+            bias=self.bias,
+            return_gathered=self.return_gathered,
+            **options,
+        )

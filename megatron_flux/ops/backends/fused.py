@@ -15,7 +15,7 @@ TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) r
 Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
 waits for *its* peers at the same time (NCCL of data parallelism) can hold SMs while it waits for a rank whose SMs are
 held by this one: two groups then wait for each other. Where kernels of other groups can run beside this one's
-(:mod:`megatron_flux.comm.beside`), the backend therefore asks for one of
+(:mod:`megatron_flux.comm.links`), the backend therefore asks for one of
 
 * ``MEGATRON_FLUX_SM_MARGIN``: as many SMs as the other kernels take are left to them. It always helps;
 * ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for with sequence parallelism: all kernels go through one
@@ -29,19 +29,21 @@ a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backen
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links as topology
-from megatron_flux.comm import slab
-from megatron_flux.comm.beside import ALONE, Beside, beside
+from megatron_flux.comm import links
+from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops.alignment import aligned
-from megatron_flux.ops.checks import agree
+from megatron_flux.comm.slab import Slab
+from megatron_flux.ops.backends.base import OperatorCall
+from megatron_flux.ops.checks import aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
-from megatron_flux.ops.fast_path.replay import ReadyCall
-from megatron_flux.ops.kernel_config import Plan, ag_plan, rs_plan
+from megatron_flux.ops.fast_path import replay
+from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan, rs_tiles, within_flags
 from megatron_flux.settings import one_queue, sm_margin
 
 
@@ -56,8 +58,18 @@ class FusedBackend:
         """Nothing is allocated or imported before the first call."""
         self.name = name
         self.twin = twin
-        self.plan: Plan | None = None
-        """Overrides the choice of plan (the tuner and tests set it)."""
+        self._config: KernelConfig | None = None
+
+    @property
+    def config(self) -> KernelConfig | None:
+        """What calls use that are given no configuration; None, the default, chooses by shape. For measurements."""
+        return self._config
+
+    @config.setter
+    def config(self, config: KernelConfig | None) -> None:
+        self._config = config
+        for state in all_states():
+            state.prepared.clear()
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet; collective on a group's first call."""
@@ -67,19 +79,18 @@ class FusedBackend:
             return f"it needs CUDA tensors, x is on {x.device.type}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        reason = limit(x.dtype, group.size(), _capability(x.device), beside=beside(group), captured=capturing_on_gpu())
+        beside = links.beside(group)
+        reason = limit(x.dtype, group.size(), _capability(x.device), beside=beside, captured=capturing_on_gpu())
         if reason is not None:
             return reason
-        link = topology.probe(group, x.device)
-        if link.kind == "none":
-            return f"no peer access within the group: {link.reason}"
-        return None
+        link = links.probe(group, x.device)
+        return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """Why ``auto`` leaves a group alone in which :meth:`why_not` finds no obstacle; None if it does not."""
         if self.twin:
             return None
-        link = topology.probe(group, x.device)
+        link = links.probe(group, x.device)
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
     def all_gather_gemm(
@@ -90,112 +101,77 @@ class FusedBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
+        config: KernelConfig | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`; ``config``: how, instead of what is chosen here."""
         from megatron_flux.ops.launch import plain as launch
 
-        mp, k = x.shape
-        n = weight.shape[1] if transposed else weight.shape[0]
-        agree(
-            group,
-            ("all_gather_gemm", "m", mp * group.size(), "n", n, "k", k, "dtype", x.dtype, "transposed", transposed),
-            x.device,
+        call = OperatorCall("all_gather_gemm", aligned(x), aligned(weight), group, transposed, bias, return_gathered)
+        _compare(call)
+        work, config = self._placed(call, config, capturing(x))
+        return launch.all_gather_gemm(
+            call.x, call.weight, work, config, transposed=transposed, bias=bias, return_gathered=return_gathered
         )
-        x, weight = aligned(x), aligned(weight)
-        work, plan = self._gather_work(x, group, n, capturing(x))
-        return launch.all_gather_gemm(x, weight, work, plan, transposed=transposed, bias=bias)
-
-    def _gather_work(self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool) -> tuple[slab.Slab, Plan]:
-        """Slab and plan of an all_gather_gemm."""
-        from megatron_flux.ops.launch import plain as launch
-
-        mp, k = x.shape
-        ws = launch.hopper_kernels(x, n, k) and mp % 128 == 0
-        plan = self.plan or self._gather_plan(mp, n, k, group.size(), launch.sm_count(x.device), ws)
-        plan = launch.within_flags(plan, mp * group.size())
-        return self._gather_slab(x, group, plan, ws, captured), plan
-
-    _gather_plan = staticmethod(ag_plan)
-
-    def _gather_slab(
-        self, x: torch.Tensor, group: dist.ProcessGroup, plan: Plan, ws: bool, captured: bool
-    ) -> slab.Slab:
-        """``ws``: whether warp-specialised kernels can run the call."""
-        return slab.pool.get(group, "gemm", group.size() * x.numel() * x.element_size(), x.device, captured)
 
     def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool,
+        async_op: bool,
+        config: KernelConfig | None = None,
     ) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`. Always finished: there is nothing left to overlap."""
+        """As :meth:`all_gather_gemm`. Always finished: there is nothing left to overlap."""
         from megatron_flux.ops.launch import plain as launch
 
-        m, k = x.shape
-        n = weight.shape[1] if transposed else weight.shape[0]
-        agree(
-            group, ("gemm_reduce_scatter", "m", m, "n", n, "k", k, "dtype", x.dtype, "transposed", transposed), x.device
-        )
-        x, weight = aligned(x), aligned(weight)
-        work, plan = self._scatter_work(x, group, n, capturing(x))
-        return Pending(launch.gemm_reduce_scatter(x, weight, work, plan, transposed=transposed))
+        call = OperatorCall("gemm_reduce_scatter", aligned(x), aligned(weight), group, transposed)
+        _compare(call)
+        work, config = self._placed(call, config, capturing(x))
+        return Pending(launch.gemm_reduce_scatter(call.x, call.weight, work, config, transposed=transposed))
 
-    def _scatter_work(
-        self, x: torch.Tensor, group: dist.ProcessGroup, n: int, captured: bool
-    ) -> tuple[slab.Slab, Plan]:
-        """Slab and plan of a gemm_reduce_scatter."""
-        from megatron_flux.ops.launch import plain as launch
+    def _placed(self, call: OperatorCall, config: KernelConfig | None, captured: bool) -> tuple[Slab, KernelConfig]:
+        """Slab and configuration of a call with a GEMM; ``ws`` is set in the latter where Hopper's kernels run it."""
+        from megatron_flux.ops.launch import operands
 
-        (m, k), tp = x.shape, group.size()
-        ws = launch.hopper_kernels(x, n, k)
-        plan = self.plan or rs_plan(m // tp, n, k, tp, launch.sm_count(x.device), ws)
-        nbytes = launch.rs_tiles(m // tp, n, plan) * plan.bm * plan.bn * x.element_size()
-        return self._scatter_slab(group, nbytes, x.device, captured), plan
-
-    def _scatter_slab(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, captured: bool) -> slab.Slab:
-        """``nbytes``: what one source sends."""
-        return slab.pool.get(group, "gemm", group.size() * nbytes, device, captured)
-
-    def ready(
-        self,
-        operator: str,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        shape: tuple[int, ...],
-        bias: bool = False,
-    ) -> ReadyCall | None:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        # A plan that somebody set is his for as long as he likes: it must be looked at in every call.
-        if self.twin or self.plan is not None or capturing(x):
-            return None
-        call = self.ready_with_plan(operator, x, weight, group, transposed, shape, bias)
-        if call is not None:
-            call.allowed = lambda: self.plan is None
-        return call
-
-    def ready_with_plan(
-        self,
-        operator: str,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        shape: tuple[int, ...],
-        bias: bool = False,
-    ) -> ReadyCall | None:
-        """As :meth:`ready`, with the plan that is set: the caller answers for it."""
-        from megatron_flux.ops.fast_path import prepare as make_ready
-
-        x2d = x.view(-1, x.shape[-1])
-        if operator == "all_gather":
-            return make_ready.all_gather(x, self._copy_work(x2d, group, False))
-        assert weight is not None  # noqa: S101 - both other operators have one
-        n = weight.shape[1] if transposed else weight.shape[0]
+        operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
+        sms, config = operands.sm_count(x.device), config or self.config
+        hopper = operands.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
+        if config is None:
+            choose = ag_plan if operator == "all_gather_gemm" else rs_plan
+            config = choose(m // tp, n, k, tp, sms, hopper)
+        elif config.ws and not hopper:
+            config = replace(config, ws=False)
         if operator == "all_gather_gemm":
-            work, plan = self._gather_work(x2d, group, n, False)
-            return make_ready.all_gather_gemm(x, weight, work, plan, transposed, shape, bias)
-        work, plan = self._scatter_work(x2d, group, n, False)
-        return make_ready.gemm_reduce_scatter(x, weight, work, plan, transposed, shape)
+            config = within_flags(config, m)
+            elements = x.numel()
+        else:
+            elements = rs_tiles(m // tp, n, config) * config.bm * config.bn
+        return self._slab(call, elements * x.element_size(), config, captured), config
+
+    def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> Slab:
+        """The slab of a call in which one source sends ``nbytes``; ``config``: None of an all_gather."""
+        purpose = "gather" if call.operator == "all_gather" else "gemm"
+        return state_of(call.group).slab(purpose, call.group.size() * nbytes, call.x.device, captured)
+
+    def _gather_slab(self, call: OperatorCall, captured: bool) -> Slab:
+        return self._slab(call, call.x.numel() * call.x.element_size(), None, captured)
+
+    def prepare(
+        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | None = None
+    ) -> replay.PreparedCall | None:
+        """See :class:`~megatron_flux.ops.backends.base.PreparingBackend`; ``config``: that the call was given."""
+        # A configuration that somebody set is looked at in every call.
+        if self.twin or (config is None and self.config is not None) or capturing(call.x):
+            return None
+        if call.operator == "all_gather":
+            return replay.prepare_all_gather(call.x, self._gather_slab(call, False))
+        work, config = self._placed(call, config, False)
+        if call.operator == "all_gather_gemm":
+            return replay.prepare_all_gather_gemm(call, work, config, shape)
+        return replay.prepare_gemm_reduce_scatter(call, work, config, shape)
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """See :class:`~megatron_flux.ops.backends.base.Backend`. By copy engine: it takes no SM from the GEMM it hides
@@ -203,20 +179,22 @@ class FusedBackend:
 
         The result is valid until the next ``all_gather`` of the group. A capture must hold its ``wait()`` too.
         """
-        from megatron_flux.comm import copy_engine as launch_copies
+        from megatron_flux.comm import copy_engine
 
-        agree(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
-        return launch_copies.all_gather(x, self._copy_work(x, group, capturing(x)))
+        compare_calls(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
+        return copy_engine.all_gather(x, self._gather_slab(OperatorCall("all_gather", x, None, group), capturing(x)))
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """Make new workspaces for ``group``, after the same call has raised on all its ranks; see
-        :meth:`megatron_flux.comm.slab.SlabPool.renew`. Collective.
+        :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`. Collective.
         """
-        slab.pool.renew(group)
+        state_of(group).renew_slabs()
 
-    def _copy_work(self, x: torch.Tensor, group: dist.ProcessGroup, captured: bool) -> slab.Slab:
-        """The slab of an all_gather of x ``[mp, k]``."""
-        return slab.pool.get(group, "gather", group.size() * x.numel() * x.element_size(), x.device, captured)
+
+def _compare(call: OperatorCall) -> None:
+    """Whether all ranks make this call: see :func:`compare_calls`."""
+    shape = ("m", call.m, "n", call.n, "k", call.k, "dtype", call.x.dtype, "transposed", call.transposed)
+    compare_calls(call.group, (call.operator, *shape), call.x.device)
 
 
 OFF_NVLINK = (

@@ -41,6 +41,7 @@ class ReferenceBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         gathered = collectives.all_gather(x, group).wait()
@@ -80,6 +81,7 @@ class GemmOnly:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The GEMM over this rank's rows, repeated to the gathered size."""
         assert self._gathered is not None, "prepare() comes first"  # noqa: S101

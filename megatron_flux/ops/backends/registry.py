@@ -7,21 +7,19 @@ import logging
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
+from megatron_flux.ops.backends.async_tp import PipelinedBackend
 from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.pipelined import PipelinedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.counters import stats
+from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 
 logger = logging.getLogger("megatron_flux")
 
 _backends: dict[str, Backend] = {}
-_selected: dict[tuple[object, ...], tuple[Backend, str | None]] = {}
-"""Answers of :func:`select` for GPUs, where asking the backends for their limits takes longer than a launch."""
-
 _warned: set[tuple[str, str]] = set()
 
 
@@ -36,7 +34,8 @@ def register_backend(backend: Backend) -> None:
     if backend.name == "auto" or backend.name in _backends:
         raise UserError(f"backend name {backend.name!r} is taken; registered: {', '.join(backend_names())}")
     _backends[backend.name] = backend
-    _selected.clear()
+    for state in all_states():
+        state.chosen.clear()
 
 
 def backend_names() -> list[str]:
@@ -56,12 +55,14 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     """
     if not x.is_cuda:
         return _select(name, x, weight, group)
-    call = (name, group, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())
-    found = _selected.get(call)
+    # Asking the backends for their limits takes longer than a launch.
+    chosen = state_of(group).chosen
+    call = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())
+    found = chosen.get(call)
     if found is None:
         reasons: list[str] = []
         backend = _select(name, x, weight, group, reasons)
-        found = _selected[call] = backend, f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
+        found = chosen[call] = backend, f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
         if reasons and group.rank() == 0:
             logger.warning("megatron_flux: operators run on %s", found[1])
     backend, degraded = found

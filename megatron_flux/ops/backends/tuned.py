@@ -9,7 +9,7 @@ Contract
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
-      in the cache folder (:mod:`megatron_flux.cache`). Only the first rank of a group writes, atomically. The file is
+      in the cache folder. Only the first rank of a group writes, atomically. The file is
       optional: what is wrong with it is logged and never stops a training (:mod:`ops.backends.tuning_cache`).
     * A candidate that fails on all ranks is dropped with a log line; one that fails on some only is an error on all,
       with rank and plan: what the others have enqueued waits for those ranks.
@@ -30,25 +30,26 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links as topology
-from megatron_flux.comm import rank_errors
+from megatron_flux.comm import links, rank_errors
+from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.async_tp import PipelinedBackend
+from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.pipelined import PipelinedBackend
 from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fast_path.replay import ReadyCall
-from megatron_flux.ops.kernel_config import Plan, candidates
+from megatron_flux.ops.fast_path.replay import PreparedCall
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 logger = logging.getLogger("megatron_flux")
 
@@ -58,11 +59,14 @@ CLOSE, FINALISTS = 1.08, 6
 """How much slower in bursts, and how many, the candidates are that are measured once more by themselves."""
 
 
-def _kind(
-    op: str, x: torch.Tensor, m: int, n: int, k: int, group: dist.ProcessGroup, transposed: bool
-) -> tuple[Any, ...]:
-    """What calls with one choice have in common."""
-    return (group.group_name, op, m, n, k, x.dtype, x.device, transposed, capturing(x))
+@dataclass
+class Decisions:
+    """What a tuner has decided for a group."""
+
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the key of the cache file."""
+    choices: dict[tuple[Any, ...], tuple[str, KernelConfig | None]] = field(default_factory=dict)
+    """By what calls with one choice have in common: the backend's name, and the configuration of ``fused``."""
 
 
 def ranked(ms: dict[str, float]) -> list[str]:
@@ -90,25 +94,10 @@ def _seconds() -> float:
         raise UserError(f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, not {given!r}; 0 is never") from None
 
 
-class _Call(NamedTuple):
-    """An operator call that is to be run, or measured first."""
-
-    op: str
-    run: Callable[[Any], Any]
-    """Makes the call on a backend."""
-    x: torch.Tensor
-    m: int
-    n: int
-    k: int
-    group: dist.ProcessGroup
-    transposed: bool
-    pipelines: bool
-    """Whether ``pipelined`` may run it."""
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """See :func:`_kind`."""
-        return _kind(self.op, self.x, self.m, self.n, self.k, self.group, self.transposed)
+def _kind(call: OperatorCall) -> tuple[Any, ...]:
+    """What calls with one choice have in common."""
+    x = call.x
+    return (call.operator, call.m, call.n, call.k, x.dtype, x.device, call.transposed, capturing(x))
 
 
 class TunedBackend:
@@ -123,9 +112,19 @@ class TunedBackend:
         self.reference = reference
         self.pipelined = pipelined
         self.fused = fused
-        self.answers: dict[tuple[str, str], dict[str, Any]] = {}
-        """By group and key; filled as shapes come."""
-        self._quick: dict[tuple[Any, ...], tuple[str, Plan | None]] = {}
+
+    def decisions(self, group: dist.ProcessGroup) -> Decisions:
+        """What was decided so far for ``group``; filled as shapes come."""
+        tuned = state_of(group).tuned
+        found = tuned.get(self)
+        if found is None:
+            found = tuned[self] = Decisions()
+        return found
+
+    def all_answers(self) -> list[tuple[str, dict[str, Any]]]:
+        """Keys and answers of all groups."""
+        found = [state.tuned[self] for state in all_states() if self in state.tuned]
+        return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Whatever keeps ``fused`` from running."""
@@ -143,120 +142,64 @@ class TunedBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return self._run(self._gather_call(x, weight, group, transposed, bias))
+        return self._run(OperatorCall("all_gather_gemm", x, weight, group, transposed, bias, return_gathered))
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
     ) -> Pending:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return self._run(self._scatter_call(x, weight, group, transposed, async_op))
+        return self._run(OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op))
 
-    def decide(
-        self,
-        operator: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        """Do for such a call of ``operator`` what its first one would do before it runs. A collective call."""
-        if operator == "all_gather_gemm":
-            self._choice(self._gather_call(x, weight, group, transposed, bias))
-        else:
-            self._choice(self._scatter_call(x, weight, group, transposed, async_op=False))
-
-    def _gather_call(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        bias: torch.Tensor | None,
-    ) -> _Call:
-        def run(backend: Any) -> Any:
-            return backend.all_gather_gemm(x, weight, group, transposed=transposed, bias=bias)
-
-        m = x.shape[0] * group.size()
-        n = weight.shape[1] if transposed else weight.shape[0]
-        pipelines = self.pipelined is not None and bias is None
-        return _Call("all_gather_gemm", run, x, m, n, x.shape[1], group, transposed, pipelines)
-
-    def _scatter_call(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, transposed: bool, async_op: bool
-    ) -> _Call:
-        def run(backend: Any) -> Any:
-            return backend.gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
-
-        n = weight.shape[1] if transposed else weight.shape[0]
-        pipelines = self.pipelined is not None
-        return _Call("gemm_reduce_scatter", run, x, x.shape[0], n, x.shape[1], group, transposed, pipelines)
+    def decide(self, call: OperatorCall) -> None:
+        """Do for such a call what its first one would do before it runs. A collective call."""
+        self._choice(call)
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
         return self.fused.all_gather(x, group, async_op=async_op)
 
-    def ready(
-        self,
-        operator: str,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        transposed: bool,
-        shape: tuple[int, ...],
-        bias: bool = False,
-    ) -> ReadyCall | None:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        if weight is None:
-            return self.fused.ready(operator, x, weight, group, transposed, shape)
-        k = x.shape[-1]
-        m = x.numel() // k * (group.size() if operator == "all_gather_gemm" else 1)
-        n = weight.shape[1] if transposed else weight.shape[0]
-        choice = self._quick.get(_kind(operator, x, m, n, k, group, transposed))
-        if choice is None or choice[1] is None or capturing(x):
-            return None
-        return self._with_plan(
-            lambda fused: fused.ready_with_plan(operator, x, weight, group, transposed, shape, bias), choice[1]
-        )
+    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
+        """See :class:`~megatron_flux.ops.backends.base.PreparingBackend`."""
+        if call.weight is None:
+            return self.fused.prepare(call, shape)
+        _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
+        return None if config is None else self.fused.prepare(call, shape, config)
 
-    def _run(self, call: _Call) -> Any:
-        name, plan = self._choice(call)
-        if plan is not None:
-            return self._with_plan(call.run, plan)
-        if name == "pipelined" and call.pipelines:  # no answer for calls that will be captured
+    def _run(self, call: OperatorCall) -> Any:
+        name, config = self._choice(call)
+        if config is not None:
+            return call.run(self.fused, config=config)
+        if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)
 
-    def _with_plan(self, run: Callable[[Any], Any], plan: Plan) -> Any:
-        before, self.fused.plan = self.fused.plan, plan
-        try:
-            return run(self.fused)
-        finally:
-            self.fused.plan = before
+    def _may_pipeline(self, call: OperatorCall) -> bool:
+        return self.pipelined is not None and call.bias is None
 
-    def _choice(self, call: _Call) -> tuple[str, Plan | None]:
+    def _choice(self, call: OperatorCall) -> tuple[str, KernelConfig | None]:
         """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
-        choice = self._quick.get(call.kind)
+        kind, choices = _kind(call), self.decisions(call.group).choices
+        choice = choices.get(kind)
         if choice is None:
             found = self._find(call)
-            choice = found["backend"], Plan(**found["plan"]) if found["plan"] is not None else None
+            choice = found["backend"], KernelConfig(**found["plan"]) if found["plan"] is not None else None
             if not torch.cuda.is_current_stream_capturing():
-                self._quick[call.kind] = choice
+                choices[kind] = choice
         return choice
 
-    def _find(self, call: _Call) -> dict[str, Any]:
+    def _find(self, call: OperatorCall) -> dict[str, Any]:
         """``{"backend", "plan", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in bursts,
         ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
         ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
         """
-        op, x, m, n, k, group = call.op, call.x, call.m, call.n, call.k, call.group
-        link, captured = topology.probe(group, x.device).kind, capturing(x)
+        op, x, m, n, k, group = call.operator, call.x, call.m, call.n, call.k, call.group
+        link, captured, answers = links.probe(group, x.device).kind, capturing(x), self.decisions(group).answers
         shape = (op, m, n, k, x, call.transposed, group.size(), link)
         keys = [describe(*shape, captured=True), describe(*shape)] if captured else [describe(*shape)]
-        found = _first([self.answers.get((group.group_name, key)) for key in keys], captured)
+        found = _first([answers.get(key) for key in keys], captured)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 if group.rank() == 0:
@@ -272,26 +215,25 @@ class TunedBackend:
             found = self._measure(call)
             if found["ms"]:
                 rank_errors.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
-            if call.pipelines and found["ms"] and found["backend"] != "pipelined" and not self._pipelines(group):
+            used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
+            if self._may_pipeline(call) and found["ms"] and not used:
                 self.pipelined.release(group)
-        self.answers[group.group_name, keys[0]] = found
+        answers[keys[0]] = found
         return found
 
     def answer(
         self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup
     ) -> dict[str, Any] | None:
         """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
-        link = topology.probe(group, x.device).kind
+        link = links.probe(group, x.device).kind
         key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
-        return self.answers.get((group.group_name, key))
+        return self.decisions(group).answers.get(key)
 
-    def _pipelines(self, group: dist.ProcessGroup) -> bool:
-        """Whether any call of ``group`` so far runs on ``pipelined``."""
-        return any(
-            name == group.group_name and answer["backend"] == "pipelined" for (name, _), answer in self.answers.items()
-        )
+    def _processes(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The processes that take part in calls of ``group``."""
+        return group
 
-    def _tried(self, call: _Call, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
+    def _tried(self, call: OperatorCall, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
         """``way`` itself after a first call; None if that failed on all ranks. Collective.
 
         Raises:
@@ -302,12 +244,13 @@ class TunedBackend:
             way()
         except Exception as raised:
             error = raised
-        failed = rank_errors.failures(call.group, None if error is None else f"{type(error).__name__}: {error}")
+        processes = self._processes(call.group)
+        failed = rank_errors.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
         if not failed:
             return way
-        words = f"{call.op} m={call.m} n={call.n} k={call.k} with {name}"
+        words = f"{call.operator} m={call.m} n={call.n} k={call.k} with {name}"
         told = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-        if len(failed) < min(call.group.size(), dist.get_world_size()):  # the smaller one: ranks that are made up
+        if len(failed) < processes.size():
             raise OperatorError(
                 f"{words} failed on some ranks ({told}) and not on the others, whose kernels wait for them; set "
                 "MEGATRON_FLUX_TUNE_SECONDS=0 to train without measuring"
@@ -317,26 +260,27 @@ class TunedBackend:
         self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
 
-    def _measure(self, call: _Call) -> dict[str, Any]:
+    def _measure(self, call: OperatorCall) -> dict[str, Any]:
         limit = _seconds()
         if limit <= 0:
             return {"backend": "reference", "plan": None, "ms": {}}
         began = time.monotonic()
-        from megatron_flux.ops.launch.plain import hopper_kernels, sm_count
+        from megatron_flux.ops.launch.operands import hopper_kernels, sm_count
 
-        op, run, x, m, n, k, group = call.op, call.run, call.x, call.m, call.n, call.k, call.group
-        device, mp, tp = x.device, m // group.size(), group.size()
-        ws = hopper_kernels(x, n, k) and (op == "gemm_reduce_scatter" or mp % 128 == 0)
-        ways: dict[str, tuple[Plan | None, Callable[[], Any]]] = {"reference": (None, lambda: run(self.reference))}
-        if call.pipelines and not capturing(x):
+        op, run, x, m, n, k, group = call.operator, call.run, call.x, call.m, call.n, call.k, call.group
+        device, tp = x.device, group.size()
+        ways: dict[str, tuple[KernelConfig | None, Callable[[], Any]]] = {
+            "reference": (None, lambda: run(self.reference))
+        }
+        if self._may_pipeline(call) and not capturing(x):
             way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
             if way is not None:
                 ways["pipelined"] = (None, way)
-        for plan in candidates(op, mp, n, k, tp, sm_count(device), ws):
+        for plan in candidates(op, m // tp, n, k, tp, sm_count(device), hopper_kernels(op, x, n)):
             if not timing.all_agree(time.monotonic() - began <= limit, group, device):
                 break
             name = f"fused {plan.label()}"
-            way = self._tried(call, name, functools.partial(self._with_plan, run, plan))  # compiles
+            way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
             if way is not None:
                 ways[name] = (plan, way)
         timed = {name: way for name, (_, way) in ways.items()}

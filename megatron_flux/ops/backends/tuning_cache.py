@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 
-from megatron_flux.cache import cache_folder
 from megatron_flux.errors import UserError
-from megatron_flux.ops.kernel_config import Plan
-from megatron_flux.settings import sm_margin
+from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.settings import cache_folder, sm_margin
 from megatron_flux.version import __version__
 
 logger = logging.getLogger("megatron_flux")
@@ -83,8 +82,8 @@ def _settings() -> str:
 
 @functools.cache
 def plan_schema() -> str:
-    """Changes with the fields of :class:`~ops.kernel_config.Plan`, so that plans of other fields are not found."""
-    return f"{zlib.crc32(repr([(field.name, field.type) for field in fields(Plan)]).encode()):08x}"
+    """Changes with the fields of :class:`KernelConfig`, so that plans with other fields are not found."""
+    return f"{zlib.crc32(repr([(field.name, field.type) for field in fields(KernelConfig)]).encode()):08x}"
 
 
 def usable(answer: Any) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def usable(answer: Any) -> dict[str, Any]:
             raise ValueError(f"{name} must be an object of milliseconds, not {times!r}")
     if "gemm_ms" in answer and not _number(answer["gemm_ms"]):
         raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
-    known = {field.name: type(field.default) for field in fields(Plan)}
+    known = {field.name: type(field.default) for field in fields(KernelConfig)}
     for name, value in (plan or {}).items():
         if name not in known:
             raise ValueError(f"the plan has an unknown field {name!r}")

@@ -1,4 +1,8 @@
-"""Which calls have been made ready: a table by everything a call depends on (see :mod:`ops.fast_path.replay`)."""
+"""Which calls are prepared: a table by everything that a call depends on, in the state of its group.
+
+Calls that hold slabs go when one of the group's slabs is replaced
+(:attr:`megatron_flux.comm.group_state.GroupState.prepared`).
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_flux.comm import slab
-from megatron_flux.ops import call_events as observe
-from megatron_flux.ops.alignment import is_aligned
-from megatron_flux.ops.backends.base import Backend
+from megatron_flux.comm.group_state import GroupState
+from megatron_flux.ops import call_events
+from megatron_flux.ops.backends.base import Backend, OperatorCall
+from megatron_flux.ops.checks import ALIGNMENT
 
 _ATTEMPTS = 8
-"""Calls of a kind after which a backend that has not made it ready is not asked any more."""
+"""Calls of a kind after which a backend that has not prepared it is not asked any more."""
 
 
 @dataclass(slots=True)
-class Again:
+class Entry:
     """One kind of call."""
 
-    ready: Any
-    """Makes the call: a :class:`~megatron_flux.ops.fast_path.replay.ReadyCall`, or None."""
+    call: Any
+    """Makes it: a :class:`~megatron_flux.ops.fast_path.replay.PreparedCall`, or None."""
     backend: str
     nbytes: int
     """What this rank receives."""
     attempts: int = 0
-
-
-_table: dict[Hashable, Again] = {}
-_generation = -1
 
 
 def key_of(
@@ -39,67 +38,62 @@ def key_of(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    transposed: bool,
     backend: str,
-    *added: torch.Tensor,
+    transposed: bool = False,
+    return_gathered: bool = False,
+    inside: torch.Tensor | None = None,
 ) -> Hashable | None:
-    """What a call depends on, beside contiguity and alignment; None on CPUs and while calls are watched.
+    """What a call depends on, beside group, contiguity and alignment; None on CPUs and while calls are watched.
 
-    ``added``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
+    ``inside``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
     """
-    if not x.is_cuda or observe.watching():
+    if not x.is_cuda or call_events.watching():
         return None
     return (
         operator,
-        group,
         backend,
         transposed,
+        return_gathered,
         x.shape,
         x.dtype,
         x.get_device(),
         None if weight is None else (weight.shape, weight.dtype, weight.get_device()),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device()),
-        *((other.shape, other.dtype, other.get_device()) for other in added),
+        None if inside is None else (inside.shape, inside.dtype, inside.get_device()),
     )
 
 
-def find(key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> Again | None:
-    """The call made ready, if it can be used now."""
-    global _generation
+def find(state: GroupState, key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> Entry | None:
+    """The prepared call, if it can be used now."""
     if key is None:
         return None
-    if _generation != slab.pool.generation:  # what is ready holds slabs, which may have been replaced
-        _table.clear()
-        _generation = slab.pool.generation
-        return None
-    found = _table.get(key)
-    if found is None or found.ready is None or not found.ready.usable():
+    found = state.prepared.get(key)
+    if found is None or found.call is None or not found.call.usable():
         return None
     # Another layer's operands may lie where TMA cannot address them: the way through the backend copies those.
-    return found if is_aligned(x) and (weight is None or is_aligned(weight)) else None
+    if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
+        return None
+    if weight is not None and (weight.data_ptr() % ALIGNMENT or not weight.is_contiguous()):
+        return None
+    return found
 
 
 def remember(
+    state: GroupState,
     key: Hashable | None,
-    operator: str,
     chosen: Backend,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    transposed: bool,
+    call: OperatorCall,
     shape: tuple[int, ...],
     nbytes: int,
-    bias: bool = False,
 ) -> None:
-    """Have the backend that has just made a call make it ready for the next time."""
-    if key is None or not x.is_contiguous():
+    """Have the backend that has just made a call, whose result has ``shape``, prepare it for the next time."""
+    if key is None or not call.x.is_contiguous():
         return
-    found = _table.get(key)
+    found = state.prepared.get(key)
     if found is None:
-        found = _table[key] = Again(None, chosen.name, nbytes)
-    make_ready = getattr(chosen, "ready", None)
-    if make_ready is None or found.attempts >= _ATTEMPTS or (found.ready is not None and found.ready.complete):
+        found = state.prepared[key] = Entry(None, chosen.name, nbytes)
+    prepare = getattr(chosen, "prepare", None)
+    if prepare is None or found.attempts >= _ATTEMPTS or (found.call is not None and found.call.complete):
         return
     found.attempts += 1
-    found.ready = make_ready(operator, x, weight, group, transposed, shape, bias)
+    found.call = prepare(call, shape)

@@ -1,1 +1,3 @@
-"""Launching the fused kernels: plain.py for all GPUs, hopper.py for the warp-specialised ones."""
+"""From operands to launched kernels: operands.py (what a call is made of), plain.py (a call from beginning to end, and
+the kernels for all GPUs), hopper.py (the warp-specialised kernels).
+"""

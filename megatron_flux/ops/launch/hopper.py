@@ -1,4 +1,8 @@
-"""Launching the warp-specialised Hopper kernels. Imports Gluon; only :mod:`megatron_flux.ops.launch.plain` uses it."""
+"""Launching the warp-specialised Hopper kernels. Imports Gluon; only :mod:`megatron_flux.ops.launch.plain` uses it.
+
+The first launch of a kind goes through Triton; what it found out is kept with the slab, and later ones only put in the
+operands' addresses (:mod:`megatron_flux.kernels.launch`).
+"""
 
 from __future__ import annotations
 
@@ -9,183 +13,137 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Slab, Turn
+from megatron_flux.comm.copy_engine import view
+from megatron_flux.comm.graph_capture import turn_arguments
+from megatron_flux.kernels import launch as kernel_launch
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
-from megatron_flux.ops.kernel_config import Plan, cdiv
+from megatron_flux.ops.kernel_config import cdiv
+from megatron_flux.ops.launch.operands import DTYPES, Call
 
-TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 PIECE = 64
 SM_FLOP_PER_NS = 5300
 """What one SM of an H200 multiplies in a nanosecond, in the long run."""
 
 
-def all_gather_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    c: torch.Tensor,
-    work: Slab,
-    turn: Turn,
-    gathered: torch.Tensor,
-    plan: Plan,
-    sms: int,
-    transposed: bool,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Fill ``c`` ``[m, n]`` for x ``[mp, k]``; ``mp`` must be a multiple of the tile's rows.
+def all_gather_gemm(call: Call, gathered: torch.Tensor) -> None:
+    """Fill ``call.out``; the rows of x must be a multiple of the tile's.
 
-    The caller allocates, takes the turn and enqueues the copies.
+    The caller allocates, takes the turn and enqueues the copies. Without ``return_gathered`` the rank's own rows are
+    not copied into ``gathered``: the kernel reads them from x.
     """
-    mp, k = x.shape
-    tp, rank, n = work.group.size(), work.rank, c.shape[1]
-    key = ag_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms, bias is not None)
+    x, work, turn, config, bias = call.x, call.work, call.turn, call.config, call.bias
+    (mp, k), n = x.shape, call.out.shape[1]
+    variant = (x.dtype, call.transposed, config, call.sms, bias is not None, call.return_gathered)
+    key = ag_key(turn.half, mp, n, k, *variant)
 
-    def launch() -> relaunch.Launch:
-        push = plan.comm > 0
-        edges = plan.edges(k)
-        chunk_k = plan.chunk_k(k) if push else edges.columns or cdiv(k, plan.bk) * plan.bk
+    def launch() -> kernel_launch.Launch:
+        pushes, edges = config.comm > 0, config.edges(k)
+        chunk_k = config.chunk_k(k) if pushes else edges.columns or cdiv(k, config.bk) * config.bk
         arguments = (
-            _desc(gathered, plan.bm, plan.bk),
-            _desc(x, plan.bm, plan.bk),
-            _weight(weight, plan, transposed),
-            _desc(c, plan.bm, PIECE),
+            _descriptor(gathered, config.bm, config.bk),
+            _descriptor(x, config.bm, config.bk),
+            _descriptor(call.weight, *call.weight_box()),
+            _descriptor(call.out, config.bm, PIECE),
             x,
             x if bias is None else bias,
             work.data_table,
             work.flag_table,
-            work.flags[rank],
-            work.ctrl,
-            work.epochs,
-            work.alarm.words,
-            work.alarm.limit,
-            turn.half,
-            turn.next_half,
-            turn.half * FLAG_WORDS + ENTER_WORDS,
+            work.flags[work.rank],
+            *turn_arguments(work, turn),
             turn.half * (work.half_bytes // x.element_size()),
             n,
             k,
             mp,
             chunk_k,
-            rank,
+            work.rank,
         )
         constants = {
-            "TP": tp,
-            "BM": plan.bm,
-            "BN": plan.bn,
-            "BK": plan.bk,
-            "GROUP": plan.group,
+            **call.constants(),
+            "GROUP": config.group,
             "KCH": cdiv(k, chunk_k),
             "WIDTH": 1024,
-            "PUSH": push,
-            "SPAN": plan.span,
+            "PUSH": pushes,
+            "SPAN": config.span,
             "EARLY": edges.early,
             "LATE": edges.late,
-            "KEEP": True,
-            "CTAS": sms,
-            "STAGES": plan.stages,
-            "RING": plan.ring,
-            "TRANSPOSED": transposed,
+            "KEEP": call.return_gathered,
+            "STAGES": config.stages,
+            "RING": config.ring,
             "BIAS": bias is not None,
-            "DTYPE": TYPES[x.dtype],
         }
-        return relaunch.by_triton(hopper_ag_gemm_kernel, sms, *arguments, **constants, num_warps=8), arguments
+        return kernel_launch.by_triton(hopper_ag_gemm_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
-    operands = {"xd": x, "b": weight, "c": c, "x": x} | ({} if bias is None else {"bias": bias})
-    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, **operands)
+    operands = {"xd": x, "b": call.weight, "c": call.out, "x": x} | ({} if bias is None else {"bias": bias})
+    kernel_launch.first_or_again(work.kernels, key, call.sms, launch, x.device.index, **operands)
+
+
+def gemm_reduce_scatter(call: Call) -> None:
+    """As :func:`all_gather_gemm`, of any number of rows."""
+    x, work, turn, config = call.x, call.work, call.turn, call.config
+    (mp, n), k = call.out.shape, x.shape[1]
+    key = rs_key(turn.half, mp, n, k, x.dtype, call.transposed, config, call.sms)
+
+    def launch() -> kernel_launch.Launch:
+        space = call.workspaces()[work.rank]
+        arguments = (
+            _descriptor(x, config.bm, config.bk),
+            _descriptor(call.weight, *call.weight_box()),
+            *_sinks(call),
+            work.flag_table,
+            work.flags[work.rank],
+            space,
+            call.out,
+            *turn_arguments(work, turn),
+            turn.half * (space.shape[0] // 2),
+            n,
+            cdiv(k, config.bk),
+            mp,
+            work.rank,
+            2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS),
+        )
+        constants = {
+            **call.constants(),
+            "BAND": config.band,
+            "STAGES": config.stages,
+            "RING": config.ring,
+            "PIECES": 4,
+        }
+        return kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
+
+    operands = {"a": x, "b": call.weight, "out": call.out}
+    kernel_launch.first_or_again(work.kernels, key, call.sms, launch, x.device.index, **operands)
 
 
 def ag_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """Of a kernel's relaunch in ``work.views``; others: dtype, transposed, plan, SMs, whether it adds a bias."""
+    """Of a kernel that has been launched on a slab; others: dtype, transposed, config, SMs, whether it adds a bias,
+    whether it copies the own rows.
+    """
     return ("ag", half, mp, n, k, *others)
 
 
 def rs_key(half: int, mp: int, n: int, k: int, *others: object) -> tuple[object, ...]:
-    """As :func:`ag_key`; never a bias."""
+    """As :func:`ag_key`, without the last two."""
     return ("rs", half, mp, n, k, *others)
 
 
-def gemm_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    work: Slab,
-    turn: Turn,
-    plan: Plan,
-    sms: int,
-    transposed: bool,
-) -> None:
-    """Fill ``out`` ``[mp, n]`` for x ``[m, k]``; as :func:`all_gather_gemm`."""
-    k = x.shape[1]
-    tp, rank = work.group.size(), work.rank
-    mp, n = out.shape
-    key = rs_key(turn.half, mp, n, k, x.dtype, transposed, plan, sms)
+def _sinks(call: Call) -> list[Any]:
+    """Every step's destination as a descriptor, None beyond the group's ranks."""
+    work, config = call.work, call.config
+    tp = work.tp
 
-    def launch() -> relaunch.Launch:
-        space, sinks = _sinks(work, plan, x.dtype)
-        arguments = (
-            _desc(x, plan.bm, plan.bk),
-            _weight(weight, plan, transposed),
-            *sinks,
-            work.flag_table,
-            work.flags[rank],
-            space,
-            out,
-            work.ctrl,
-            work.epochs,
-            work.alarm.words,
-            work.alarm.limit,
-            turn.half,
-            turn.next_half,
-            turn.half * FLAG_WORDS + ENTER_WORDS,
-            turn.half * (space.shape[0] // 2),
-            n,
-            cdiv(k, plan.bk),
-            mp,
-            rank,
-            2 * plan.bm * plan.bn * k * plan.spread // (100 * SM_FLOP_PER_NS),
-        )
-        constants = {
-            "TP": tp,
-            "BM": plan.bm,
-            "BN": plan.bn,
-            "BK": plan.bk,
-            "BAND": plan.band,
-            "CTAS": sms,
-            "STAGES": plan.stages,
-            "RING": plan.ring,
-            "PIECES": 4,
-            "TRANSPOSED": transposed,
-            "DTYPE": TYPES[x.dtype],
-        }
-        return relaunch.by_triton(hopper_gemm_rs_kernel, sms, *arguments, **constants, num_warps=8), arguments
+    def make() -> list[Any]:
+        spaces = call.workspaces()
+        return [_descriptor(spaces[(work.rank + 1 + step) % tp], config.bm, PIECE) for step in range(tp)]
 
-    relaunch.first_or_again(work.views, key, sms, launch, x.device.index, a=x, b=weight, out=out)
+    return view(work.descriptors, ("partials by step", config.bm, config.bn, call.x.dtype), make) + [None] * (8 - tp)
 
 
-def _sinks(work: Slab, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:
-    """The rank's workspace ``[rows, bn]``, and every step's destination as a descriptor (None beyond ``tp``)."""
-    key = ("hopper sinks", plan.bm, plan.bn, dtype)
-    found = work.views.get(key)
-    if found is None:
-        tp = work.group.size()
-        rows = 2 * work.half_bytes // (plan.bn * dtype.itemsize)
-        spaces = [data.view(dtype).view(rows, plan.bn) for data in work.data]
-        sinks = [_desc(spaces[(work.rank + 1 + step) % tp], plan.bm, PIECE) for step in range(tp)]
-        found = work.views[key] = (spaces[work.rank], sinks + [None] * (8 - tp))
-    return found
-
-
-def _weight(weight: torch.Tensor, plan: Plan, transposed: bool) -> TensorDescriptor:
-    return _desc(weight, plan.bk, plan.bn) if transposed else _desc(weight, plan.bn, plan.bk)
-
-
-def _desc(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()), [rows, cols], _layout(rows, cols, tensor.dtype)
-    )
+def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    layout = _layout(rows, cols, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols], layout)
 
 
 @functools.cache
 def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], DTYPES[dtype])

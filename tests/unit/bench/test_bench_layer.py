@@ -33,7 +33,7 @@ def test_defaults_are_the_documented_workloads() -> None:
     ]  # fmt: skip
     assert config.arms == ARMS
     assert (config.tp, config.device) == (8, "cuda")
-    assert config.processes == 8
+    assert (config.layout().tp, config.layout().pp) == (8, 1)
 
 
 def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:

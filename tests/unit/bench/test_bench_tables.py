@@ -13,7 +13,7 @@ import pytest
 from megatron_flux.bench import choices, plot, table
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends.tuning_cache import describe
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 
 STORED = Path(__file__).parents[3] / "results" / "ops-h200x4-nvlink-triton"
 
@@ -99,7 +99,7 @@ def test_keys_of_earlier_versions_stand_beside_those_of_this_one() -> None:
     assert len([line for line in lines if "8 x 6 x 4" in " ".join(line.split())]) == 2
 
 
-def answer(backend: str = "fused", plan: Plan | None = None, **ms: float) -> dict[str, Any]:
+def answer(backend: str = "fused", plan: KernelConfig | None = None, **ms: float) -> dict[str, Any]:
     return {"backend": backend, "plan": plan and asdict(plan), "ms": ms}
 
 
@@ -119,7 +119,7 @@ def test_the_tuners_own_keys_are_understood() -> None:
 def test_what_won_by_less_than_the_margin_was_not_chosen() -> None:
     """The fastest time in an answer is not always its choice."""
     assert choices.chosen(answer("reference", reference=1.0, pipelined=0.995)) == "reference"
-    assert choices.chosen(answer("fused", Plan(band=2), **{"fused band=2": 1.0})) == "fused band=2"
+    assert choices.chosen(answer("fused", KernelConfig(band=2), **{"fused band=2": 1.0})) == "fused band=2"
 
 
 def test_a_plan_of_another_version_is_said_to_be_one() -> None:

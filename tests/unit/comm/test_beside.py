@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm import beside
-from megatron_flux.comm.beside import ALONE, Beside
+from megatron_flux.comm import links
+from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.ops.backends.fused import limit
 
 OTHERS, HIGH = Beside(others=True, high_priority=False), Beside(others=False, high_priority=True)
@@ -74,4 +74,4 @@ def no_backend(device: torch.device) -> None:
     ],
 )
 def test_priority_is_read_from_the_groups_options(group: Any, high: bool) -> None:
-    assert beside._has_high_priority(group) is high
+    assert links._has_high_priority(group) is high

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.comm.poison import broken_off, unbroken
-from megatron_flux.comm.slab import Slab
+from megatron_flux.comm.slab import CopyStream, Slab, broken_off, unbroken
 from megatron_flux.errors import OperatorError
 
 
@@ -29,7 +28,7 @@ def alarm(monkeypatch: pytest.MonkeyPatch) -> watch.Alarm:
 
 def slab(alarm: watch.Alarm, *, captured: bool) -> Slab:
     empty = torch.empty(0)
-    return Slab(None, 0, captured, [], [], empty, empty, empty, empty, alarm)  # type: ignore[arg-type]
+    return Slab(2, 1, 0, captured, [], [], empty, empty, empty, empty, alarm)
 
 
 def test_every_further_call_is_told_which_one_was_broken_off(
@@ -126,7 +125,7 @@ def test_the_branch_of_the_copies_joins_the_capture(
     )
     monkeypatch.setattr(torch, "_assert_async", lambda *of: None)
     work = slab(alarm, captured=True)
-    work.views["side",] = ("copies", None, None)
+    work.side = CopyStream("copies", None, None)  # type: ignore[arg-type]
     work.begin_captured(7)
     broken_off(work, "all_gather_gemm", RuntimeError())
     assert joined == ([("main", "copies")] if branched else [])

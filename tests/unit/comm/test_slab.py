@@ -55,9 +55,9 @@ class Streams:
 @pytest.fixture
 def captured_slab() -> Slab:
     device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
-    alarm: Any = SimpleNamespace(message=lambda: None)
+    alarm: Any = SimpleNamespace(view=[0])
     empty = torch.empty(0)
-    return Slab(None, 0, True, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
+    return Slab(2, 0, 0, True, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
 
 
 def test_captured_mode_orders_streams_outside_of_captures(captured_slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +11,18 @@ import pytest
 import torch
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.slab import MIB, Slab, SlabPool
+from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.slab import MIB, Slab
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def eager_slab() -> Slab:
     device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
-    alarm: Any = SimpleNamespace(message=lambda: None)
+    alarm: Any = SimpleNamespace(view=[0])
     empty = torch.empty(0)
-    return Slab(None, 0, False, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
+    return Slab(2, 0, 0, False, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
 
 
 def test_eager_calls_follow_a_change_of_stream(eager_slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,26 +52,51 @@ class Group:
         self.group_name = name
 
 
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_a_slab_belongs_to_one_group_whatever_its_name(monkeypatch: pytest.MonkeyPatch, in_graphs: bool) -> None:
-    closed: list[Any] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Slabs that were made, without memory."""
+    found: list[Any] = []
 
     def make(group: Any, half_bytes: int, device: torch.device, captured: bool) -> Any:
-        made = SimpleNamespace(group=group, half_bytes=half_bytes, in_graphs=False)
-        made.alarm = SimpleNamespace(close=lambda: closed.append(made))
-        return made
+        work = SimpleNamespace(half_bytes=half_bytes, in_graphs=False, closed=False)
+        work.alarm = SimpleNamespace(close=lambda: setattr(work, "closed", True))
+        found.append(work)
+        return work
 
-    monkeypatch.setattr(slab, "_make", make)
-    pool, device = SlabPool(), torch.device("cpu")
+    monkeypatch.setattr(slab, "make", make)
+    return found
+
+
+def test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it(made: list[Any]) -> None:
     first, second = Group("tp"), Group("tp")
-    old: Any = pool.get(first, "gemm", MIB, device, False)  # type: ignore[arg-type]
-    old.in_graphs = in_graphs
-    assert pool.get(first, "gemm", MIB, device, False) is old  # type: ignore[arg-type]
-    generation = pool.generation
-    new: Any = pool.get(second, "gemm", MIB, device, False)  # type: ignore[arg-type]
-    assert new is not old
-    assert new.group is second
-    assert pool.generation > generation, "calls that were made ready hold the old one"
-    assert closed == [old], "nobody watches a destroyed group's alarm"
-    assert pool._kept == [], "its graphs can never be replayed again"
-    assert pool.get(second, "gemm", MIB, device, False) is new  # type: ignore[arg-type]
+    state = state_of(first)  # type: ignore[arg-type]
+    assert state_of(first) is state  # type: ignore[arg-type]
+    old = state.slab("gemm", MIB, CPU, False)
+    assert state.slab("gemm", MIB, CPU, False) is old
+    assert state_of(second) is not state  # type: ignore[arg-type]
+    assert state_of(second).slab("gemm", MIB, CPU, False) is not old  # type: ignore[arg-type]
+    held, before = weakref.ref(state), len(all_states())
+    del state, old, first
+    made.clear()
+    gc.collect()
+    assert held() is None
+    assert len(all_states()) == before - 1
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_a_larger_call_replaces_the_slab_and_what_was_prepared_on_it(made: list[Any], in_graphs: bool) -> None:
+    group = Group("tp")
+    state = state_of(group)  # type: ignore[arg-type]
+    small = state.slab("gemm", MIB, CPU, False)
+    small.in_graphs = in_graphs
+    state.prepared["a call"] = object()
+    other = state.slab("gather", MIB, CPU, False)
+    assert state.prepared == {}, "which of them hold a slab that is replaced is not known"
+    state.prepared["a call"] = object()
+    large = state.slab("gemm", 8 * MIB, CPU, False)
+    assert large is not small
+    assert state.prepared == {}
+    assert state.slab("gemm", MIB, CPU, False) is large
+    assert state.slab("gather", MIB, CPU, False) is other
+    assert state.kept_slabs == ([small] if in_graphs else []), "graphs hold its addresses"
+    assert small.closed is not in_graphs, "its waits are watched as long as they may come"

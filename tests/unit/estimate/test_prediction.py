@@ -13,7 +13,7 @@ from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import DEVICES, device_named
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.layer import NOTHING, Layer, Phase, column_backward, predict_layer
+from megatron_flux.estimate.layer import Layer, Phase, column_backward, predict_layer
 from megatron_flux.estimate.memory import flux_workspace, layer_activations, predict_memory, stage_parameters
 from megatron_flux.estimate.prediction import predict_options, why_stock
 from megatron_flux.estimate.rates import Calibration, Rates
@@ -33,8 +33,8 @@ def plan(**options: Any) -> dict[str, Any]:
 
 
 def flat_stages(pp: int, ms: float) -> list[Stage]:
-    layer = Layer(Phase(ms / 3, 0.0, 0.0), Phase(2 * ms / 3, 0.0, 0.0))
-    return [Stage(layer, Layer(NOTHING, NOTHING), 0.0)] * pp
+    layer = Layer(Phase(ms / 3), Phase(2 * ms / 3))
+    return [Stage(layer, Layer(), 0.0)] * pp
 
 
 # --- pipeline, arXiv 2104.04473

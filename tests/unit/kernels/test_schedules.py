@@ -1,4 +1,4 @@
-"""The tile schedules of the warp-specialised kernels, which no interpreter runs: their own Python, on plain numbers."""
+"""The tile schedules: the kernels' own Python, on plain numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
+from megatron_flux.kernels import device
 from megatron_flux.kernels.hopper import ag_gemm as hopper_ag_gemm
-from megatron_flux.kernels.hopper import gemm_rs as hopper_gemm_rs
 
 GL = SimpleNamespace(minimum=min)
 
@@ -22,9 +22,9 @@ def plain(module: Any, name: str, **more: Any) -> Any:
     return FunctionType(code, {"gl": GL, **more})
 
 
-raster = plain(hopper_ag_gemm, "_raster")
-gather_place = plain(hopper_ag_gemm, "_place", _raster=raster)
-scatter_place = plain(hopper_gemm_rs, "_place")
+raster = plain(device, "raster", min=min)
+gather_place = plain(hopper_ag_gemm, "_place", raster=raster)
+scatter_place = plain(device, "scatter_place")
 
 
 def gathered_tiles(rank: int, tp: int, own: int, npn: int, group: int, span: int, push: bool) -> list[tuple[int, ...]]:

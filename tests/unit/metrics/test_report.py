@@ -203,11 +203,11 @@ def captions(folder: Path) -> dict[str, str]:
 
 
 NOT_RECORDED = {
-    "Where the time goes": "no step of this run was traced; --profile-steps traces some",
-    "Overlap efficiency per operator": "no step of this run sampled its operators",
-    "Slowest ranks": "no step of this run sampled its ranks",
-    "Clocks and power": "no step of this run sampled its GPUs",
-    "Throttling": "no step of this run sampled its GPUs",
+    "Where the time goes": "--profile-steps",
+    "Overlap efficiency per operator": "sampled its operators",
+    "Slowest ranks": "sampled its ranks",
+    "Clocks and power": "sampled its GPUs",
+    "Throttling": "sampled its GPUs",
 }
 
 
@@ -224,19 +224,22 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         item |= {"peak-memory-bytes": None, "lm loss": 3.0}
     arms["flux"][3]["lm loss"] = math.nan
     folder = write_run(tmp_path, arms, INFO)
-    assert captions(folder) == {
-        "loss-difference": "The lm loss is identical in 17 iterations of 18. No finite difference in 1 iteration.",
-        "grad-norm-difference": "The grad-norm is identical in 18 iterations of 18.",
-        "memory": "Peak memory is not known: arms on CPUs share the memory of their processes.",
-        "fallbacks": "None: every patched layer ran flux in every step.",
+    expected = {
+        "loss-difference": r"identical in 17 iterations of 18\..* in 1 iteration",
+        "grad-norm-difference": "identical in 18 iterations of 18",
+        "memory": "not known: .*CPUs",
+        "fallbacks": "None",
         **NOT_RECORDED,
     }
+    found = captions(folder)
+    assert set(found) == set(expected)
+    assert [name for name, fact in expected.items() if not re.search(fact, found[name])] == []
     shown = page(folder)
     assert "memory" not in shown.figures
     assert "Peak memory is not known" in shown.text
     loss = next(trace for trace in shown.figures["loss"]["data"] if trace["name"] == "flux")
     assert loss["y"][3] is None
-    assert "The flux lm loss is not finite in 1 iteration." in shown.text
+    assert "flux lm loss is not finite in 1 iteration" in shown.text
 
 
 def test_missing_arm_is_said_in_the_report(tmp_path: Path) -> None:
@@ -250,7 +253,7 @@ def test_missing_arm_is_said_in_the_report(tmp_path: Path) -> None:
 def test_killed_run_is_computed_from_its_records(run: Path) -> None:
     (run / "summary.json").unlink()
     shown = page(run)
-    assert "There is no summary.json" in shown.text
+    assert "no summary.json" in shown.text
     assert "flux 1.11x" in shown.text
     assert "2.13.0" in shown.text
 
@@ -287,10 +290,15 @@ def test_damaged_files_are_said_in_the_report(run: Path) -> None:
     text = page(run).text
     assert "config.json is not JSON" in text
     assert "summary.json is not JSON" in text
-    assert "flux/breakdown.json has no parts in ms: left out." in text
+    assert "flux/breakdown.json has no parts" in text
     assert "flux/metrics.jsonl: line 5 is damaged and left out" in text
-    assert "flux/metrics.jsonl: line 18 is cut off and left out (its writer was killed)." in text
-    assert "The baseline has 18 iterations and flux 16; the curves are compared over the 16 that both have." in text
+    assert "flux/metrics.jsonl: line 18 is cut off" in text
+    assert re.search("18 iterations and flux 16; .* the 16 that both have", text)
+
+
+def test_a_damaged_configuration_leaves_what_the_summary_knows(run: Path) -> None:
+    (run / "config.json").write_text("{")
+    assert load(run).summary["versions"] == {"torch": "2.13.0"}
 
 
 def test_empty_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb.util import get_core_path
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import WandbMirror, wandb_mirror
@@ -27,8 +28,9 @@ def mirror(mode: str, folder: Path, job_type: str = "flux", **more: Any) -> Wand
 
 
 def inspect(path: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    """What ``wandb leet inspect`` prints, without starting Python and wandb's command line for it."""
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", *options, "--run-file", str(path)]
+    done = subprocess.run([*command, str(path.parent.parent)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +56,19 @@ def report(*words: object, server: Server | None = None, key: str | None = None)
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_sync_then_dashboards(run: Path) -> None:
+    # A killed job's file ends within a record.
+    (cut,) = (run / "flux").rglob("run-*.wandb")
+    os.truncate(cut, cut.stat().st_size - 10)
+    os.utime(cut, (0, 0))
     with serving() as server:
         code, output, errors = report("sync", run, server=server, key=KEY)
         assert code == 0, errors
         assert output.count("sent ") == 2
+        (line,) = (line for line in output.splitlines() if "without its last record" in line)
+        assert cut.parent.name in line
         assert sorted(sent["jobType"] for sent in server.runs.values() if sent.get("jobType")) == ["baseline", "flux"]
         assert sorted(len(lines) for lines in server.history.values()) == [5, 5]
-        assert list(sync([run])) == ["2 of 2 runs are in wandb already"]
-
-        # A killed job's file ends within a record.
-        (file,) = (run / "flux").rglob("run-*.wandb")
-        file.with_suffix(".wandb.synced").unlink()
-        os.truncate(file, file.stat().st_size - 10)
-        os.utime(file, (0, 0))
-        server.history.clear()
-        code, output, errors = report("sync", run, server=server, key=KEY)
-        assert code == 0, errors
-        assert "without its last record, which a killed process left incomplete" in output
-        assert [len(lines) for lines in server.history.values()] == [5]
         assert list(sync([run])) == ["2 of 2 runs are in wandb already"]
 
         code, output, errors = report("wandb", run, server=server, key=KEY)
@@ -116,16 +110,35 @@ def test_sync_lists_without_a_login(run: Path) -> None:
     assert [line.split("/")[-1][:12] for line in lines] == ["offline-run-"] * 2
 
 
-def test_refused_without_a_login_or_a_network(run: Path) -> None:
+@pytest.fixture
+def logged_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """wandb as it begins in a new process that finds no login."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_refused_without_a_login(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as server:
-        code, _, errors = report("sync", run, server=server)
-    assert code == 2
-    assert f"report sync needs a login to {server.url}, and there is none; run `wandb login`" in errors
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        with pytest.raises(UserError, match=f"report sync needs a login to {server.url}, .*; run `wandb login`"):
+            list(sync([run]))
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_refused_without_a_network(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as server:
+        pass  # it is gone now
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
     for file in run.rglob("run-*.wandb"):
         file.with_suffix(".wandb.synced").touch()
-    code, _, errors = report("wandb", run, server=server, key=KEY)  # which is gone now
-    assert code == 2
-    assert f"report wandb needs {server.url}, which cannot be reached from here (ConnectionError)" in errors
+    with pytest.raises(UserError, match=f"report wandb needs {server.url}, which cannot be reached from here"):
+        save([run])
 
 
 def test_refused_when_told_to_stay_offline(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

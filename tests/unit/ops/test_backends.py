@@ -10,8 +10,8 @@ import torch
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import pipelined, registry
-from megatron_flux.ops.counters import OpStats
+from megatron_flux.ops.backends import async_tp, registry
+from megatron_flux.ops.call_events import OpStats
 from tests.unit.groups import group_of
 
 
@@ -94,7 +94,6 @@ def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
     ("link", "untested"),
     [
         (topology.Link("nvlink", ""), False),
-        (topology.Link("nvlink stand-in", ""), False),
         (topology.Link("p2p", "no NVLink between GPU 0 and GPU 1"), True),
     ],
 )
@@ -133,10 +132,9 @@ def test_counters() -> None:
 
 def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a warm-up, when nobody asks for its limits any more."""
-    monkeypatch.setattr(registry, "_selected", {})
-    monkeypatch.setattr(pipelined.topology, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
-    monkeypatch.setattr(pipelined.importlib, "import_module", lambda name: pytest.fail("it ran"))
-    monkeypatch.setattr(pipelined.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
+    monkeypatch.setattr(async_tp.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
+    monkeypatch.setattr(async_tp.importlib, "import_module", lambda name: pytest.fail("it ran"))
+    monkeypatch.setattr(async_tp.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
     x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     group = group_of(2)
     for capturing in (False, True):

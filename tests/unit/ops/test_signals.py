@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_flux
-from megatron_flux.ops.launch.signals import kept
+from megatron_flux.kernels.signals import kept
 from megatron_flux.train.stop import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
@@ -30,9 +30,8 @@ SIG_IGN = 1
 
 COMPILES = """
 import os, signal, sys
-sys.path.insert(0, {folder!r})
-import compile_hopper
-from megatron_flux.ops.fast_path import kernel_launch as relaunch
+from tests.unit.kernels import compiled
+from megatron_flux.kernels import launch as relaunch
 heard = []
 signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 for number in signals:
@@ -40,7 +39,7 @@ for number in signals:
 
 class Kernel:
     def __getitem__(self, grid):
-        return lambda: compile_hopper.build("gemm_rs", {{}})
+        return lambda: compiled.hopper("gemm_rs", {})
 
 relaunch.by_triton(Kernel(), 132)
 for number in signals:
@@ -196,8 +195,9 @@ def test_a_compile_leaves_handlers(tmp_path: Path) -> None:
     """In a process of its own, and afresh: LLVM comes into it when nothing lies in the cache."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILES.format(folder=str(Path(__file__).parents[1] / "kernels"))],
-        capture_output=True, text=True, timeout=120, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-c", COMPILES],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-3000:]
     assert list(tmp_path.rglob("*.cubin"))
@@ -211,4 +211,4 @@ def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:
         for file in package.rglob("*.py")
         for match in re.finditer(r"\w*kernel\[.+?\](?=\()", file.read_text())
     }
-    assert launches == {("ops/fast_path/kernel_launch.py", "kernel[(grid,)]")}
+    assert launches == {("kernels/launch.py", "kernel[(grid,)]")}

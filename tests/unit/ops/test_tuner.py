@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
@@ -20,7 +21,7 @@ from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.kernel_config import KernelConfig
 
 
 class Group:
@@ -34,20 +35,23 @@ class Group:
 
 
 class Recorder:
-    """A backend that says it was called, and with which plan."""
+    """A backend that says it was called, and with which configuration."""
 
     def __init__(self, name: str, log: list[Any]) -> None:
-        self.name, self.log, self.plan = name, log, None
+        self.name, self.log = name, log
 
-    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Any:
-        self.log.append((self.name, self.plan))
+    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any) -> Any:
+        self.log.append((self.name, config))
         return x, x
 
-    def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **_: Any) -> Pending:
-        self.log.append((self.name, self.plan))
+    def gemm_reduce_scatter(
+        self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any
+    ) -> Pending:
+        self.log.append((self.name, config))
         return Pending(x)
 
 
+GROUP: Any = Group()
 X, W = torch.zeros(8, 4), torch.zeros(6, 4)
 
 
@@ -55,7 +59,7 @@ X, W = torch.zeros(8, 4), torch.zeros(6, 4)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
-    monkeypatch.setattr(tuner.topology, "probe", lambda group, device: Link("nvlink", ""))
+    monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("nvlink", ""))
     monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
     monkeypatch.setattr(tuner.rank_errors, "failures", lambda group, mine: {} if mine is None else {0: mine})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -66,11 +70,15 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
 
 
 def call(backend: TunedBackend) -> Any:
-    backend.gemm_reduce_scatter(X, W, Group(), transposed=False, async_op=False).wait()
+    backend.gemm_reduce_scatter(X, W, GROUP, transposed=False, async_op=False).wait()
     return backend.log[-1]
 
 
-def keep(backend: str, plan: Plan | None) -> None:
+def forget(backend: TunedBackend) -> None:
+    state_of(GROUP).tuned.pop(backend, None)
+
+
+def keep(backend: str, plan: KernelConfig | None) -> None:
     key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink")
     store(tuning_cache.cache_path(), key, {"backend": backend, "plan": plan and asdict(plan), "ms": {backend: 1.0}})
 
@@ -86,13 +94,12 @@ def test_a_kept_answer_is_taken(tuned: TunedBackend, name: str) -> None:
 
 
 def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
-    keep("fused", Plan(reducers=7))
-    assert call(tuned) == ("fused", Plan(reducers=7))
-    assert tuned.fused.plan is None
+    keep("fused", KernelConfig(reducers=7))
+    assert call(tuned) == ("fused", KernelConfig(reducers=7))
 
 
 def gather(backend: TunedBackend, bias: torch.Tensor | None) -> Any:
-    backend.all_gather_gemm(X, W, Group(), transposed=False, bias=bias)
+    backend.all_gather_gemm(X, W, GROUP, transposed=False, bias=bias)
     return backend.log[-1]
 
 
@@ -112,16 +119,14 @@ def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_
     (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert (answer["backend"], list(answer["ms"])) == ("reference", ["reference"])
     tuning_cache.cache_path().unlink()
-    tuned.answers.clear()
-    tuned._quick.clear()
+    forget(tuned)
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == ("pipelined", None)
     assert gather(tuned, torch.zeros(6)) == ("reference", None)
     with captured_calls():
         assert gather(tuned, None) == ("reference", None), "it cannot be captured"
         tuning_cache.cache_path().unlink()
-        tuned.answers.clear()
-        tuned._quick.clear()
+        forget(tuned)
         assert gather(tuned, None) == ("reference", None)
     (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert list(answer["ms"]) == ["reference"], "it is not measured for calls that will be captured"
@@ -134,7 +139,7 @@ def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:
 
 
 def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
-    keep("fused", Plan())
+    keep("fused", KernelConfig())
     call(tuned)
     tuning_cache.cache_path().unlink()
     assert call(tuned)[0] == "fused"
@@ -143,7 +148,7 @@ def test_the_file_is_read_once_per_shape(tuned: TunedBackend) -> None:
 def test_capture_measures_nothing_and_remembers_nothing(
     tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keep("fused", Plan())
+    keep("fused", KernelConfig())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert call(tuned)[0] == "reference"
     assert "gemm_reduce_scatter m=8 n=6 k=4 was never run before this CUDA graph's capture" in caplog.text
@@ -154,13 +159,12 @@ def test_capture_measures_nothing_and_remembers_nothing(
 
 
 def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: TunedBackend) -> None:
-    keep("fused", Plan(reducers=7))
+    keep("fused", KernelConfig(reducers=7))
     with captured_calls():
-        assert call(tuned) == ("fused", Plan(reducers=7))
-        assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, Group())["backend"] == "fused"
+        assert call(tuned) == ("fused", KernelConfig(reducers=7))
+        assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, GROUP)["backend"] == "fused"
     tuning_cache.cache_path().unlink()
-    tuned.answers.clear()
-    tuned._quick.clear()
+    forget(tuned)
     keep("pipelined", None)
     assert call(tuned) == ("pipelined", None)
     with captured_calls():
@@ -169,15 +173,14 @@ def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: Tuned
 
 def test_calls_that_will_be_captured_keep_their_answer_for_themselves(tuned: TunedBackend) -> None:
     key = describe("gemm_reduce_scatter", 8, 6, 4, X, False, 2, "nvlink", captured=True)
-    store(tuning_cache.cache_path(), key, {"backend": "fused", "plan": asdict(Plan(reducers=3)), "ms": {}})
+    store(tuning_cache.cache_path(), key, {"backend": "fused", "plan": asdict(KernelConfig(reducers=3)), "ms": {}})
     assert call(tuned) == ("reference", None)
-    keep("fused", Plan(reducers=7))
+    keep("fused", KernelConfig(reducers=7))
     with captured_calls():
         assert call(tuned) == ("reference", None)  # as before in this process
-        tuned.answers.clear()
-        tuned._quick.clear()
-        assert call(tuned) == ("fused", Plan(reducers=3))
-    assert call(tuned) == ("fused", Plan(reducers=7))
+        forget(tuned)
+        assert call(tuned) == ("fused", KernelConfig(reducers=3))
+    assert call(tuned) == ("fused", KernelConfig(reducers=7))
 
 
 def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +282,10 @@ def test_each_way_runs_by_itself_for_a_while(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(timing, "burst", burst)
     ways = {"slow": lambda: "slow", "quick": lambda: "quick"}
-    found = timing.sustained(ways, {"slow": 100.0, "quick": 0.5}, Group(), torch.device("cpu"))
+    found = timing.sustained(ways, {"slow": 100.0, "quick": 0.5}, GROUP, torch.device("cpu"))
     slow, quick = ("slow", 3, 2), ("quick", 600, 500)
     assert made == [slow, quick, quick, slow]
     assert found == {"slow": (1 + 4) / 2, "quick": (2 + 3) / 2}
     made.clear()
-    timing.sustained({"endless": lambda: "endless"}, {"endless": 5000.0}, Group(), torch.device("cpu"))
+    timing.sustained({"endless": lambda: "endless"}, {"endless": 5000.0}, GROUP, torch.device("cpu"))
     assert made == [("endless", 1, 1)] * 2

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
-from megatron_flux.train.compare import remaining, schedule
+from megatron_flux.train.loop import remaining, schedule
 from megatron_flux.train.options import TrainOptions
 from megatron_flux.train.stop import StopRequest
 
@@ -50,6 +50,14 @@ def hears(stop: StopRequest) -> bool:
     while not stop.noted() and time.monotonic() < deadline:
         time.sleep(0.001)
     return time.monotonic() < deadline
+
+
+def test_turns_go_a_b_b_a() -> None:
+    turns = list(schedule(7, 2))
+    assert [arm for _, arm, _ in turns] == ["baseline", "flux", "flux", "baseline"] * 2
+    assert [block for block, _, _ in turns] == list(range(8))
+    for name in ("baseline", "flux"):
+        assert [count for _, arm, count in turns if arm == name] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("done", [{"baseline": b, "flux": f} for b, f in [(0, 0), (2, 0), (3, 4), (4, 7), (10, 8)]])

@@ -1,13 +1,16 @@
-"""Text as an indexed dataset: bytes come back, the cache is used and noticed to be stale, builders do not collide."""
+"""Text as an indexed dataset, its cache, and the order in which micro-batches are drawn from it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
@@ -88,3 +91,40 @@ def test_processes_that_ask_at_once_build_once(folder: Path, tmp_path: Path) -> 
     assert [p.returncode for p in processes] == [0, 0]
     assert [words[-1] for words in said] == ["95", "95"]
     assert sum("built" in words for words in said) == 1
+
+
+class Numbered:
+    """A dataset whose sample ``i`` says ``i``."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.tensor([i])}
+
+
+def drawn(dp: int, steps: int, length: int = 1000, consumed: int = 0) -> list[int]:
+    """Sequences of ``steps`` micro-batches over all data-parallel ranks, in order of training."""
+    shape = SimpleNamespace(vocab_size=10_000)
+    config: Any = SimpleNamespace(micro_batch_size=2, dp=dp, shape=shape)
+    ranks = [data.MicroBatches(config, Numbered(length), rank, torch.device("cpu")) for rank in range(dp)]
+    found = []
+    for batches in ranks:
+        batches.consumed = consumed
+    for _ in range(steps):
+        for batches in ranks:
+            found += next(batches)["tokens"].flatten().tolist()
+    assert all(batches.consumed == consumed + len(found) for batches in ranks)
+    return found
+
+
+def test_order_of_data_depends_neither_on_ranks_nor_on_where_a_run_began() -> None:
+    assert drawn(dp=1, steps=8) == drawn(dp=2, steps=4) == drawn(dp=4, steps=2) == list(range(16))
+    assert drawn(dp=2, steps=2, consumed=8) == list(range(8, 16))
+
+
+def test_an_epoch_is_followed_by_the_same_again() -> None:
+    assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_flux.comm import slab
+from megatron_flux.comm import group_state
 from megatron_flux.train import memory
 from megatron_flux.train.memory import OwnMemory, Peak
 
@@ -120,6 +120,6 @@ def test_on_a_cpu_only_workspaces_are_known(process: Counting) -> None:
 def test_workspaces_are_flux_s_and_those_of_async_tp(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
-    monkeypatch.setattr(slab.pool, "bytes", lambda: 100)
+    monkeypatch.setattr(group_state, "slab_bytes", lambda: 100)
     monkeypatch.setattr(symmetric, "_group_name_to_workspace_tensor", {"0": SimpleNamespace(nbytes=20), "1": None})
     assert memory.workspace_bytes() == 120

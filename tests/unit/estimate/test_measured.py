@@ -16,11 +16,17 @@ from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.devices import DEVICES
 from megatron_flux.estimate.job import PlanOptions, resolve
-from megatron_flux.estimate.measured import MeasuredCalls, MeasuredLayers, read_layers, read_ops
+from megatron_flux.estimate.measured import (
+    LARGEST_ERROR,
+    LARGEST_SPEEDUP_ERROR,
+    MeasuredLayers,
+    calibrate,
+    read_layers,
+    validate,
+)
 from megatron_flux.estimate.prediction import predict
-from megatron_flux.estimate.rates import Calibration, Rates
+from megatron_flux.estimate.rates import Calibration, MeasuredCalls, Rates, read_ops
 from megatron_flux.estimate.step import predict_stages
-from megatron_flux.estimate.validation import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, calibrate, validate
 
 ROOT = Path(__file__).parents[3]
 OPS = [ROOT / "results/ops-h200x4-sustained" / name for name in ("m8192", "m2048")]

@@ -1,4 +1,7 @@
-"""Device-side pieces that both operators share: bounded waits, publication of flags, tile order, main loop, epilogue.
+"""What kernels share on the device: bounded waits, publication of flags, tile order, fences, the main loop.
+
+The Hopper kernels, in Gluon, call those functions here that name no layout: :func:`now`, :func:`give_up`,
+:func:`publish`, :func:`leave`, :func:`raster`, :func:`scatter_place`.
 
 Flags
     A flag is an int32 that only grows. Whoever moves data into a peer's memory then writes the *epoch* of the call into
@@ -24,19 +27,25 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+# What a wait belongs to; :mod:`megatron_flux.comm.timeouts` has the names.
 OP_AG = tl.constexpr(1)
 OP_RS = tl.constexpr(2)
+OP_ENTER = tl.constexpr(3)
 OP_GATHER = tl.constexpr(4)
 
 
 @triton.jit
-def _now():
+def now():
+    """Nanoseconds."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
-def _every_thread(THREADS: tl.constexpr):
-    return tl.arange(0, THREADS)
+def _each_thread(ASM: tl.constexpr, THREADS: tl.constexpr):
+    """Run ``ASM`` in every thread of the CTA."""
+    tl.inline_asm_elementwise(
+        ASM + " mov.u32 $0, $1;", "=r,r", [tl.arange(0, THREADS)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -44,42 +53,21 @@ def acquire_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
     """Order what was polled before everything after it, for both proxies: GPUs before Hopper have one."""
     if not CPU:
         ORDER: tl.constexpr = "fence.acq_rel.sys;" + (" fence.proxy.async;" if cuda_capability_geq(9, 0) else "")
-        tl.inline_asm_elementwise(
-            ORDER + " mov.u32 $0, $1;",
-            "=r,r",
-            [_every_thread(THREADS)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _each_thread(ORDER, THREADS)
 
 
 @triton.jit
 def release_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
     """Order what this thread knows to be written before its relaxed writes that follow."""
     if not CPU:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, $1;",
-            "=r,r",
-            [_every_thread(THREADS)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _each_thread("fence.acq_rel.sys;", THREADS)
 
 
 @triton.jit
 def bulk_stores_done(CPU: tl.constexpr, THREADS: tl.constexpr):
     """Wait until this CTA's TMA stores have reached memory, wherever it is; GPUs before Hopper have none."""
     if not CPU and cuda_capability_geq(9, 0):
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, $1;",
-            "=r,r",
-            [_every_thread(THREADS)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _each_thread("cp.async.bulk.wait_group 0;", THREADS)
 
 
 @triton.jit
@@ -88,12 +76,13 @@ def _trap(code):
 
 
 @triton.jit
-def _report(err, op: tl.constexpr, peer, unit, epoch, seen, CPU: tl.constexpr):
+def give_up(err, op: tl.constexpr, peer, first, unit, epoch, behind, CPU: tl.constexpr):
+    """Say that ``peer`` (``first`` if negative) is ``behind`` (negative) the epoch, and trap."""
     tl.store(err + 1, op)
-    tl.store(err + 2, peer)
+    tl.store(err + 2, tl.where(peer >= 0, peer, first))
     tl.store(err + 3, unit)
     tl.store(err + 4, epoch)
-    tl.store(err + 5, seen)
+    tl.store(err + 5, behind + epoch)
     tl.debug_barrier()
     tl.atomic_xchg(err, 1, sem="release", scope="sys")
     if not CPU:
@@ -123,7 +112,7 @@ def wait_flags(
     ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch
     behind = tl.min(tl.where(lane < count, ahead, 0))
     if behind < 0:
-        start = _now() if not CPU else 0
+        start = now() if not CPU else 0
         polls = 0
         while behind < 0:
             seen = tl.load(flags + lane, mask=lane < count, other=0, volatile=True)
@@ -131,19 +120,19 @@ def wait_flags(
             behind = tl.min(ahead)
             polls += 1
             if behind < 0:
-                waited = polls if CPU else _now() - start
+                waited = polls if CPU else now() - start
                 if waited > limit:
                     first = tl.min(tl.where(ahead < 0, lane, COUNT))
-                    who = tl.where(peer >= 0, peer, first)
-                    _report(err, op, who, unit, epoch, behind + epoch, CPU)
+                    give_up(err, op, peer, first, unit, epoch, behind, CPU)
                     behind = tl.zeros_like(behind)
     acquire_fence(CPU, THREADS)
 
 
 @triton.jit
 def publish(address, offset, epoch, sem: tl.constexpr):
-    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64), after all this CTA wrote before a
-    barrier.
+    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64).
+
+    With ``sem="release"`` it follows all that this CTA wrote before a barrier; else the caller has fenced.
     """
     tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem=sem, scope="sys")
 
@@ -168,14 +157,53 @@ def raster(u, rows, cols, GROUP: tl.constexpr):
 
 
 @triton.jit
+def scatter_place(t, nrb, npn, BAND: tl.constexpr, TP: tl.constexpr):
+    """Tile ``t`` of a GEMM + reduce-scatter: (step, row block, column block); step ``s`` is for rank ``rank+1+s``.
+
+    Bands are counted from the last row block: if they do not divide the rows, the first one is short. Within a band
+    destinations take turns; in the last band the own tiles, for which no peer waits, come after all others.
+    """
+    first = nrb - ((nrb - 1) // BAND) * BAND
+    u = t
+    base = nrb * 0
+    height = first
+    if t >= first * TP * npn:
+        u = t - first * TP * npn
+        base = first + (u // (BAND * TP * npn)) * BAND
+        height = nrb * 0 + BAND
+        u = u % (BAND * TP * npn)
+    width = height * TP
+    step = (u % width) % TP
+    rb = (u % width) // TP
+    pn = u // width
+    if base + height >= nrb:
+        remote = height * (TP - 1)
+        if u < remote * npn:
+            step = (u % remote) % (TP - 1)
+            rb = (u % remote) // (TP - 1)
+            pn = u // remote
+        else:
+            v = u - remote * npn
+            step = v * 0 + TP - 1
+            rb = v % height
+            pn = v // height
+    return step, base + rb, pn
+
+
+@triton.jit
+def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile: stored one after the other they need half the shared memory."""
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def multiply(
     acc,
     a,
     b,
     row,
     col,
-    k_from,
-    k_to,
+    kt,
     row_end,
     n,
     k,
@@ -186,12 +214,12 @@ def multiply(
     TMA: tl.constexpr,
     CPU: tl.constexpr,
 ):
-    """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over the k blocks ``k_from`` to ``k_to``.
+    """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over ``kt`` blocks of k.
 
     With ``TMA`` a and b are descriptors, else pointers to contiguous ``[row_end, k]`` and ``[n, k]`` (``[k, n]`` if
     ``TRANSPOSED``); what lies outside reads as zero.
     """
-    for ki in range(k_from, k_to):
+    for ki in range(0, kt):
         if TMA:
             x = a.load([row, ki * BK])
             if TRANSPOSED:

@@ -18,8 +18,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives
-from megatron_flux.comm import links as topology
+from megatron_flux.comm import collectives, links
 from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 
@@ -46,7 +45,7 @@ class PipelinedBackend:
             return f"it needs CUDA tensors, x is on {x.device.type}"
         if x.dtype not in (torch.bfloat16, torch.float16):
             return f"it needs bf16 or fp16, x is {x.dtype}"
-        link = topology.probe(group, x.device)
+        link = links.probe(group, x.device)
         return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
 
     def all_gather_gemm(
@@ -57,6 +56,7 @@ class PipelinedBackend:
         *,
         transposed: bool,
         bias: torch.Tensor | None = None,
+        return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.base.Backend`; but ``bias`` is added to the rounded result."""
         _not_captured()

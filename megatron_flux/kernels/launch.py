@@ -29,8 +29,8 @@ from typing import Any, Literal
 import torch
 from triton import knobs
 
-from megatron_flux.comm import cuda_driver as driver
-from megatron_flux.ops.launch import signals
+from megatron_flux import cuda_driver as driver
+from megatron_flux.kernels import signals
 
 logger = logging.getLogger("megatron_flux")
 
@@ -155,7 +155,7 @@ class Relaunch:
 def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
     """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel.
 
-    The program's signal handlers stay (:mod:`ops.launch.signals`): no kernel is launched by Triton otherwise.
+    The program's signal handlers stay (:mod:`kernels.signals`): no kernel is launched by Triton otherwise.
     """
     with signals.kept:
         return kernel[(grid,)](*arguments, **constants)

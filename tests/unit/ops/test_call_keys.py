@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.ops.fast_path import call_cache as again
+from megatron_flux.ops.fast_path import call_cache
 
 
 class Operand:
@@ -25,14 +25,12 @@ def key(**changed: Any) -> Any:
         "x": Operand(4, 8),
         "weight": Operand(6, 8),
         "bias": Operand(6),
-        "group": "group",
-        "transposed": False,
         "backend": "auto",
-        "added": Operand(6),
+        "transposed": False,
+        "return_gathered": False,
+        "inside": Operand(6),
     }
-    added = (call | changed).pop("added")
-    found = {name: value for name, value in (call | changed).items() if name != "added"}
-    return again.key_of(*found.values(), *([] if added is None else [added]))
+    return call_cache.key_of(**(call | changed))
 
 
 def test_calls_of_one_kind_have_one_key() -> None:
@@ -44,9 +42,9 @@ def test_calls_of_one_kind_have_one_key() -> None:
     "changed",
     [
         {"operator": "gemm_reduce_scatter"},
-        {"group": "another"},
         {"backend": "fused"},
         {"transposed": True},
+        {"return_gathered": True},
         {"x": Operand(8, 8)},
         {"x": Operand(2, 2, 8)},
         {"x": Operand(4, 8, dtype=torch.float16)},
@@ -59,10 +57,10 @@ def test_calls_of_one_kind_have_one_key() -> None:
         {"bias": Operand(5)},
         {"bias": Operand(6, dtype=torch.float16)},
         {"bias": Operand(6, device=1)},
-        {"added": None},
-        {"added": Operand(5)},
-        {"added": Operand(6, dtype=torch.float16)},
-        {"added": Operand(6, device=1)},
+        {"inside": None},
+        {"inside": Operand(5)},
+        {"inside": Operand(6, dtype=torch.float16)},
+        {"inside": Operand(6, device=1)},
     ],
     ids=lambda changed: " ".join(f"{k} {getattr(v, 'dtype', v)}" for k, v in changed.items()),
 )
@@ -73,7 +71,7 @@ def test_calls_of_another_kind_have_another_key(changed: dict[str, Any]) -> None
 def test_gathers_of_two_dtypes_are_two_kinds() -> None:
     """A gather has no weight whose dtype would tell."""
     gathers = [
-        again.key_of("all_gather", Operand(4, 8, dtype=dtype), None, None, "group", False, "auto")  # type: ignore[arg-type]
+        call_cache.key_of("all_gather", Operand(4, 8, dtype=dtype), None, None, "auto")  # type: ignore[arg-type]
         for dtype in (torch.bfloat16, torch.float16)
     ]
     assert gathers[0] != gathers[1]

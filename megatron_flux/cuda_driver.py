@@ -24,8 +24,6 @@ _ANYWHERE = 4
 """``CU_MEMORYTYPE_UNIFIED``."""
 _CAPTURING = 1
 """``CU_STREAM_CAPTURE_STATUS_ACTIVE``."""
-_WAIT_REACHED = 0
-"""``CU_STREAM_WAIT_VALUE_GEQ``."""
 
 
 @functools.cache
@@ -42,7 +40,6 @@ def _driver() -> ctypes.CDLL:
     lib.cuMemcpy2DAsync_v2.argtypes = [pointer, pointer]
     lib.cuEventRecord.argtypes = [pointer, pointer]
     lib.cuStreamWaitEvent.argtypes = [pointer, pointer, u32]
-    lib.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, u32, u32]
     lib.cuStreamGetCaptureInfo.argtypes = [pointer, pointer, pointer]
     lib.cuTensorMapEncodeTiled.argtypes = [
         pointer, ctypes.c_int, u32, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4,
@@ -165,19 +162,6 @@ def capture_id(stream: int) -> int:
             "graph and has ended the capture"
         )
     return number.value
-
-
-def hold(stream: int, address: int, value: int) -> None:
-    """Hold ``stream`` until the int32 at ``address`` has reached ``value``.
-
-    Not bounded by itself: the kernel of the same call is, and its trap ends the process.
-
-    Raises:
-        OperatorError: CUDA refused it.
-    """
-    status = _driver().cuStreamWaitValue32_v2(stream, address, value & 0xFFFFFFFF, _WAIT_REACHED)
-    if status:
-        raise OperatorError(f"CUDA refused to hold a stream: {_words(status)}")
 
 
 def tensor_map(

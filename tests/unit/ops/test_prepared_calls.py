@@ -1,4 +1,4 @@
-"""Calls made ready: which half they use, what is enqueued in which order, and when they must not be used.
+"""Prepared calls: which half they use, what is enqueued in which order, and when they must not be used.
 
 The driver is recorded instead of called; what a launch does with operands is in test_hopper_compile, and the whole on
 GPUs in tests/gpu.
@@ -12,17 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm import slab
-from megatron_flux.comm.copies import Copy
+from megatron_flux.comm.copy_engine import Copy
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.slab import CopyStream
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops import call_events as observe
+from megatron_flux.ops import call_events
+from megatron_flux.ops.backends.base import OperatorCall
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.fast_path import call_cache as again
-from megatron_flux.ops.fast_path import replay as ready
-from megatron_flux.ops.fast_path.replay import Push, ReadyAllGather, ReadyAllGatherGemm, ReadyGemmReduceScatter, Side
-from megatron_flux.ops.kernel_config import Plan
+from megatron_flux.ops.fast_path import call_cache, replay
+from megatron_flux.ops.fast_path.replay import (
+    PreparedAllGather,
+    PreparedAllGatherGemm,
+    PreparedGemmReduceScatter,
+    Push,
+    Side,
+)
+from megatron_flux.ops.kernel_config import KernelConfig
+from tests.unit.groups import group_of
 
 STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
 
@@ -32,7 +40,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the driver was asked for, in order."""
     seen: list[tuple[Any, ...]] = []
     for name in ("record", "wait", "copy"):
-        monkeypatch.setattr(ready.driver, name, lambda *given, name=name: seen.append((name, *given)))
+        monkeypatch.setattr(replay.driver, name, lambda *given, name=name: seen.append((name, *given)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     return seen
@@ -44,8 +52,9 @@ class Work:
     captured, capture = False, None
 
     def __init__(self) -> None:
-        self.calls, self.views, self.rank, self.ended = 0, {}, 1, 0
-        self.group = SimpleNamespace(size=lambda: 2)
+        self.calls, self.tp, self.rank, self.ended = 0, 2, 1, 0
+        self.open_gather: Pending | None = None
+        self.side: Any = None
         self.poisoned: list[tuple[str, BaseException]] = []
 
     def step(self) -> tuple[int, int]:
@@ -71,7 +80,7 @@ ON_THE_SIDE = Side(SIDE, BEFORE, AFTER, None)
 def test_copies_are_enqueued_before_the_kernel(done: list[tuple[Any, ...]]) -> None:
     work = Work()
     gathered = [torch.zeros(8, 4), torch.ones(8, 4)]
-    call = ReadyAllGatherGemm(work, [kernel(done, "k0"), kernel(done, "k1")], (8, 6), gathered, PUSHES, ON_THE_SIDE)
+    call = PreparedAllGatherGemm(work, [kernel(done, "k0"), kernel(done, "k1")], (8, 6), gathered, PUSHES, ON_THE_SIDE)
     x, weight = torch.zeros(4, 4), torch.zeros(6, 4)
     for half in (0, 1, 0):
         assert call.usable()
@@ -93,33 +102,30 @@ def test_copies_are_enqueued_before_the_kernel(done: list[tuple[Any, ...]]) -> N
 
 def test_a_half_that_has_no_kernel_yet_is_not_usable(done: list[tuple[Any, ...]]) -> None:
     work = Work()
-    call = ReadyGemmReduceScatter(work, [kernel(done, "k0"), None], (4, 6))
+    call = PreparedGemmReduceScatter(work, [kernel(done, "k0"), None], (4, 6))
     assert not call.complete
     assert call.usable()
     assert call(torch.zeros(8, 4), torch.zeros(6, 4)).shape == (4, 6)
     assert not call.usable()  # the other half's turn
     work.calls += 1  # made in another way
     assert call.usable()
-    no_copies = ReadyAllGatherGemm(Work(), [kernel(done, "k")] * 2, (8, 6), [], [PUSHES[0], None], ON_THE_SIDE)
+    no_copies = PreparedAllGatherGemm(Work(), [kernel(done, "k")] * 2, (8, 6), [], [PUSHES[0], None], ON_THE_SIDE)
     assert not no_copies.complete
 
 
-def test_a_plan_set_later_is_not_passed_by(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = FusedBackend()
-    made = ReadyGemmReduceScatter(Work(), [kernel(done, "k")] * 2, (4, 6))
-    monkeypatch.setattr(backend, "ready_with_plan", lambda *given: made)
-    call = backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6))
-    assert call is made
-    assert call.usable()
-    backend.plan = Plan()
-    assert not call.usable()
-    assert backend.ready("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(6, 4), None, False, (4, 6)) is None
-    backend.plan = None
-    assert call.usable()
+def test_a_configuration_set_later_is_not_passed_by() -> None:
+    backend, group = FusedBackend(), group_of(2)
+    table = state_of(group).prepared
+    table["a call"] = object()
+    backend.config = KernelConfig()
+    assert table == {}
+    operands = Operand(), Operand()
+    assert backend.prepare(OperatorCall("gemm_reduce_scatter", *operands, group), (4, 6)) is None  # type: ignore[arg-type]
+    backend.config = None
 
 
-def test_slabs_that_changed_and_capture_end_it(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = ReadyGemmReduceScatter(Work(), [kernel(done, "k")] * 2, (4, 6))
+def test_capture_ends_it(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = PreparedGemmReduceScatter(Work(), [kernel(done, "k")] * 2, (4, 6))
     assert call.usable()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not call.usable()
@@ -127,25 +133,23 @@ def test_slabs_that_changed_and_capture_end_it(done: list[tuple[Any, ...]], monk
     with captured_calls():  # the warm-up must meet the workspaces of captured calls
         assert not call.usable()
     assert call.usable()
-    monkeypatch.setattr(slab.pool, "generation", slab.pool.generation + 1)
-    assert not call.usable()
 
 
 def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, ...]]) -> None:
     work = Work()
     gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
-    call = ReadyAllGather(work, [kernel(done, "w0"), kernel(done, "w1")], gathered, PUSHES, ON_THE_SIDE)
+    call = PreparedAllGather(work, [kernel(done, "w0"), kernel(done, "w1")], gathered, PUSHES, ON_THE_SIDE)
     finished: list[str] = []
-    work.views["open"] = Pending(torch.zeros(1), lambda: finished.append("earlier"))
+    work.open_gather = Pending(torch.zeros(1), lambda: finished.append("earlier"))
     pending = call(torch.ones(4, 4))
     assert finished == ["earlier"]
-    assert work.views["open"] is pending
+    assert work.open_gather is pending
     assert gathered[0][4:].eq(1).all()  # rank 1's own rows
     done.clear()
     assert pending.wait() is gathered[0]
     assert pending.wait() is gathered[0]
     assert done == [("w0", STREAM), ("wait", STREAM, AFTER)]
-    assert (work.ended, "open" in work.views) == (1, False)
+    assert (work.ended, work.open_gather) == (1, None)
 
 
 def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
@@ -155,7 +159,7 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
     work, side = Work(), SimpleNamespace()
     gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
     waits = [kernel(done, "w0"), kernel(done, "w1")]
-    call = ReadyAllGather(work, waits, gathered, PUSHES, ON_THE_SIDE._replace(keep=(side,)))
+    call = PreparedAllGather(work, waits, gathered, PUSHES, ON_THE_SIDE._replace(keep=CopyStream(side, None, None)))
     recorded: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     monkeypatch.setattr(Work, "end", lambda _: done.append(("order",)))
@@ -171,13 +175,13 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
 
 def test_a_gather_is_not_waited_for_in_a_capture(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work()
-    call = ReadyAllGather(work, [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
+    call = PreparedAllGather(work, [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
     pending = call(torch.ones(4, 4))
     done.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="begun outside of a CUDA graph's capture can only be waited for there"):
         pending.wait()
-    assert (done, work.poisoned, work.views["open"]) == ([], [], pending)
+    assert (done, work.poisoned, work.open_gather) == ([], [], pending)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     pending.wait()
     assert done == [("w", STREAM), ("wait", STREAM, AFTER)]
@@ -187,24 +191,24 @@ def no_launch(stream: int, *operands: Any) -> None:
     raise OperatorError("CUDA refused a launch")
 
 
-READY = {
-    "all_gather_gemm": lambda work, run: ReadyAllGatherGemm(
+CALLS = {
+    "all_gather_gemm": lambda work, run: PreparedAllGatherGemm(
         work, [run] * 2, (8, 6), [torch.zeros(8, 4)] * 2, None, None
     ),
-    "gemm_reduce_scatter": lambda work, run: ReadyGemmReduceScatter(work, [run] * 2, (4, 6)),
-    "all_gather": lambda work, run: ReadyAllGather(work, [run] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE),
+    "gemm_reduce_scatter": lambda work, run: PreparedGemmReduceScatter(work, [run] * 2, (4, 6)),
+    "all_gather": lambda work, run: PreparedAllGather(work, [run] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE),
 }
 
 
-@pytest.mark.parametrize("operator", list(READY))
+@pytest.mark.parametrize("operator", list(CALLS))
 def test_a_call_broken_off_poisons_its_slab(
     operator: str, done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, x, weight = Work(), torch.zeros(4, 4), torch.zeros(6, 4)
     behind: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=behind.append))
-    work.views["side",] = ("the copies' stream", None, None)
-    call = READY[operator](work, no_launch)
+    work.side = CopyStream("the copies' stream", None, None)  # type: ignore[arg-type]
+    call = CALLS[operator](work, no_launch)
     with pytest.raises(OperatorError, match="CUDA refused a launch") as caught:
         call(x).wait() if operator == "all_gather" else call(x, weight)
     assert work.poisoned == [(operator, caught.value)]
@@ -215,12 +219,12 @@ def test_copies_that_cannot_be_enqueued_poison_too(
     done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Work()
-    call = READY["all_gather"](work, kernel(done, "w"))
-    monkeypatch.setattr(ready.driver, "copy", lambda *given: no_launch(0))
+    call = CALLS["all_gather"](work, kernel(done, "w"))
+    monkeypatch.setattr(replay.driver, "copy", lambda *given: no_launch(0))
     with pytest.raises(OperatorError):
         call(torch.zeros(4, 4))
     assert [operator for operator, _ in work.poisoned] == ["all_gather"]
-    assert "open" not in work.views
+    assert work.open_gather is None
 
 
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
@@ -228,7 +232,7 @@ def test_memory_runs_out_before_the_turn(operator: str, done: list[tuple[Any, ..
     work, weight = Work(), torch.zeros(6, 4)
     x: Any = SimpleNamespace(new_empty=lambda shape: (_ for _ in ()).throw(torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
-        READY[operator](work, kernel(done, "k"))(x, weight)
+        CALLS[operator](work, kernel(done, "k"))(x, weight)
     assert (work.calls, work.poisoned, done) == (0, [], [])
 
 
@@ -245,41 +249,39 @@ class Operand:
         return 0
 
 
-def remembered(chosen: Any, x: Any, key: Any) -> None:
-    again.find(key, x, x)
-    again.remember(key, "all_gather_gemm", chosen, x, x, None, False, (8, 4), 99)
+def remembered(chosen: Any, x: Any, key: Any, group: Any) -> None:
+    call_cache.find(state_of(group), key, x, x)
+    call_cache.remember(state_of(group), key, chosen, OperatorCall("all_gather_gemm", x, x, group), (8, 4), 99)
 
 
-def test_the_table_forgets_with_the_slabs_and_keeps_to_operands_that_lie_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "_table", {})
-    x = Operand()
-    key = again.key_of("all_gather_gemm", x, x, None, "group", False, "auto")
+def test_the_table_keeps_to_operands_that_lie_right() -> None:
+    x, group = Operand(), group_of(2)
+    key = call_cache.key_of("all_gather_gemm", x, x, None, "auto")
     call = SimpleNamespace(usable=lambda: True, complete=True)
-    remembered(SimpleNamespace(name="tuned", ready=lambda *given: call), x, key)
-    found = again.find(key, x, x)
-    assert (found.ready, found.backend, found.nbytes) == (call, "tuned", 99)
-    assert again.find(key, Operand(contiguous=False), x) is None
+    remembered(SimpleNamespace(name="tuned", prepare=lambda *given: call), x, key, group)
+
+    def find(key: Any, *operands: Any) -> Any:
+        return call_cache.find(state_of(group), key, *operands)
+
+    found = find(key, x, x)
+    assert (found.call, found.backend, found.nbytes) == (call, "tuned", 99)
+    assert find(key, Operand(contiguous=False), x) is None
     for operands in ((Operand(address=4104), x), (x, Operand(address=4104))):  # no address for TMA
-        assert again.find(key, *operands) is None
-    assert again.find(again.key_of("all_gather_gemm", x, x, x, "group", False, "auto"), x, x) is None  # with a bias
-    with observe.ranges(profiler=True):
-        assert again.key_of("all_gather_gemm", x, x, None, "group", False, "auto") is None
+        assert find(key, *operands) is None
+    assert find(call_cache.key_of("all_gather_gemm", x, x, x, "auto"), x, x) is None  # with a bias
+    with call_events.ranges(profiler=True):
+        assert call_cache.key_of("all_gather_gemm", x, x, None, "auto") is None
     call.usable = lambda: False
-    assert again.find(key, x, x) is None
-    call.usable = lambda: True
-    monkeypatch.setattr(slab.pool, "generation", slab.pool.generation + 1)
-    assert again.find(key, x, x) is None
-    assert again._table == {}
+    assert find(key, x, x) is None
 
 
-def test_backends_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "_table", {})
+def test_backends_are_not_asked_for_ever() -> None:
     asked: list[str] = []
-    backend = SimpleNamespace(name="fused", ready=lambda operator, *given: asked.append(operator))
+    backend, group = SimpleNamespace(name="fused", prepare=lambda call, shape: asked.append(call.operator)), group_of(2)
     x = Operand()
-    key = again.key_of("all_gather_gemm", x, x, None, "group", False, "fused")
+    key = call_cache.key_of("all_gather_gemm", x, x, None, "fused")
     for _ in range(20):
-        remembered(backend, x, key)
+        remembered(backend, x, key, group)
     assert len(asked) == 8
-    remembered(SimpleNamespace(name="reference"), x, again.key_of("all_gather", x, None, None, "group", False, "a"))
-    assert again.key_of("all_gather", torch.zeros(2, 2), None, None, "group", False, "auto") is None  # CPU
+    remembered(SimpleNamespace(name="reference"), x, call_cache.key_of("all_gather", x, None, None, "a"), group)
+    assert call_cache.key_of("all_gather", torch.zeros(2, 2), None, None, "auto") is None  # CPU

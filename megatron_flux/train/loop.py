@@ -1,8 +1,9 @@
-"""``megatron-flux compare``: stock and flux from the same seed and data, taking turns on the same processes.
+"""From start, or from a checkpoint, to the last step or to a signal: one arm (``train``) or two (``compare``).
 
-The turns go A B B A A B B A ...: a machine that slows down or warms up meets both arms alike. Each arm has its own
-weights, optimizer and random state, so both are complete trainings whose loss curves can be laid over each other. A
-run that is stopped saves each arm where it is, and resumes in the middle of its turns.
+A comparison trains stock and flux from the same seed and data, taking turns on the same processes. The turns go A B B A
+A B B A ...: a machine that slows down or warms up meets both arms alike. Each arm has its own weights, optimizer and
+random state, so both are complete trainings whose loss curves can be laid over each other. A run that is stopped saves
+each arm where it is, and resumes in the middle of its turns.
 """
 
 from __future__ import annotations
@@ -39,6 +40,28 @@ from megatron_flux.train.stop import StopRequest
 logger = logging.getLogger("megatron_flux")
 
 
+def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
+    """Train one arm to ``config.steps``, recording to the run folder and saving as asked. A collective call."""
+    with StopRequest(config.exit_signal, device) as stop:
+        arm = Arm("flux" if config.flux else "baseline", config, dataset, device)
+        trainer = arm.trainer
+        if config.load is not None:
+            checkpoint.load(trainer, config.load)
+        interval = config.save_interval or config.steps
+        stopped = False
+        with checkpoint.Saves(config) as saves:
+            run_folder.begun(config)
+            with arm, watch(config) as shown:
+                for iteration, result in arm.steps(config.steps - trainer.iteration):
+                    shown.step(arm.name, iteration, result)
+                    stopped = iteration < config.steps and stop.agreed()
+                    if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
+                        saves.save(trainer, config.save)
+                    if stopped:
+                        break
+        run_folder.ended(config, {arm.name: trainer.iteration}, stopped)
+
+
 def schedule(steps: int, block_steps: int) -> Iterator[tuple[int, str, int]]:
     """Turns as ``(block, arm, steps)``: baseline, flux, flux, baseline, ... until each arm has done ``steps``."""
     block = 0
@@ -63,32 +86,30 @@ def remaining(turns: Iterable[tuple[int, str, int]], done: Mapping[str, int]) ->
 def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
     """Train both arms in turns and write summary and report; or, on a signal, save both. A collective call."""
     with StopRequest(config.exit_signal, device) as stop:
-        _compare(config, dataset, device, stop)
-
-
-def _compare(config: RunConfig, dataset: Any, device: torch.device, stop: StopRequest) -> None:
-    arms = {name: Arm(name, config, dataset, device) for name in ARMS}
-    if config.load is not None:
-        for arm, folder in zip(arms.values(), folders(config.load, config), strict=True):
-            with arm.trainer.turn():
+        arms = {name: Arm(name, config, dataset, device) for name in ARMS}
+        if config.load is not None:
+            for arm, folder in zip(arms.values(), folders(config.load, config), strict=True):
                 checkpoint.load(arm.trainer, folder)
-    iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
-    try:
-        with checkpoint.Saves(config) as saves:
-            run_folder.begun(config)
-            stopped, summary = _turns(config, arms, iterations, saves, stop)
-    except StorageError as error:
-        if dist.get_rank() == 0:
-            _conclude_anyway(config)
-        if error.everywhere:
-            dist.barrier()  # the first rank that ends takes the others with it
-        raise
-    if summary is not None:
-        conclude(config, summary)
-    run_folder.ended(config, iterations, stopped)
+        iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
+        try:
+            with checkpoint.Saves(config) as saves:
+                run_folder.begun(config)
+                stopped, summary = _take_turns(config, arms, iterations, saves, stop)
+        except StorageError as error:
+            if dist.get_rank() == 0:
+                try:
+                    conclude(config)  # what was measured before a save, or the record, failed
+                except FluxError as another:
+                    logger.error("%s", another)
+            if error.everywhere:
+                dist.barrier()  # the first rank that ends takes the others with it
+            raise
+        if summary is not None:
+            conclude(config, summary)
+        run_folder.ended(config, iterations, stopped)
 
 
-def _turns(
+def _take_turns(
     config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], saves: checkpoint.Saves, stop: StopRequest
 ) -> tuple[bool, dict[str, Any] | None]:
     """Train what is left, counting up ``iterations``: whether a signal stopped it, and if not, rank 0's summary."""
@@ -127,11 +148,7 @@ def _summary(config: RunConfig) -> dict[str, Any]:
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
-    """Print the table, then write ``summary.json`` and ``report.html``.
-
-    Args:
-        config: the run.
-        summary: of its records; None makes it.
+    """Print the table, then write ``summary.json`` and ``report.html``; ``summary`` is made if it is None.
 
     Raises:
         StorageError: they could not be written.
@@ -146,11 +163,3 @@ def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
             f"{error}; the records are there, and megatron-flux report {config.out} reads them"
         ) from error
     logger.info("report: %s", report)
-
-
-def _conclude_anyway(config: RunConfig) -> None:
-    """Show what was measured before a save, or the record, failed."""
-    try:
-        conclude(config)
-    except FluxError as error:
-        logger.error("%s", error)

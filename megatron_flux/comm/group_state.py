@@ -1,0 +1,158 @@
+"""What this process knows of a process group and holds for it: one object per group, which dies with the group.
+
+Everything that is by group hangs here and nowhere else: its slabs, its link, what its ranks have agreed on, how far its
+gathers are, calls that are prepared. Whoever needs any of it asks :func:`state_of` with the group itself, once a call.
+
+Contract
+    * Nothing in a state refers to the group but weakly. When the last reference to a destroyed group is dropped, its
+      state goes and its memory with it; a group that is made again under the same name begins with a new state.
+    * All ranks make the same calls of a group in the same order, so that their states agree. Of it all only
+      :attr:`GroupState.prepared` and :attr:`GroupState.chosen` are this rank's alone: they save time, decide nothing.
+
+Hazard: a weak reference may be cleared by the garbage collector, in any thread and at any time. So nothing that takes a
+lock, waits for a device or talks to peers happens when a state goes. Peers keep what they have mapped of its memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import slab as slabs
+from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
+from megatron_flux.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_flux.comm.links import Beside, Link
+
+
+class GroupState:
+    """See the module; from :func:`state_of`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Nothing is known yet, nothing allocated."""
+        self._group = weakref.ref(group)
+        self.slabs: dict[tuple[str, bool], Slab] = {}
+        """By purpose and whether captured calls run on it: of the largest size seen."""
+        self.kept_slabs: list[Slab] = []
+        """Smaller ones that CUDA graphs hold the addresses of."""
+        self.link: Link | None = None
+        """See :func:`megatron_flux.comm.links.probe`."""
+        self.beside: Beside | None = None
+        """See :func:`megatron_flux.comm.links.beside`."""
+        self.compared: set[tuple[object, ...]] = set()
+        """Calls that all ranks are known to make alike; see :func:`megatron_flux.ops.checks.compare_calls`."""
+        self.gathers_begun = 0
+        """Number of ``all_gather`` calls so far: the result of one is valid until the next begins."""
+        self.column: weakref.ref[Any] | None = None
+        """The column-parallel layer that ran forward last and that no row-parallel one has taken
+        (:mod:`megatron_flux.layers.prefetch`)."""
+        self.chosen: dict[Hashable, Any] = {}
+        """Answers of :func:`megatron_flux.ops.backends.registry.select`."""
+        self.prepared: dict[Hashable, Any] = {}
+        """Calls of :mod:`megatron_flux.ops.fast_path`; they hold slabs, and go when a slab does."""
+        self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """By tuner, what it has decided for this group."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group itself, which is alive as long as anybody calls an operator on it."""
+        group = self._group()
+        assert group is not None, "a state does not outlive its group"  # noqa: S101
+        return group
+
+    def slab(self, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
+        """The slab for ``purpose`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
+
+        A larger call makes a larger slab and drops the smaller one. Slabs that a call was captured on are kept: graphs
+        hold their addresses. So memory is bounded by the largest call, whatever the number of layers and shapes.
+
+        Raises:
+            UserError: it would have to be made while a CUDA graph is captured.
+        """
+        found = self.slabs.get((purpose, captured))
+        if found is not None and found.half_bytes >= nbytes:
+            return found
+        size = size_class(nbytes)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
+                "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
+            )
+        made = slabs.make(self.group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
+        if found is not None:
+            self._retire(found)
+        self.slabs[purpose, captured] = made
+        self.prepared.clear()
+        return made
+
+    def _retire(self, slab: Slab) -> None:
+        if slab.in_graphs:
+            self.kept_slabs.append(slab)
+        else:
+            slab.alarm.close()
+
+    def renew_slabs(self) -> None:
+        """Have the next calls make new slabs: the way on after an exception broke calls off.
+
+        Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
+        (:mod:`megatron_flux.comm.slab`, *Exceptions*). Waits for the device. What is still to be waited for, a gather
+        that is open, keeps its slab until then; so do graphs.
+        """
+        for device in {slab.data_table.device for slab in self.slabs.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        dist.barrier(group=self.group)  # no peer's kernel or copy is under way to what is freed here
+        for slab in self.slabs.values():
+            self._retire(slab)
+        self.slabs.clear()
+        self.prepared.clear()
+
+    def slab_bytes(self) -> int:
+        """Bytes of symmetric memory this rank holds for the group."""
+        return sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.kept_slabs])
+
+    def drop_slabs(self) -> None:
+        """Forget all slabs. Only when every rank has finished with them."""
+        for slab in [*self.slabs.values(), *self.kept_slabs]:
+            slab.alarm.close()
+        self.slabs.clear()
+        self.kept_slabs.clear()
+        self.prepared.clear()
+
+
+_states: dict[int, GroupState] = {}
+"""By the identity of the group: torch's process groups take no attributes, and this look-up costs a tenth of that in a
+WeakKeyDictionary. An entry goes before the identity can be given to another object."""
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """The state of ``group``."""
+    return _states.get(id(group)) or _new_state(group)
+
+
+def _new_state(group: dist.ProcessGroup) -> GroupState:
+    key = id(group)
+    state = _states.setdefault(key, GroupState(group))
+    weakref.finalize(group, _states.pop, key, None).atexit = False
+    return state
+
+
+def all_states() -> list[GroupState]:
+    """Of all groups that are alive and that anybody has asked for."""
+    return list(_states.values())
+
+
+def slab_bytes() -> int:
+    """Bytes of symmetric memory that this rank holds, of all groups."""
+    return sum(state.slab_bytes() for state in all_states())
+
+
+def drop_slabs() -> None:
+    """Forget the slabs of all groups. Only when every rank has finished with them."""
+    for state in all_states():
+        state.drop_slabs()

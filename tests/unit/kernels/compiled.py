@@ -1,0 +1,229 @@
+"""Compiles a covering set of kernels once, in one process without a GPU, and prints what there is to know of each.
+
+As JSON by name: what fences are missing (:mod:`tests.ptx`); and of warp-specialised kernels shared memory, spilled
+registers, counts of instructions and how many parameters a launch lays out that does not go through Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from megatron_flux import cuda_driver as driver
+from megatron_flux.kernels import launch as relaunch
+from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
+from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
+from megatron_flux.kernels.plain.ag_gemm import ag_gemm_kernel
+from megatron_flux.kernels.plain.gemm_rs import gemm_rs_kernel
+from tests.ptx import missing_fences, missing_in_plain
+
+HOPPER: dict[str, tuple[str, dict[str, int]]] = {
+    "sums": ("gemm_rs", {}),
+    "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
+    "gathered, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6}),
+    "gathered in pieces": (
+        "ag_gemm",
+        {"TP": 8, "TRANSPOSED": 1, "KCH": 4, "EARLY": 1, "LATE": 1, "SPAN": 2, "BIAS": 1},
+    ),
+    "pushed": ("ag_gemm", {"PUSH": 1, "KCH": 8, "BIAS": 1}),
+}
+PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
+
+POINTERS = {
+    **dict.fromkeys(("a", "b", "c", "bias", "x", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"),
+    **dict.fromkeys(("data_table", "flag_table"), "*i64"),
+    **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
+    "limit": "i64",
+}
+DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off")
+
+
+class Gpu:
+    """What Triton asks the machine's driver, for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def compiled(
+    source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int
+) -> Any:
+    """``kernel``, whose other arguments are int32."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or (name in DIVISIBLE and name not in constants)
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    gpu = Gpu(capability)
+    triton.runtime.driver.set_active(gpu)
+    made = source(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    return triton.compile(made, target=gpu.target, options=options)
+
+
+def plain(capability: int, op: str, tma: bool) -> Any:
+    """A plain kernel."""
+
+    def tile(rows: int, cols: int) -> str:
+        return f"tensordesc<bf16[{rows}, {cols}]>" if tma else "*bf16"
+
+    constants: dict[str, Any] = {
+        "TP": 2, "BM": 64, "BN": 64, "BK": 32, "CTAS": 108, "TRANSPOSED": False, "TMA": tma, "SPLIT": False,
+        "CPU": False, "THREADS": 128, "DTYPE": tl.bfloat16,
+    }  # fmt: skip
+    types = POINTERS | {"a": tile(64, 32), "b": tile(64, 32)}
+    if op == "ag_gemm":
+        kernel = ag_gemm_kernel
+        constants |= {"GROUP": 8, "MASK_ROWS": False, "BIAS": False}
+        types |= {"c": tile(64, 64)}
+    else:
+        kernel = gemm_rs_kernel
+        constants |= {"BAND": 2, "CHUNK": 1024, "PIECES": 2, "JOIN": True}
+        types |= {f"d{i}": tile(64, 64) for i in range(8)}
+    return compiled(ASTSource, kernel, types, constants, capability, num_warps=4, num_stages=2)
+
+
+def hopper(op: str, given: dict[str, int]) -> Any:
+    """A warp-specialised kernel."""
+
+    def tile(rows: int, cols: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
+        return f"tensordesc<bf16[{rows}, {cols}],{layout!r}>"
+
+    tp, bn, transposed = given.get("TP", 4), given.get("BN", 256), bool(given.get("TRANSPOSED", 0))
+    constants = {"TP": tp, "BM": 128, "BN": bn, "BK": 64, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16}
+    weight = tile(64, bn) if transposed else tile(bn, 64)
+    types = {**POINTERS, "a": tile(128, 64), "xd": tile(128, 64), "b": weight, "c": tile(128, 64)}
+    if op == "gemm_rs":
+        types |= {f"d{i}": tile(128, 64) for i in range(tp)}
+        constants |= {f"d{i}": None for i in range(tp, 8)}
+        constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
+    else:
+        switches = {name: bool(given.get(name, 0)) for name in ("PUSH", "EARLY", "LATE", "BIAS")}
+        constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": True, **switches,
+                      "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
+    kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
+    return compiled(GluonASTSource, kernel, types, constants, 90, num_warps=8)
+
+
+class Recorded:
+    """CUDA's driver, as far as a launch needs it: keeps what it is given."""
+
+    MAP_BYTES = driver.MAP_BYTES
+
+    def __init__(self) -> None:
+        self.maps: dict[int, ctypes.Array] = {}
+        self.launched: list[list[int]] = []
+        self.sizes: list[int] = []
+
+    def tensor_map(self, address: int, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
+        assert (list(shape)[1] * dtype.itemsize) % 16 == 0
+        assert list(strides)[1] == 1
+        assert list(box)[1] * dtype.itemsize <= 128  # a copy is as wide as the swizzle
+        assert swizzle == 3
+        made = (ctypes.c_char * self.MAP_BYTES)()
+        struct.pack_into("Q", made, 0, address)
+        self.maps[address] = made
+        return made
+
+    def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: Any) -> None:
+        assert (function, grid, stream) == (7, 132, 99)
+        self.launched.append(
+            [
+                int.from_bytes((ctypes.c_char * min(size, 8)).from_address(where).raw, sys.byteorder)
+                for where, size in zip(parameters, self.sizes, strict=True)
+            ]
+        )
+
+
+def relaunched(compiled: Any, op: str, bias: bool) -> int:
+    """How many parameters there are: they come where the compiled kernel has them, and only operands change."""
+    recorded = Recorded()
+    relaunch.driver = recorded
+    relaunch._lock = contextlib.nullcontext()
+    recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
+    about = SimpleNamespace(
+        metadata=compiled.metadata, src=compiled.src, asm=compiled.asm, function=7,
+        packed_metadata=(compiled.metadata.num_warps, 1, compiled.metadata.shared),
+    )  # fmt: skip
+    arguments = []
+    for position, (name, kind) in enumerate(compiled.src.signature.items()):
+        if kind == "constexpr":
+            arguments.append(None)
+        elif kind.startswith("tensordesc"):
+            base = torch.empty(64, 256, dtype=torch.bfloat16)
+            arguments.append(SimpleNamespace(base=base, shape=[64, 256], strides=[256, 1]))
+        elif kind.startswith("*"):
+            arguments.append(torch.empty(4))
+        else:
+            arguments.append(1000 + position if name != "limit" else 1 << 40)
+    operands = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x", *(["bias"] if bias else [])]}[op]
+    again = relaunch.Relaunch(about, 132, arguments, operands)
+    first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
+    second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
+    for tensors in (first, second, first):
+        again(99, *tensors)
+    one, other, repeated = recorded.launched
+    assert one == repeated
+    changed = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    assert sorted(changed) == sorted((a.data_ptr(), b.data_ptr()) for a, b in zip(first, second, strict=True))
+    numbers = [a for a in arguments if isinstance(a, int)]
+    assert [value for value in one if value in numbers] == numbers
+    return len(one)
+
+
+def spilled(ptx: str) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        said = subprocess.run(
+            [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    return int(re.search(r"(\d+) bytes spill stores", said)[1])
+
+
+def main() -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for name, (capability, op, tma) in PLAIN.items():
+        ptx = plain(capability, op, tma).asm["ptx"]
+        found[name] = {"missing": missing_in_plain(ptx, tma=tma, sums=op == "gemm_rs")}
+    for name, (op, given) in HOPPER.items():
+        kernel = hopper(op, given)
+        ptx, gathers = kernel.asm["ptx"], op == "ag_gemm"
+        found[name] = {
+            "missing": missing_fences(ptx, loads=gathers, pushes="PUSH" in given, stores=not gathers),
+            "shared": kernel.metadata.shared,
+            "spilled": spilled(ptx),
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "wide_stores": ptx.count("st.global.v4"),
+            "relaunched": relaunched(kernel, op, "BIAS" in given),
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The kernels compile for Ampere and Hopper with the triton that is installed, without a GPU; all have their fences.
+
+Of the warp-specialised ones also what decides their speed and would go unnoticed: registers are not spilled, shared
+memory fits, and copies are made 16 bytes at a time. And that later launches, which do not go through Triton, lay the
+parameters out as the compiled kernel wants them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ptx import Paths
+
+pytest.importorskip("triton.experimental.gluon")
+
+ROOT = Path(__file__).parents[3]
+PLAIN = {"8.0 ag_gemm", "8.0 gemm_rs", "9.0 ag_gemm", "9.0 gemm_rs"}
+SHARED_BYTES = 227 * 1024
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    # A process of its own: other tests put triton into its interpreter, which compiles nothing.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernels.compiled"],
+        capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_plain_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
+    assert {name: found["missing"] for name, found in kernels.items() if name in PLAIN} == {name: [] for name in PLAIN}
+
+
+def test_hopper_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
+    missing = {name: found["missing"] for name, found in kernels.items() if name not in PLAIN}
+    assert len(missing) == 5
+    assert missing == {name: [] for name in missing}
+
+
+def test_hopper_kernels_run_at_full_speed(kernels: dict[str, Any]) -> None:
+    for name in kernels.keys() - PLAIN:
+        found = kernels[name]
+        assert found["shared"] <= SHARED_BYTES, name
+        assert found["spilled"] <= 16, name
+        assert found["wgmma"] > 0, name
+    assert kernels["pushed"]["wide_stores"] >= 6  # to three peers, two 16-byte stores of a thread each
+
+
+def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str, Any]) -> None:
+    """Compared with the compiled kernels in :func:`tests.unit.kernels.compiled.relaunched`."""
+    assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)
+
+
+GUARDED = """
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+{
+JTI0_0:
+	.branchtargets
+		$L__BB0_1,
+		$L__BB0_3;
+	brx.idx 	%r1, JTI0_0;
+$L__BB0_1:                              // a loop
+	poll %r1;
+	@%p1 bra 	$L__BB0_1;
+	fence; mov.u32 %r2, %r3;
+	bra.uni 	$L__BB0_2;
+$L__BB0_3:
+	store %r2;
+	ret;
+$L__BB0_2:
+	load %r2;
+	@%p2 bra 	$L__BB0_1;
+	store %r2;
+$L__func_end0:
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("", ""), False),
+        (("fence; ", ""), True),
+        (("@%p1 bra 	$L__BB0_1", "@%p1 bra 	$L__BB0_2"), True),  # one way round it
+        (("@%p2 bra 	$L__BB0_1", "@%p2 bra 	$L__BB0_2"), False),
+        (("load %r2", "store %r2"), False),
+    ],
+)
+def test_paths_of_a_kernel(change: tuple[str, str], expected: bool) -> None:
+    paths = Paths(GUARDED.replace(*change) if change[0] else GUARDED)
+    assert paths.reaches(r"\bpoll\b", r"\bload\b", r"\bfence\b") is expected
+    assert paths.count(r"\bstore\b") == 2 + (change[0] == "load %r2")

@@ -1,0 +1,159 @@
+"""Options that become a configuration, and those that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_flux import FluxConfig
+from megatron_flux.errors import UserError
+from megatron_flux.train import config
+from megatron_flux.train.model import transformer_config
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "said"),
+    [
+        ("cpu", True, "needs GPUs, this run is on cpu; use --transformer-impl local"),
+        ("cuda", False, "needs TransformerEngine (>=2.9,<2.19), which is not installed"),
+        ("cuda", True, None),
+    ],
+)
+def test_transformer_engine_must_be_there(
+    monkeypatch: pytest.MonkeyPatch, device: Any, installed: bool, said: str | None
+) -> None:
+    spec = SimpleNamespace() if installed else None
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: spec)
+    options = TrainOptions(transformer_impl="transformer_engine")
+
+    def resolve() -> config.RunConfig:
+        return config.resolve(options, CheckpointOptions(), world_size=2, device=device, out=Path("runs/x"))
+
+    if said is None:
+        assert resolve().transformer_impl == "transformer_engine"
+        return
+    with pytest.raises(UserError) as error:
+        resolve()
+    assert said in str(error.value)
+    assert "--transformer-impl local" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "special", "device", "said"),
+    [
+        ({}, CheckpointOptions(), "cpu", "--cuda-graph-impl local needs GPUs, this run is on cpu"),
+        ({}, CompareOptions(), "cuda", "use two runs, megatron-flux train with and without --no-flux"),
+        ({"recompute": "full"}, CheckpointOptions(), "cuda", "--recompute full"),
+        ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
+        ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
+        (
+            {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
+            CheckpointOptions(),
+            "cuda",
+            "--cuda-graph-impl transformer_engine needs bf16, this run is fp32",
+        ),
+    ],
+)
+def test_cuda_graphs_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], special: Any, device: Any, said: str
+) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    options = TrainOptions(**{"cuda_graph_impl": "local", **given})
+    with pytest.raises(UserError) as error:
+        config.resolve(options, special, world_size=2, device=device, out=Path("runs/x"))
+    assert said in str(error.value)
+
+
+def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> None:
+    options = TrainOptions(cuda_graph_impl="local", backend="pipelined")
+    run = config.resolve(options, CheckpointOptions(flux=False), world_size=2, device="cuda", out=Path("runs/x"))
+    assert run.cuda_graph_impl == "local"
+
+
+@pytest.mark.parametrize(("given", "beside"), [({"tp": 2}, "PP 1 x DP 2"), ({"tp": 2, "pp": 2}, "PP 2 x DP 1")])
+def test_graphs_beside_other_groups_need_an_sm_margin(
+    given: dict[str, int], beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(**more: Any) -> Any:
+        options = TrainOptions(cuda_graph_impl="local", num_layers=2, **given, **more)
+        return config.resolve(options, special, world_size=4, device="cuda", out=Path("unused"))
+
+    special = CheckpointOptions()
+    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN", raising=False)
+    with pytest.raises(UserError, match=f"--cuda-graph-impl local with {beside}: .* set MEGATRON_FLUX_SM_MARGIN"):
+        resolved()
+    resolved(backend="reference")
+    with pytest.raises(UserError, match="MEGATRON_FLUX_SM_MARGIN"):
+        resolved(backend="reference", layer_backend=["*.mlp.*=fused"])
+    monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
+    resolved()
+    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN")
+    special = CheckpointOptions(flux=False)
+    resolved()
+
+
+def test_cuda_graphs_of_transformer_engine_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
+    options = TrainOptions(cuda_graph_impl="transformer_engine")
+    with pytest.raises(UserError, match=r"which is not installed; .* use --cuda-graph-impl local"):
+        config.resolve(options, CheckpointOptions(), world_size=2, device="cuda", out=Path("runs/x"))
+
+
+@pytest.mark.parametrize("impl", ["none", "local"])
+def test_cuda_graphs_reach_megatrons_configuration(impl: Any) -> None:
+    options = TrainOptions(cuda_graph_impl=impl)
+    run = config.resolve(options, CheckpointOptions(), world_size=1, device="cuda", out=Path("runs/x"))
+    made = transformer_config(run)
+    assert (made.cuda_graph_impl, made.disable_parameter_transpose_cache) == (impl, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "expected"),
+    [
+        (None, None, None),
+        ("5-7", None, (5, 7)),
+        ("5", None, (5, 5)),
+        ("5-6", 3, (5, 6)),
+        ("2-3", 3, (2, 3)),
+        ("12", 4, (12, 12)),
+    ],
+)
+def test_profiled_steps(given: str | None, block: int | None, expected: tuple[int, int] | None) -> None:
+    assert config.profiled_steps(given, 12, block) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "said"),
+    [
+        ("one", None, "'one' is not of the form 5-7"),
+        ("5-", None, "not of the form"),
+        ("7-5", None, "the first one not behind the last"),
+        ("1-2", None, "within the steps 2 to 12"),
+        ("12-13", None, "within the steps 2 to 12"),
+        ("4-5", 3, "use 5-6 or fewer, or more --block-steps"),
+        ("5-7", 3, "within one turn of 3 steps; use 5-6"),
+        ("3", 1, "within one turn of 1 steps; use more --block-steps"),
+    ],
+)
+def test_steps_that_cannot_be_profiled_are_refused(given: str, block: int | None, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        config.profiled_steps(given, 12, block)
+
+
+def test_nvtx_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--nvtx names what runs on GPUs, this run is on cpu"):
+        config.resolve(TrainOptions(nvtx=True), CheckpointOptions(), world_size=2, device="cpu", out=tmp_path)
+
+
+def test_what_is_chosen_reaches_the_layers() -> None:
+    given = {"backend": "reference", "dgrad": "auto", "forward": "auto", "wgrad": "reference"}
+    names = {"backend": "backend", **{name: f"{name}_backend" for name in ("forward", "dgrad", "wgrad")}}
+    chosen = {names[name]: value for name, value in given.items()}
+    for gather_ahead, strict in ((True, False), (False, True)):
+        options = TrainOptions(**chosen, gather_ahead=gather_ahead, strict=strict)
+        run = config.resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=Path("runs/x"))
+        assert run.flux_config == FluxConfig(**given, gather_ahead=gather_ahead, strict=strict)

@@ -1,0 +1,62 @@
+"""What is measured of a step, over ranks and GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_flux import nvml
+from megatron_flux.ops import call_events as observe
+from megatron_flux.telemetry import call_sampler as sampling
+from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
+from megatron_flux.train.trainer import LocalStep
+
+
+def result(ranks: dict[str, list[float | None]]) -> StepResult:
+    return StepResult(loss=1.0, grad_norm=1.0, lr=1.0, seconds=0.2, ranks=ranks)
+
+
+def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
+    """All steps take equally long; rank 1 computes longest and so spends least time in operators."""
+    names = dict.fromkeys(("peak_memory_bytes", *nvml.FIELDS), [None] * 3)
+    found = across_ranks(result({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names}))
+    assert found["flux/slowest_rank"] == 1
+    assert found["flux/rank_spread_ms"] == pytest.approx(50)
+    assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
+
+
+def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
+    telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
+    local = LocalStep(loss_sum=1.0, loss_tokens=1.0, grad_norm=1.0, lr=1.0, seconds=0.2)
+    for iteration in (1, 2, 3):
+        with telemetry.step(iteration):
+            assert not observe.watching()
+        values = {"peak_memory_bytes": None, **telemetry.values(local)}
+        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}))
+        assert fields["flux/sampled"] is (iteration == 2)
+        found = {name: fields.get(name, "absent") for name in (*sampling.FIELDS, "flux/slowest_rank")}
+        assert set(found.values()) == ({None} if iteration == 2 else {"absent"})
+    assert telemetry.operator_source == "none: calls inside replayed CUDA graphs are not seen by the host"
+
+
+def test_gpus_are_summed_up_over_ranks() -> None:
+    readings = {
+        "sm_clock_mhz": [1980.0, 1500.0, None],
+        "memory_clock_mhz": [2619.0, 2619.0, None],
+        "power_w": [500.0, 700.0, None],
+        "temperature_c": [50.0, 70.0, None],
+        "throttle": [float(0x4 | 0x1), float(0x4 | 0x20), None],
+    }
+    found = over_gpus(result(readings))
+    assert found["flux/gpu"] == {
+        "sm_clock_mhz_min": 1500.0,
+        "sm_clock_mhz_mean": 1740.0,
+        "memory_clock_mhz_min": 2619.0,
+        "power_w_mean": 600.0,
+        "power_w_max": 700.0,
+        "temperature_c_max": 70.0,
+    }
+    # The idle bit is no throttling.
+    assert found["flux/throttle_reasons"] == {"sw_power_cap": 2, "sw_thermal_slowdown": 1}
+    nothing = over_gpus(result({name: [None, None] for name in readings}))
+    assert nothing == {"flux/gpu": None, "flux/throttle_reasons": None}

@@ -31,7 +31,7 @@ from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import ROOT, user_of
+from tests.slurm.conftest import user_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -260,9 +260,7 @@ def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("jobs")
     with user_of(cluster, folder), ThreadPoolExecutor(AT_A_TIME) as pool:
         os.environ["MEGATRON_FLUX_CACHE"] = str(folder / "cache")  # user_of takes it away again
-        (folder / "text").mkdir()
-        for name in ("config.py", "options.py", "corpus.py"):
-            shutil.copy(ROOT / "megatron_flux" / "train" / name, folder / "text")
+        shutil.copytree(Path(__file__).parent, folder / "text", ignore=shutil.ignore_patterns("__pycache__"))
         yield {story: pool.submit(story, cluster) for story in STORIES}
 
 

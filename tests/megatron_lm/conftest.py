@@ -104,7 +104,7 @@ def run_forked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
     Not for what happens as torch is imported.
     """
-    template = Template("megatron.core.transformer.transformer_config", "megatron_flux.train.cpu_shims")
+    template = Template("megatron.core.transformer.transformer_config", "megatron_flux.train.shims")
     context = get_context("forkserver")
 
     def run_(*words: str, processes: int = 1, folder: Path = tree, **more: str) -> Result:

@@ -16,7 +16,6 @@ def package() -> Package:
     return Package(REPOSITORY)
 
 
-@pytest.mark.xfail(strict=True, reason="comm imports ops, and ops telemetry, in some places")
 def test_no_import_goes_upwards(package: Package) -> None:
     assert package.upward() == []
 

@@ -155,8 +155,10 @@ def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
         reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
     if reason is not None:
         return None
-    column = layer.output_size_per_partition, layer.input_size
-    shape = (layer.output_size, layer.input_size_per_partition) if row else column
+    if row:
+        shape = (layer.output_size, layer.input_size_per_partition)
+    else:
+        shape = (layer.output_size_per_partition, layer.input_size)
     # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
     return _Linear(layer, row, weight, shape, None, dtype, device)
 

@@ -97,10 +97,8 @@ def _printable(value: str) -> str:
     return value
 
 
-def _variable(name: str) -> str:
-    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
-        raise ValueError("a variable's name has letters, digits and _, and begins with no digit")
-    if not without_secrets({name: ""}):
+def _no_secret(name: str) -> str:
+    if secrets_set_in(f"{name}="):
         raise ValueError("looks like a secret's name: set it where you call sbatch, which hands it to the job")
     return name
 
@@ -126,11 +124,7 @@ Duration = Annotated[
 
 
 def seconds(duration: str) -> int | None:
-    """A time limit in seconds; None for Slurm's 0, which means no limit.
-
-    Args:
-        duration: a :data:`Duration`: M, M:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS.
-    """
+    """A :data:`Duration` (M, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS) in seconds; None for 0, which is no limit."""
     days, dash, rest = duration.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -153,16 +147,12 @@ Value = bool | int | float | Text | list[Text]
 Module = Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._+/@:=-]{0,255}", "letters, digits and . _ + / @ : = -")]
 
 
-def _no_option(value: str) -> str:
-    if value.startswith(("-", "~")):
-        raise ValueError("a path or an image begins neither with - nor with ~; give it in full")
-    return value
-
-
-Place = Annotated[Text, AfterValidator(_no_option)]
+Place = Annotated[Text, _matching(r"[^-~].*", "paths and images in full, which begin neither with - nor with ~")]
 """A path, an image, a mount: a word of a command of its own."""
 
-Variable = Annotated[str, AfterValidator(_variable)]
+Variable = Annotated[
+    str, _matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and no digit first"), AfterValidator(_no_secret)
+]
 
 
 def secrets_set_in(line: str) -> list[str]:

@@ -78,20 +78,17 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
         if name not in known:
             allowed = ", ".join(sorted(set(known) - OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
-    layout = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
-    options = validated(TrainOptions, "training", {**layout, **_of(TrainOptions, given)})
-    more: dict[str, Any] = _of(special, given)
+    layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     if mode != "compare":
-        more["flux"] = mode == "flux"
-    specials = validated(special, "training", more)
+        layout["flux"] = mode == "flux"
+    options = validated(TrainOptions, "training", _of(TrainOptions, {**given, **layout}))
+    specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
     check_memory(run, profile)
     check_time(profile.time, profile.signal_seconds)
     words = ["compare" if mode == "compare" else "train"]
     words += [word for name, value in layout.items() for word in _words(name, value)]
-    if mode != "compare":
-        words += _words("flux", mode == "flux")
     chosen = {**options.model_dump(), **specials.model_dump()}
     words += [word for name in given if name != "seed" for word in _words(name, chosen[name])]
     return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
@@ -121,6 +118,22 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
+def check_memory(run: config.RunConfig, profile: Profile) -> None:
+    """Refuse what cannot fit, whatever the activations take.
+
+    Raises:
+        UserError: weights, gradients and optimizer state alone need more than a GPU has.
+    """
+    needed = least_memory(run)
+    if profile.gpu is not None and needed >= profile.gpu.memory_gib:
+        both = "both arms of a comparison" if run.command == "compare" else "this run"
+        raise UserError(
+            f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
+            f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
+            "(--set num_layers=...), or run baseline and flux as two jobs"
+        )
+
+
 def least_memory(run: config.RunConfig) -> float:
     """GiB that weights, gradients and optimizer state take on a GPU, all arms together; activations come on top.
 
@@ -133,39 +146,14 @@ def least_memory(run: config.RunConfig) -> float:
     return arms * share * (2 + 4 + optimizer) / 2**30
 
 
-def check_memory(run: config.RunConfig, profile: Profile) -> None:
-    """Refuse what cannot fit, whatever the activations take.
-
-    Raises:
-        UserError: weights, gradients and optimizer state alone need more than a GPU has.
-    """
-    if profile.gpu is None:
-        return
-    needed = least_memory(run)
-    if needed >= profile.gpu.memory_gib:
-        both = "both arms of a comparison" if run.command == "compare" else "this run"
-        raise UserError(
-            f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
-            f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
-            "(--set num_layers=...), or run baseline and flux as two jobs"
-        )
-
-
 def check_time(time: str, lead: int) -> None:
-    """Refuse a job that would be asked to save and stop as soon as it has begun.
-
-    Args:
-        time: the time limit, a ``Duration``. Slurm rounds it up to whole minutes.
-        lead: seconds ahead of it that the signal comes.
+    """Refuse a job that would be asked to save and stop, ``lead`` seconds before its end, as soon as it has begun.
 
     Raises:
-        UserError: ``time`` is not above ``lead``.
+        UserError: the limit ``time`` is not above ``lead``.
     """
-    given = seconds(time)
-    if given is None:
-        return
-    limit = -(-given // 60) * 60
-    if limit <= lead:
+    limit = -(-(seconds(time) or 0) // 60) * 60  # Slurm rounds up to whole minutes
+    if 0 < limit <= lead:
         raise UserError(
             f"time {time} is {limit} s, and the job is asked to save and stop {lead} s ahead of its end (the profile's "
             f"signal_seconds): it would stop at once; give --time {lead // 60 + 1} or more, or a profile with less lead"

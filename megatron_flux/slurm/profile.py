@@ -10,24 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_flux.slurm.fields import (
-    Checked,
-    Constraint,
-    Duration,
-    FromYaml,
-    Memory,
-    Module,
-    Name,
-    NodeList,
-    Place,
-    SbatchOption,
-    SlurmWord,
-    SrunOption,
-    Text,
-    Value,
-    Variable,
-    secrets_set_in,
-)
+from megatron_flux.slurm import fields
+from megatron_flux.slurm.fields import Checked, FromYaml, Name, Place, SlurmWord, Text
 from megatron_flux.slurm.preflight.rules import DEFAULTS, Floors
 
 
@@ -79,27 +63,27 @@ class Profile(FromYaml):
     cpus_per_task: PositiveInt | None = None
     """CPUs of the one task on each node. Default: not asked for; ``exclusive`` gives all of them."""
     exclusive: bool = True
-    memory: Memory | None = "0"
+    memory: fields.Memory | None = "0"
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
     reservation: SlurmWord | None = None
-    constraint: Constraint | None = None
-    nodelist: NodeList | None = None
-    exclude: NodeList | None = None
-    time: Duration
+    constraint: fields.Constraint | None = None
+    nodelist: fields.NodeList | None = None
+    exclude: fields.NodeList | None = None
+    time: fields.Duration
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """So long before the time limit a job is asked to save and stop."""
     max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
 
-    sbatch_options: tuple[SbatchOption, ...] = ()
+    sbatch_options: tuple[fields.SbatchOption, ...] = ()
     """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it, which ``SBATCH_*``
     variables reach too.
     """
-    srun_options: tuple[SrunOption, ...] = ()
+    srun_options: tuple[fields.SrunOption, ...] = ()
     """More options of every step, such as ``--mpi=pmix``."""
 
-    modules: tuple[Module, ...] = ()
+    modules: tuple[fields.Module, ...] = ()
     setup: tuple[Text, ...] = ()
     """Commands that the script runs as they are, after the modules, on the first node: what they export is exported to
     all. Each is a command of its own and must succeed.
@@ -107,13 +91,13 @@ class Profile(FromYaml):
     venv: Place | None = None
     """A virtual environment to activate; relative to the folder of submission."""
     container: Container | None = None
-    environment: dict[Variable, Text] = Field({})
+    environment: dict[fields.Variable, Text] = Field({})
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """torch.distributed.run's binding of ranks to the CPUs beside their GPUs; needs numactl on the nodes."""
     tune: bool = True
     """Fill the tuner's cache on the first node before flux trains."""
     preflight: Preflight = Preflight()
-    training: dict[Name, Value] = Field({})
+    training: dict[Name, fields.Value] = Field({})
     """Options of ``megatron-flux train`` for all jobs on this cluster, by their names with underscores."""
 
     @property
@@ -128,7 +112,7 @@ class Profile(FromYaml):
         if self.device == "cpu" and self.gpu_request != "none":
             raise ValueError("device cpu needs gpu_request: none")
         for number, line in enumerate(self.setup, 1):
-            if found := secrets_set_in(line):  # the line itself is not shown
+            if found := fields.secrets_set_in(line):  # the line itself is not shown
                 raise ValueError(
                     f"set-up line {number} sets {found[0]}, which looks like a secret's name: set it where you call "
                     "sbatch, which hands it to the job"

@@ -62,11 +62,7 @@ def slurm(*words: str, cwd: Path | None = None) -> str:
 
 
 def submit(script: Path, *, options: list[str], arguments: list[str] | None = None, cwd: Path | None = None) -> str:
-    """Submit ``script`` from the folder ``cwd`` and return the job's id.
-
-    Raises:
-        UserError, FluxError: as :func:`slurm`.
-    """
+    """Submit ``script`` from the folder ``cwd`` and return the job's id. Errors: as :func:`slurm`."""
     said = slurm("sbatch", "--parsable", *options, "--", str(script), *(arguments or []), cwd=cwd)
     found = re.search(r"^(\d+)(;\S+)?$", said, re.MULTILINE)  # id, and the cluster's name where there are several
     if found is None:
@@ -80,11 +76,7 @@ def after(dependency: str) -> list[str]:
 
 
 def checked_dependency(given: str) -> str:
-    """``given``, which is one of Slurm's forms.
-
-    Raises:
-        UserError: it is not.
-    """
+    """``given`` if it is one of Slurm's forms; a :class:`UserError` otherwise."""
     return validated(_Waiting, "submit", {"dependency": given}).dependency
 
 

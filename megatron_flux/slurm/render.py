@@ -51,12 +51,7 @@ def _environment() -> Environment:
 
 
 def job_script(resolved: Resolved, command: str) -> str:
-    """The script of a job, for sbatch.
-
-    Args:
-        resolved: the job.
-        command: what writes this script again, for its reader.
-    """
+    """The script of a job, for sbatch; ``command`` is what writes it again, for its reader."""
     template = _environment().get_template("job.sbatch.j2")
     return template.render(
         resolved=resolved,

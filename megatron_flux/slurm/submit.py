@@ -24,14 +24,8 @@ FOLDER = "MEGATRON_FLUX_JOB_FOLDER"
 
 
 def environment(runs: Path, root: Path | None = None) -> str:
-    """The option of sbatch that hands the submitter's environment to a job, with the folders in it.
-
-    Args:
-        runs: the folder of all jobs.
-        root: this job's, if it is to go on in one that is there.
-
-    Raises:
-        UserError: a path that sbatch would take apart.
+    """The option of sbatch that hands a job the submitter's environment, the folder of all jobs and, if it is to go on
+    in one that is there, its own. A path that sbatch would take apart is a :class:`UserError`.
     """
     path = str(root or runs)
     if not path.isprintable() or "," in path:
@@ -40,16 +34,9 @@ def environment(runs: Path, root: Path | None = None) -> str:
 
 
 def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
-    """Submit a job's script and the collecting job's; the ids of both, and the job's folder.
+    """Submit a job's script and the ``collecting`` job's; the ids of both, and the job's folder in ``runs``.
 
-    Args:
-        script: of the job.
-        collecting: the other's.
-        runs: where the job makes its folder.
-        own: options of sbatch for the job and not for the other.
-
-    Raises:
-        UserError, FluxError: as :func:`megatron_flux.slurm.queue.submit`.
+    The options of sbatch in ``own`` are for the job and not for the other. Errors: as :func:`queue.slurm`.
     """
     exported = environment(runs)
     with tempfile.TemporaryDirectory() as scratch:
@@ -104,10 +91,7 @@ class Resumption:
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
     """What it takes to let the job of the folder ``root`` go on from its checkpoints.
 
-    Args:
-        root: the folder.
-        changes: what :class:`Changes` may say.
-        from_start: whether repetitions without a checkpoint may begin anew.
+    ``changes`` may say what :class:`Changes` has; with ``from_start``, repetitions without a checkpoint begin anew.
 
     Raises:
         UserError: the job has not ended or has done all its work, has nothing to go on from, or its script is missing.
@@ -153,8 +137,7 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
 def resume(what: Resumption) -> tuple[str, str | None]:
     """Submit it; the ids of the job and of the one that collects it, None where there was none.
 
-    Raises:
-        UserError, FluxError: as :func:`megatron_flux.slurm.queue.submit`.
+    Errors: as :func:`queue.slurm`.
     """
     root = what.root
     exported = environment(root.parent, root)

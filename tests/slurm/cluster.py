@@ -163,7 +163,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End the jobs, then the daemons, by their process ids."""
-        self.client("scancel", "--user", getpass.getuser(), check=False)
+        self.cancel_all()
         deadline = time.monotonic() + 20
         while self.client("squeue", "--noheader", check=False).stdout and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -176,6 +176,10 @@ class Cluster:
             time.sleep(0.1)
         for pid in pids:
             _signal(pid, signal.SIGKILL)
+
+    def cancel_all(self) -> None:
+        """End all jobs, those that wait too."""
+        self.client("scancel", "--user", getpass.getuser(), check=False)
 
     def client(self, *words: str | Path, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands, or any other, as a user of this cluster."""
@@ -230,7 +234,7 @@ class Cluster:
             self.client("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             return self.job(job)["JobState"] in ("RUNNING", "COMPLETED", "FAILED")
 
-        self.wait(begun, f"job {job} to begin again")
+        self.wait(begun, f"job {job} to begin again", 120)
 
     def wait_for_job(self, job: str, states: tuple[str, ...] = ("COMPLETED",), timeout: float = 300) -> dict[str, str]:
         """Wait until the job has ended (it must be in one of ``states`` then)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -37,23 +38,37 @@ def cluster() -> Iterator[daemons.Cluster]:
             found.stop()
 
 
+@contextlib.contextmanager
+def user_of(cluster: daemons.Cluster, folder: Path) -> Iterator[None]:
+    """A user of the cluster in an empty folder of theirs, whose jobs run this checkout; no job of theirs stays behind.
+
+    All nodes are idle at first, so that jobs get the first ones.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name in [*HIDDEN, *DEFAULTS, *(name for name in os.environ if name.startswith(SITE))]:
+            patched.delenv(name, raising=False)
+        for name, value in cluster.environment.items():
+            patched.setenv(name, value)
+        earlier = os.environ.get("PYTHONPATH")
+        patched.setenv("PYTHONPATH", f"{ROOT}:{earlier}" if earlier else str(ROOT))
+        patched.setenv("MEGATRON_FLUX_PYTHON", sys.executable)
+        patched.setenv("OMP_NUM_THREADS", "1")
+        patched.delenv("TRITON_CACHE_DIR", raising=False)
+        (folder / "tmp").mkdir()
+        patched.setenv("TMPDIR", str(folder / "tmp"))
+        patched.chdir(folder)
+        cluster.idle()
+        try:
+            yield
+        finally:
+            cluster.cancel_all()  # a collecting job may be about to begin, and take a node of the next test's
+
+
 @pytest.fixture
-def at_the_cluster(cluster: daemons.Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> daemons.Cluster:
-    """The cluster, with this test as a user in an empty folder of theirs whose jobs run this checkout."""
-    for name in [*HIDDEN, *DEFAULTS, *(name for name in os.environ if name.startswith(SITE))]:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    earlier = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{earlier}" if earlier else str(ROOT))
-    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", sys.executable)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.chdir(tmp_path)
-    cluster.idle()
-    return cluster
+def at_the_cluster(cluster: daemons.Cluster, tmp_path: Path) -> Iterator[daemons.Cluster]:
+    """The cluster, with this test as its only user."""
+    with user_of(cluster, tmp_path):
+        yield cluster
 
 
 Slurm = Callable[..., str]

@@ -140,8 +140,10 @@ def stubs(tmp_path: Path) -> tuple[Path, Path]:
     return folder, record
 
 
-def run(text: str, stubs: tuple[Path, Path], where: Path, *words: str, **more: str) -> None:
-    """Run a script as Slurm would, as far as it gets; nobody may have made the canary."""
+def execute(
+    text: str, stubs: tuple[Path, Path], where: Path, *words: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as Slurm would, as far as it gets."""
     file = stubs[0].parent / "script"
     file.write_text(text)
     environment = {
@@ -153,7 +155,14 @@ def run(text: str, stubs: tuple[Path, Path], where: Path, *words: str, **more: s
         "SLURM_JOB_NODELIST": "n01",
         **more,
     }
-    done = subprocess.run(["bash", file, *words], cwd=where, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", file, *words], cwd=where, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def run(text: str, stubs: tuple[Path, Path], where: Path, *words: str, **more: str) -> None:
+    """Run a script; nothing may have made the canary."""
+    done = execute(text, stubs, where, *words, **more)
     assert "left no account" in done.stderr or words, done.stderr
     assert not list(stubs[0].parent.rglob("CANARY")), done.stderr
 

@@ -146,8 +146,7 @@ def test_a_folder_of_somebody_else_takes_no_kernels(at_the_cluster: Cluster, sta
     job, collecting = re.findall(r"job (\d+)", said)[:2]
     found = at_the_cluster.wait_for_job(job, ("FAILED",))
     last = Path(found["StdOut"]).read_text().splitlines()[-1]
-    assert re.search(r"error: pre-flight stopped the job: n\d+: no folder of this user for compiled kernels at ", last)
-    assert "set TRITON_CACHE_DIR to a folder on the nodes" in last
+    assert re.search(r"error: pre-flight .*: n\d+: no folder of this user .* at /.*set TRITON_CACHE_DIR", last)
     at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
     assert not stand_in.exists()
 

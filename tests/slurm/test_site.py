@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.slurm import queue, render
 from megatron_flux.slurm.fields import validated
 from megatron_flux.slurm.profile import Profile
-from tests.slurm.test_hostile import CLUSTER, WORK, script, stubs
+from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 
 __all__ = ["stubs"]
 
@@ -22,20 +20,6 @@ PLAIN = {**CLUSTER, "container": None, "modules": [], "srun_options": [], "sbatc
 
 def profile(**changes: Any) -> Profile:
     return validated(Profile, "profile", {**PLAIN, **changes})
-
-
-def run(text: str, stubs: tuple[Path, Path], where: Path) -> subprocess.CompletedProcess[str]:
-    file = where / "script"
-    file.write_text(text)
-    environment = {
-        **os.environ,
-        "PATH": f"{stubs[0]}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(where),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_JOB_NODELIST": "n01",
-    }
-    return subprocess.run(["bash", file], cwd=where, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def steps(record: Path) -> list[list[str]]:
@@ -49,7 +33,7 @@ def test_set_up_lines_run_in_order_and_what_they_export_reaches_every_step(
     stubs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     lines = ['SITE_VARIABLE="set up"', "export SITE_VARIABLE", 'echo "$NOT_SET" > unbound', 'echo "two words" > said']
-    done = run(script({**PLAIN, "setup": lines, "environment": {}}, WORK), stubs, tmp_path)
+    done = execute(script({**PLAIN, "setup": lines, "environment": {}}, WORK), stubs, tmp_path)
     assert "left no account" in done.stderr, done.stderr
     assert (stubs[1] / "variable").read_text() == "set up"
     assert (tmp_path / "said").read_text() == "two words\n"
@@ -60,7 +44,7 @@ def test_set_up_lines_run_in_order_and_what_they_export_reaches_every_step(
 def test_a_set_up_line_that_fails_ends_the_job_and_is_named(
     line: str, stubs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    done = run(script({**PLAIN, "setup": ["true", line, "touch after"]}, WORK), stubs, tmp_path)
+    done = execute(script({**PLAIN, "setup": ["true", line, "touch after"]}, WORK), stubs, tmp_path)
     assert done.returncode == 1
     assert f"megatron-flux: error: a set-up line of the profile failed: {line}" in done.stderr
     assert not (tmp_path / "after").exists()
@@ -99,7 +83,7 @@ def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path)
     more = {"srun_options": ["--mpi=pmix", "--network=a b"], "sbatch_options": ["--mail-type=END,FAIL"]}
     text = script({**PLAIN, **more}, WORK)
     assert "#SBATCH --mail-type=END,FAIL\n" in text
-    run(text, stubs, tmp_path)
+    execute(text, stubs, tmp_path)
     found = steps(stubs[1])
     assert len(found) >= 3
     assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
@@ -110,7 +94,7 @@ def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path)
 
 def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Path, Path], tmp_path: Path) -> None:
     container = {"runtime": "pyxis", "image": "registry#image:1"}
-    done = run(script({**PLAIN, "container": container}, WORK), stubs, tmp_path)
+    done = execute(script({**PLAIN, "container": container}, WORK), stubs, tmp_path)
     assert "left no account" in done.stderr.splitlines()[-1], "what drops the container says nothing"
     *before, last = steps(stubs[1])
     assert len(before) >= 3

@@ -1,8 +1,10 @@
 """Real training through the real script on two nodes: stopped and resumed, a node lost, a rank killed, collected.
 
-Steps are few and starts are dear, so each job shows several things. What all of them compute is the same training: on
-the CPU stock and flux add in the same order, so every loss curve must be equal to the last digit to the one of the job
-that was never interrupted, whatever happened to the others.
+What the jobs compute is the same training: on the CPU stock and flux add in the same order, so every loss curve must be
+equal to the last digit to the one of the job that was never interrupted, whatever happened to the others.
+
+Starts are dear and much of a job's life is waiting, so the jobs run beside each other, each on nodes of its own, and a
+test waits for its job's story.
 """
 
 from __future__ import annotations
@@ -12,174 +14,289 @@ import os
 import re
 import shutil
 import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
+from megatron_flux.cli.slurm import JobOptions, scripts
 from megatron_flux.metrics import read_records
+from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm.profile import Profile
+from megatron_flux.slurm.status import describe
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import ROOT, Slurm
+from tests.slurm.conftest import user_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 40
+STEPS = 16
 # Dropout: a resume that did not restore the random state would show.
-SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10"]
-LOCAL = ["--profile", "local", "--job", "tiny", *(f"--set={pair}" for pair in SETTINGS)]
-LOCAL.append("--set=data=../slurm-text")  # beside the folder of each test
+SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10", "data=text"]
+AT_A_TIME = 3
+NO_PREFLIGHT = {"environment": {"MEGATRON_FLUX_PREFLIGHT": "0"}}
 
 
-@pytest.fixture(autouse=True)
-def text_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that stays the same for all jobs here, and its tokens."""
-    text = tmp_path_factory.getbasetemp() / "slurm-text"
-    if not text.exists():
-        shutil.copytree(ROOT / "megatron_flux" / "train", text, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path_factory.getbasetemp() / "slurm-cache"))
+@dataclass(frozen=True)
+class Job:
+    """A job on nodes of its own, and the one that collects it."""
+
+    cluster: Cluster
+    number: str
+    collecting: str
+    root: Path
+
+    @classmethod
+    def submitted(cls, cluster: Cluster, where: range, site: dict[str, Any] | None = None, **options: Any) -> Job:
+        """To the nodes ``where``, of the profile ``local`` with what ``site`` has instead."""
+        if "profile" not in options:
+            local = yaml.safe_load(Profile.packaged()["local"])
+            changed = {**local, **(site or {})}
+            changed["environment"] = local["environment"] | (site or {}).get("environment", {})
+            file = Path(f"site-{where[0]}.yaml").absolute()
+            file.write_text(yaml.safe_dump(changed))
+            options |= {"profile": str(file)}
+        words = [*SETTINGS, *options.pop("settings")] if "settings" in options else []
+        others = [name for i, name in enumerate(cluster.nodes) if i not in where]
+        job, collecting = scripts(JobOptions(job="tiny", set=words, exclude=",".join(others), **options))
+        return cls(cluster, *submission.submit(job, collecting, Path("runs").absolute()))
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        self.cluster.wait(condition, f"{what} of job {self.number}", 400)
+
+    def until_restarted(self, times: int) -> None:
+        self.until(lambda: self.cluster.job(self.number)["Restarts"] == str(times), f"start {times}")
+
+    def ended(self, *states: str) -> None:
+        self.cluster.wait_for_job(self.number, states or ("COMPLETED",), 400)
+
+    def hosts(self) -> list[str]:
+        return self.cluster.hosts(self.number)
+
+    def log(self) -> list[str]:
+        file = Path(self.cluster.job(self.number)["StdOut"])
+        return file.read_text().strip().splitlines() if file.exists() else []
+
+    def status(self) -> str:
+        return "\n".join(describe(self.root, time.time()))
+
+    def recorded(self, arm: str) -> int:
+        file = self.root / "rep-0" / "run" / arm / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def losses(self, arm: str) -> list[float]:
+        records = read_records(self.root / "rep-0" / "run" / arm / "metrics.jsonl")
+        assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
+        return [record["lm loss"] for record in records]
+
+    def ended_as(self) -> dict[str, Any]:
+        return json.loads((self.root / "rep-0" / "run" / "ended.json").read_text())
+
+    def tracker(self, arm: str = "") -> Path:
+        return self.root / "rep-0" / "checkpoints" / arm / "latest_checkpointed_iteration.txt"
+
+    def rank_process(self, rank: int) -> psutil.Process:
+        """A rank's process: its words name the job's folder, its environment the rank, and a launcher began it."""
+        for process in psutil.process_iter():
+            try:
+                mine = any(word.startswith(f"--out={self.root}") for word in process.cmdline())
+                # A rank that saves forks processes which look like it.
+                launched = mine and "megatron_flux.run.node" in process.parent().cmdline()
+                if launched and process.environ().get("RANK") == str(rank):
+                    return process
+            except (psutil.Error, AttributeError):
+                continue
+        raise AssertionError(f"rank {rank} is not there")
+
+
+def compare(cluster: Cluster) -> Job:
+    """Saves each arm again and again: nothing of a save may be in the way of the next."""
+    settings = [f"steps={STEPS}", "block_steps=2", "save_interval=2", "save_keep=1"]
+    job = Job.submitted(cluster, range(2), mode="compare", settings=settings)
+    job.until(job.tracker("flux").exists, "saves of both arms")
+    cluster.client("scancel", "--batch", "--signal=USR1", job.number)
+    job.until_restarted(1)
+    ended = job.ended_as()
+    assert ended["state"] == "stopped"
+    reached = {arm: job.recorded(arm) for arm in ("baseline", "flux")}
+    assert ended["iterations"] == reached
+    assert max(reached.values()) < STEPS
+    job.until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "requeueing")
+    assert "stopped, step baseline " in job.status()
+    cluster.release(job.number)
+    job.ended()
+    cluster.wait_for_job(job.collecting, timeout=400)
+    return job
+
+
+def lose_a_node(cluster: Cluster) -> Job:
+    settings = [f"steps={STEPS}", "save_interval=2", "save_keep=2"]
+    job = Job.submitted(cluster, range(2, 5), NO_PREFLIGHT, mode="flux", settings=settings)
+    cluster.client("scancel", job.collecting)
+    job.until(job.tracker().exists, "a checkpoint")
+    bad = job.hosts()[1]
+    cluster.client("scontrol", "update", f"nodename={bad}", "state=down", "reason=test")
+    try:
+        job.until_restarted(1)
+        cluster.release(job.number)
+        job.ended()
+    finally:
+        cluster.client("scontrol", "update", f"nodename={bad}", "state=resume")
+    hosts = job.hosts()
+    assert len(hosts) == 2
+    assert bad not in hosts
+    return job
+
+
+def signal_during_saves(cluster: Cluster) -> Job:
+    """A save after every step. Slurm signals the steps and not the script, as ``--signal=USR1@60`` asks, then all."""
+    settings = [f"steps={STEPS}", "save_interval=1", "save_keep=2"]
+    job = Job.submitted(cluster, range(5, 7), NO_PREFLIGHT, mode="flux", settings=settings)
+    cluster.client("scancel", job.collecting)
+    saved = job.root / "rep-0" / "checkpoints"
+    reached = 0
+    for restarts, how in ((1, []), (2, ["--full"])):
+        job.until(lambda past=reached: job.recorded("flux") >= past + 3, "some saves")
+        job.until(lambda: list(saved.glob("*.partial/*.distcp")), "another save")
+        cluster.client("scancel", "--signal=USR1", *how, job.number)
+        job.until_restarted(restarts)
+        reached = job.recorded("flux")
+        assert int(job.tracker().read_text()) == reached < STEPS
+        cluster.release(job.number)
+    job.ended()
+    assert not list(saved.glob("*.partial"))
+    return job
+
+
+def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[float]]:
+    """And the losses of the steps before anything happened."""
+    settings = ["steps=1000000", "save_interval=8", "save_keep=2"]
+    job = Job.submitted(cluster, range(7, 10), NO_PREFLIGHT, mode="baseline", settings=settings)
+    job.until(lambda: job.recorded("baseline") >= STEPS, "the steps to compare with")
+    bad = job.hosts()[1]
+    os.kill(job.rank_process(1).pid, signal.SIGKILL)
+    job.until_restarted(1)
+    said = f"megatron-flux: retry 1 of at most 1, without {bad}: rank 1 on {bad} was killed by SIGKILL (exit code -9)"
+    assert said in job.log()
+    first = job.losses("baseline")
+
+    cluster.release(job.number)
+    resuming = f"megatron-flux: training: --load={job.root}/rep-0/checkpoints; "
+    # Once its tasks have begun, Slurm's word is the last: a step that is about to begin aborts, and the script says so.
+    job.until(lambda: len(list((job.root / "rep-0" / "logs" / "1").glob("train-*.log"))) == 2, "the retry")
+    assert resuming in "\n".join(job.log())
+    assert bad not in job.hosts()
+    cluster.client("scancel", job.number)
+    job.ended("CANCELLED")
+    shown = job.status()
+    assert f"tiny-baseline job {job.number}: CANCELLED" in shown
+    assert "rep-0: not ended, step baseline " in shown
+    assert f"    retried without {bad}\n" in shown
+    assert re.search(r"    last line of .*: slurmstepd.*CANCELLED AT", shown), shown
+    # afterok: nothing is collected of a job that did not end well.
+    job.until(lambda: cluster.job(job.collecting)["JobState"] == "CANCELLED", "the collecting job's end")
+
+    what = submission.resumption(job.root, {}, from_start=False)
+    assert re.fullmatch(r"goes on from step \d+", what.begins["0"])
+    number, collecting = submission.resume(what)
+    again = Job(cluster, number, str(collecting), job.root)
+    again.until(lambda: job.recorded("baseline") > len(first), "further steps")
+    assert resuming in "\n".join(again.log())
+    cluster.client("scancel", number)
+    again.ended("CANCELLED")
+    assert job.losses("baseline")[: len(first)] == first
+    assert f"tiny-baseline job {job.number}, resumed as {number}: CANCELLED" in job.status()
+    return job, first[:STEPS]
+
+
+def miss_the_networks_floor(cluster: Cluster) -> Job:
+    """gloo over the loopback reaches no terabytes: what NCCL over TCP is to InfiniBand."""
+    floors = {"node_gbps": 1e6, "network_gbps": 2e6, "waived": {"node_bandwidth": 'memory is $(slow) "here"'}}
+    site = {"processes_per_node": 2, "preflight": {"floors": floors}}
+    job = Job.submitted(cluster, range(10, 12), site, mode="flux")
+    job.ended("FAILED")
+    return job
+
+
+def start_on_bad_nodes(cluster: Cluster) -> Job:
+    """This machine has no GPUs, so every node is bad for a profile with eight."""
+    job = Job.submitted(cluster, range(12, 14), profile="nvlink-h100", mode="flux", nodes=2, tp=8)
+    job.ended("FAILED")
+    return job
+
+
+def stop_without_requeues(cluster: Cluster) -> Job:
+    """Asked to stop before it trains."""
+    slow = Path("slow").absolute()
+    slow.write_text("#!/usr/bin/env bash\nsleep 60\n")
+    slow.chmod(0o755)
+    site = {"max_requeues": 0, "setup": [f"MEGATRON_FLUX_PYTHON={slow}"]}
+    job = Job.submitted(cluster, range(14, 16), site, mode="flux")
+    job.until(lambda: "pre-flight" in "\n".join(job.log()), "the pre-flight")
+    cluster.client("scancel", "--batch", "--signal=USR1", job.number)
+    job.ended("FAILED")
+    return job
+
+
+STORIES: list[Callable[[Cluster], Any]] = [
+    compare,  # the longest ones first
+    signal_during_saves,
+    kill_a_rank_then_cancel_and_resume,
+    lose_a_node,
+    miss_the_networks_floor,
+    start_on_bad_nodes,
+    stop_without_requeues,
+]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted() -> list[float]:
-    """Losses of the job that ran through, filled by the first test."""
-    return []
+def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future[Any]]]:
+    """What becomes of each job."""
+    folder = tmp_path_factory.mktemp("jobs")
+    with user_of(cluster, folder), ThreadPoolExecutor(AT_A_TIME) as pool:
+        os.environ["MEGATRON_FLUX_CACHE"] = str(folder / "cache")  # user_of takes it away again
+        shutil.copytree(Path(__file__).parent, folder / "text", ignore=shutil.ignore_patterns("__pycache__"))
+        yield {story: pool.submit(story, cluster) for story in STORIES}
 
 
-def submit(slurm: Slurm, mode: str, *words: str) -> tuple[str, str, Path]:
-    """The ids of a job and of the one that collects it, and its folder."""
-    said = slurm("submit", *LOCAL, "--mode", mode, *words)
-    first, second = re.findall(r"job (\d+)", said)[:2]
-    return first, second, Path(re.search(r"folder: (.*)", said)[1])
+Stories = dict[Any, Future[Any]]
 
 
-def recorded(root: Path, arm: str) -> int:
-    file = root / "rep-0" / "run" / arm / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+@pytest.fixture(scope="module")
+def uninterrupted(stories: Stories) -> list[float]:
+    """Losses of steps that nothing interrupted."""
+    return stories[kill_a_rank_then_cancel_and_resume].result()[1]
 
 
-def losses(root: Path, arm: str) -> list[float]:
-    records = read_records(root / "rep-0" / "run" / arm / "metrics.jsonl")
-    assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
-    return [record["lm loss"] for record in records]
-
-
-def log_of(cluster: Cluster, job: str) -> list[str]:
-    file = Path(cluster.job(job)["StdOut"])
-    return file.read_text().strip().splitlines() if file.exists() else []
-
-
-def rank_process(root: Path, rank: int) -> psutil.Process:
-    """The process of a rank: its words name the job's folder, its environment the rank, and a launcher began it."""
-    for process in psutil.process_iter():
-        try:
-            mine = any(word.startswith(f"--out={root}") for word in process.cmdline())
-            # A rank that saves forks processes which look like it.
-            launched = mine and "megatron_flux.run.node" in process.parent().cmdline()
-            if launched and process.environ().get("RANK") == str(rank):
-                return process
-        except (psutil.Error, AttributeError):
-            continue
-    raise AssertionError(f"rank {rank} is not there")
-
-
-def test_a_killed_rank_is_named_and_retried_and_a_cancelled_job_resumed(
-    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
-) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
-    words = ["--set", "steps=1000000", "--set", "save_interval=20", "--set", "save_keep=2"]
-    job, collecting, root = submit(slurm, "baseline", *words)
-    at_the_cluster.wait(lambda: recorded(root, "baseline") >= STEPS, "the steps to compare with", 300)
-    os.kill(rank_process(root, 1).pid, signal.SIGKILL)
-    at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the retry")
-    said = "megatron-flux: retry 1 of at most 1, without n01: rank 1 on n01 was killed by SIGKILL (exit code -9)"
-    assert said in log_of(at_the_cluster, job)
-    first = losses(root, "baseline")
-    uninterrupted += first[:STEPS]
+def test_a_killed_rank_is_named_and_retried_and_a_cancelled_job_resumed(uninterrupted: list[float]) -> None:
+    assert len(uninterrupted) == STEPS
     assert uninterrupted[-1] < uninterrupted[0] - 0.5, "the loss does not fall"
 
-    at_the_cluster.release(job)
-    resuming = f"megatron-flux: training: --load={root}/rep-0/checkpoints; "
-    at_the_cluster.wait(lambda: resuming in "\n".join(log_of(at_the_cluster, job)), "the retry to begin")
-    assert "n01" not in at_the_cluster.hosts(job)
-    at_the_cluster.client("scancel", job)
-    at_the_cluster.wait_for_job(job, ("CANCELLED",))
-    shown = slurm("status", root)
-    assert f"tiny-baseline job {job}: CANCELLED" in shown
-    assert "rep-0: not ended, step baseline " in shown
-    assert "    retried without n01\n" in shown
-    assert re.search(r"    last line of .*: slurmstepd.*CANCELLED AT", shown), shown
-    # afterok: nothing is collected of a job that did not end well.
-    at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
 
-    again = re.search(r"job (\d+): rep-0 goes on from step \d+0; job \d+ collects it", slurm("resume", root))[1]
-    at_the_cluster.wait(lambda: recorded(root, "baseline") > len(first), "the resumed job to get further", 300)
-    assert resuming in "\n".join(log_of(at_the_cluster, again))
-    at_the_cluster.client("scancel", again)
-    at_the_cluster.wait_for_job(again, ("CANCELLED",))
-    assert losses(root, "baseline")[: len(first)] == first
-    assert f"tiny-baseline job {job}, resumed as {again}: CANCELLED" in slurm("status", root)
+def test_a_lost_node_is_replaced_and_training_resumes(stories: Stories, uninterrupted: list[float]) -> None:
+    job = stories[lose_a_node].result()
+    said = "\n".join(job.log())
+    assert f"start 1, on {job.cluster.job(job.number)['NodeList']}" in said
+    assert f"training: --load={job.root}/rep-0/checkpoints" in said
+    assert job.losses("flux") == uninterrupted
+    assert job.ended_as()["state"] == "finished"
+    assert len(list((job.root / "rep-0" / "checkpoints").glob("iter_*"))) == 2
+    assert {path.name for path in (job.root / "rep-0" / "logs").iterdir()} == {"0", "1"}
 
 
-def test_a_lost_node_is_replaced_and_training_resumes(
-    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
-) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
-    words = ["--set", f"steps={STEPS}", "--set", "save_interval=10", "--set", "save_keep=2"]
-    job, _, root = submit(slurm, "flux", *words)
-    tracker = root / "rep-0" / "checkpoints" / "latest_checkpointed_iteration.txt"
-    at_the_cluster.wait(tracker.exists, "a checkpoint", 300)
-    at_the_cluster.client("scontrol", "update", "nodename=n01", "state=down", "reason=test")
-    try:
-        at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the job to be requeued")
-        at_the_cluster.release(job)
-        at_the_cluster.wait_for_job(job)
-    finally:
-        at_the_cluster.client("scontrol", "update", "nodename=n01", "state=resume")
-        at_the_cluster.idle()
-    hosts = at_the_cluster.hosts(job)
-    assert len(hosts) == 2
-    assert "n01" not in hosts
-    said = "\n".join(log_of(at_the_cluster, job))
-    assert f"start 1, on {at_the_cluster.job(job)['NodeList']}" in said
-    assert f"training: --load={root}/rep-0/checkpoints" in said
-    assert losses(root, "flux") == uninterrupted
-    assert json.loads((root / "rep-0" / "run" / "ended.json").read_text())["state"] == "finished"
-    assert len(list((root / "rep-0" / "checkpoints").glob("iter_*"))) == 2
-    assert {path.name for path in (root / "rep-0" / "logs").iterdir()} == {"0", "1"}
-
-
-def test_a_comparison_is_stopped_requeued_resumed_and_collected(
-    at_the_cluster: Cluster, slurm: Slurm, uninterrupted: list[float]
-) -> None:
-    """With a save of each arm behind it: nothing of that may be in the way of the next."""
-    words = ["--set", "block_steps=2", "--set", "save_interval=2", "--set", "save_keep=1"]
-    job, collecting, root = submit(slurm, "compare", "--set", f"steps={STEPS}", *words)
-    tracker = root / "rep-0" / "checkpoints" / "flux" / "latest_checkpointed_iteration.txt"
-    at_the_cluster.wait(tracker.exists, "both arms to be saved", 300)
-    at_the_cluster.client("scancel", "--batch", "--signal=USR1", job)
-    at_the_cluster.wait(lambda: at_the_cluster.job(job)["Restarts"] == "1", "the job to be requeued", 120)
-    ended = json.loads((root / "rep-0" / "run" / "ended.json").read_text())
-    assert ended["state"] == "stopped"
-    reached = {arm: recorded(root, arm) for arm in ("baseline", "flux")}
-    assert ended["iterations"] == reached
-    assert max(reached.values()) < STEPS
-    at_the_cluster.wait(lambda: at_the_cluster.job(job)["JobState"] == "PENDING", "the job to be waiting")
-    assert "stopped, step baseline " in slurm("status", root)
-    at_the_cluster.release(job)
-    at_the_cluster.wait_for_job(job)
-    said = "\n".join(log_of(at_the_cluster, job))
-    assert "requeue 1 of at most 3" in said
+def test_a_comparison_is_stopped_requeued_resumed_and_collected(stories: Stories, uninterrupted: list[float]) -> None:
+    job = stories[compare].result()
+    root = job.root
+    assert any("requeue 1 of at most 3" in line for line in job.log())
     for arm in ("baseline", "flux"):
-        assert losses(root, arm) == uninterrupted, arm
-    preflight = root / "rep-0" / "logs" / "1" / "preflight"
-    assert {file.name for file in preflight.iterdir()} == {
-        *(f"{host}.json" for host in at_the_cluster.hosts(job)),
-        "together.json",
-    }
-
-    at_the_cluster.wait_for_job(collecting)
+        assert job.losses(arm) == uninterrupted, arm
+    preflight = {file.name for file in (root / "rep-0" / "logs" / "1" / "preflight").iterdir()}
+    assert preflight == {*(f"{host}.json" for host in job.hosts()), "together.json"}
     collected: dict[str, Any] = json.loads((root / "collected.json").read_text())
     (one,) = collected["repetitions"]
     assert one["state"] == "finished"
@@ -191,75 +308,40 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(
     assert "| 0 | finished | 2 |" in (root / "collected.md").read_text()
 
 
-def test_signals_in_the_middle_of_saves(
-    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
-) -> None:
-    """A save after every step. Slurm signals the steps alone, as ``--signal=USR1@60`` asks, then all there is."""
-    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
-    words = ["--set", f"steps={STEPS}", "--set", "save_interval=1", "--set", "save_keep=2"]
-    job, _, root = submit(slurm, "flux", *words)
-    saved = root / "rep-0" / "checkpoints"
-    reached = 0
-    for restarts, how in (("1", []), ("2", ["--full"])):
-        at_the_cluster.wait(lambda past=reached: recorded(root, "flux") >= past + 3, "some saves", 300)
-        at_the_cluster.wait(lambda: list(saved.glob("*.partial/*.distcp")), "another save")
-        at_the_cluster.client("scancel", "--signal=USR1", *how, job)
-        at_the_cluster.wait(lambda past=restarts: at_the_cluster.job(job)["Restarts"] == past, "requeueing", 120)
-        reached = recorded(root, "flux")
-        assert int((saved / "latest_checkpointed_iteration.txt").read_text()) == reached < STEPS
-        at_the_cluster.release(job)
-    at_the_cluster.wait_for_job(job)
-    assert "requeue 2 of at most 3" in "\n".join(log_of(at_the_cluster, job))
-    assert losses(root, "flux") == uninterrupted
-    assert not list(saved.glob("*.partial"))
+def test_signals_in_the_middle_of_saves(stories: Stories, uninterrupted: list[float]) -> None:
+    job = stories[signal_during_saves].result()
+    assert any("requeue 2 of at most 3" in line for line in job.log())
+    assert job.losses("flux") == uninterrupted
 
 
-def test_requeues_are_bounded(at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With none allowed: the job that is asked to stop before it trains fails and says so."""
-    Path("slow").write_text("#!/usr/bin/env bash\nsleep 60\n")
-    Path("slow").chmod(0o755)
-    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(Path("slow").absolute()))
-    own = Profile.packaged()["local"]
-    Path("own.yaml").write_text(f"{own}\nmax_requeues: 0\n")
-    said = slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux")
-    job = re.search(r"job (\d+)", said)[1]
-    at_the_cluster.wait(lambda: at_the_cluster.job(job)["JobState"] == "RUNNING", "the job to run")
-    at_the_cluster.wait(lambda: "pre-flight" in "\n".join(log_of(at_the_cluster, job)), "the pre-flight")
-    at_the_cluster.client("scancel", "--batch", "--signal=USR1", job)
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    assert "not requeued: this job has been 0 time(s), and 0 is the limit" in log_of(at_the_cluster, job)[-1]
+def test_requeues_are_bounded(stories: Stories) -> None:
+    """With none allowed: the job fails and says so."""
+    job = stories[stop_without_requeues].result()
+    last = job.log()[-1]
+    assert all(part in last for part in ("error: ", "not requeued", "been 0 time(s)", "0 is the limit"))
 
 
-def test_a_bad_node_is_named_before_training(at_the_cluster: Cluster, slurm: Slurm) -> None:
-    """This machine has no GPUs, so every node is bad for a profile with eight."""
-    words = ["--profile", "nvlink-h100", "--job", "tiny", "--nodes", "2", "--tp", "8", "--mode", "flux"]
-    job = re.search(r"job (\d+)", slurm("submit", *words))[1]
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    said = log_of(at_the_cluster, job)
-    assert {line.split(":")[0] for line in said if line.endswith(": 0 GPU(s), the profile says 8")} == {"n00", "n01"}
-    assert "error: pre-flight stopped the job: n00: " in said[-1]
+def test_a_bad_node_is_named_before_training(stories: Stories) -> None:
+    job = stories[start_on_bad_nodes].result()
+    said, hosts = job.log(), job.hosts()
+    assert {line.split(":")[0] for line in said if line.endswith(": 0 GPU(s), the profile says 8")} == set(hosts)
+    assert f"error: pre-flight stopped the job: {hosts[0]}: " in said[-1]
     assert "sbatch --exclude=NODE" in said[-1]
     assert not any("training" in line for line in said)
 
 
-def test_a_network_below_its_floor_stops_the_job(at_the_cluster: Cluster, slurm: Slurm) -> None:
-    """gloo over the loopback reaches no terabytes: what NCCL over TCP is to InfiniBand."""
-    own = Profile.packaged()["local"]
-    own = own.replace("processes_per_node: 1", "processes_per_node: 2")
-    own += "preflight:\n  floors:\n    node_gbps: 1.0e+6\n    network_gbps: 2.0e+6\n"
-    Path("own.yaml").write_text(own + "    waived: {node_bandwidth: 'memory is $(slow) \"here\"'}\n")
-    job = re.search(r"job (\d+)", slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux"))[1]
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    said = log_of(at_the_cluster, job)
-    first, second = at_the_cluster.hosts(job)
+def test_a_network_below_its_floor_stops_the_job(stories: Stories) -> None:
+    job = stories[miss_the_networks_floor].result()
+    said = job.log()
+    first, second = job.hosts()
     pair = f"error: pre-flight stopped the job: {first} with {second}: "
     found = re.search(pair + r"(\S+) GB/s \(bus\) in all_reduce, ", said[-1])
     assert found, said[-1]
     assert 0 < float(found[1]) < 1000
-    assert "the profile's floor is 2e+06; NCCL may have fallen back to TCP" in said[-1]
-    assert "(rule network_bandwidth)" in said[-1]
+    for part in ("floor is 2e+06", "TCP", "(rule network_bandwidth)"):
+        assert part in said[-1]
     assert not any("training" in line for line in said)
-    (log,) = Path("runs").glob(f"tiny-flux-{job}/rep-0/logs/0/preflight-together-0-{first}.log")
+    (log,) = (job.root / "rep-0" / "logs" / "0").glob(f"preflight-together-0-{first}.log")
     notes = [line for line in log.read_text().splitlines() if "rule node_bandwidth is waived" in line]
     assert len(notes) == 4, "two nodes, two collectives"
     assert all(line.endswith('(rule node_bandwidth is waived: memory is $(slow) "here")') for line in notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -255,7 +254,3 @@ def test_what_the_driver_does_not_tell_is_listed() -> None:
     gpus[2]["pcie"] = {**gpus[2]["pcie"], "max_width": None}
     assert node.missing_facts(gpus) == ["the width of PCIe links", "remapped rows of memory"]
     assert node.missing_facts(report()["gpus"]) == []
-
-
-def test_a_report_is_json() -> None:
-    json.dumps(report())

@@ -5,8 +5,8 @@
 way alone, which is what a training's clock is made of. Every number is the slowest rank's. Device time between CUDA
 events; on the CPU the host's clock.
 
-Why both: a GEMM takes 1.53 ms in bursts from idle and 1.83 lastingly (results/power-h200). Bursts in turns share one
-clock, so that who needs more energy slows the others as much as itself: on four GPUs tiles of 128 x 128 were up to
+Why both: a GEMM takes 1.53 ms in bursts from idle and 1.83 in the long run (results/power-h200). Bursts in turns share
+one clock, so that who needs more energy slows the others as much as itself: on four GPUs tiles of 128 x 128 were up to
 2.4 % ahead of 128 x 256 in six of 16 calls, and by themselves 6 to 10 % slower in each (results/layer-h200x4-ahead).
 """
 

@@ -23,6 +23,9 @@ fused          one persistent Triton kernel per operator over symmetric memory; 
 tuned          whichever of these measures fastest for the call's shape, remembered in a file
 auto           ``reference``, until the others have been proven inside training
 =============  =====================================================================================================
+
+Read ``operators``, ``checks``, ``backends``, ``kernel_config``, ``launch``, then ``fast_path`` (calls made before);
+``cuda_graphs``, ``call_events`` (counts, names, times) and ``timing`` stand by themselves.
 """
 
 from megatron_flux.ops.backends.registry import backend_names, register_backend

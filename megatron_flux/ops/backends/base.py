@@ -36,7 +36,7 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``([m, n], gathered x [m, k])``; ``bias`` ``[n]`` is added in fp32 before the result is rounded.
 
-        Without ``return_gathered`` the rank's own rows of the second may be missing: nobody reads it.
+        Without ``return_gathered`` the rank's own rows of the second may be missing: it is not read.
         """
 
     def gemm_reduce_scatter(

@@ -19,6 +19,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         """Write the configuration; nothing runs yet."""
         self.folder = folder
+        self.given_up = threading.Event()
+        """Whoever waits, in any thread, need not."""
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         for part in ("bin", "run", "log", "state", "spool", "munge", "socket", "dev"):
             (folder / part).mkdir(parents=True)
@@ -248,6 +251,7 @@ class Cluster:
         """Wait until ``condition`` holds."""
         deadline = time.monotonic() + timeout
         while not condition():
+            assert not self.given_up.is_set(), f"gave up waiting for {what}"
             if time.monotonic() > deadline:
                 queue = self.client("squeue", check=False).stdout
                 raise AssertionError(f"waited {timeout:.0f} s for {what}\n{queue}")

@@ -261,7 +261,12 @@ def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with user_of(cluster, folder), ThreadPoolExecutor(AT_A_TIME) as pool:
         os.environ["MEGATRON_FLUX_CACHE"] = str(folder / "cache")  # user_of takes it away again
         shutil.copytree(Path(__file__).parent, folder / "text", ignore=shutil.ignore_patterns("__pycache__"))
-        yield {story: pool.submit(story, cluster) for story in STORIES}
+        try:
+            yield {story: pool.submit(story, cluster) for story in STORIES}
+        finally:  # where a test was interrupted, some still run
+            pool.shutdown(wait=False, cancel_futures=True)
+            cluster.given_up.set()
+    cluster.given_up.clear()
 
 
 Stories = dict[Any, Future[Any]]

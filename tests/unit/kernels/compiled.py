@@ -38,7 +38,7 @@ from tests.ptx import missing_fences, missing_in_plain
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "sums": ("gemm_rs", {}),
     "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
-    "gathered, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6}),
+    "gathered and not kept, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6, "KEEP": 0}),
     "gathered in pieces": (
         "ag_gemm",
         {"TP": 8, "TRANSPOSED": 1, "KCH": 4, "EARLY": 1, "LATE": 1, "SPAN": 2, "BIAS": 1},
@@ -123,7 +123,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
     else:
         switches = {name: bool(given.get(name, 0)) for name in ("PUSH", "EARLY", "LATE", "BIAS")}
-        constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": True, **switches,
+        constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": bool(given.get("KEEP", 1)), **switches,
                       "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
     return compiled(GluonASTSource, kernel, types, constants, 90, num_warps=8)

@@ -122,8 +122,8 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {f"d{i}": None for i in range(tp, 8)}
         constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
     else:
-        switches = {name: bool(given.get(name, 0)) for name in ("PUSH", "EARLY", "LATE", "BIAS")}
-        constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, "KEEP": bool(given.get("KEEP", 1)), **switches,
+        switches = {name: bool(given.get(name, name == "KEEP")) for name in ("PUSH", "EARLY", "LATE", "KEEP", "BIAS")}
+        constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,
                       "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
     return compiled(GluonASTSource, kernel, types, constants, 90, num_warps=8)

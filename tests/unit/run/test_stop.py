@@ -22,18 +22,20 @@ from megatron_flux.train.options import TrainOptions
 from megatron_flux.train.stop import StopRequest
 
 RANK = """
-import os, pathlib, signal, sys, time
-out = pathlib.Path(sys.argv[1])
-asked = out / f"asked-{os.environ['RANK']}"
-(out / f"ready-{os.environ['RANK']}").touch()
-time.sleep(0.5)  # as a rank that is still importing
-heard = []  # as a rank whose compiler has the signal when it first comes
-signal.signal(signal.SIGUSR1, lambda *_: heard.append(1) or (len(heard) == 2 and asked.touch()))
-deadline = time.monotonic() + 60
-while not asked.exists():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+import os, pathlib, signal, time
+
+def work(argument):
+    out = pathlib.Path(argument)
+    asked = out / f"asked-{os.environ['RANK']}"
+    (out / f"ready-{os.environ['RANK']}").touch()
+    time.sleep(0.5)  # as a rank that is still importing
+    heard = []  # as a rank whose compiler has the signal when it first comes
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1) or (len(heard) == 2 and asked.touch()))
+    deadline = time.monotonic() + 60
+    while not asked.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 """
 
 
@@ -146,7 +148,7 @@ def test_the_launcher_passes_the_signal_on_until_its_ranks_have_ended(
         os.kill(os.getpid(), signal.SIGUSR1)
 
     threading.Thread(target=ask, daemon=True).start()
-    launcher.launch("rank_that_waits", [str(tmp_path)], 2, left="", pass_on="USR1")
+    launcher.launch("rank_that_waits", str(tmp_path), 2, left="", pass_on="USR1")
     assert {file.name for file in tmp_path.glob("asked-*")} == {"asked-0", "asked-1"}
     assert "rank_that_waits" not in sys.modules
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN

@@ -46,12 +46,13 @@ if ((${#ARGUMENTS[@]})); then
     exec "$PYTHON" -m pytest "${ARGUMENTS[@]}"
 fi
 
-# All of them, in two sessions side by side that take about as long. What the second printed is shown when both have ended.
+# All of them, in two sessions side by side: jobs on Slurm's daemons wait a good deal. What theirs printed is shown when both
+# have ended.
 log=$(mktemp)
-"$PYTHON" -m pytest --deselect tests/unit --deselect tests/train >"$log" 2>&1 &
+"$PYTHON" -m pytest tests/slurm >"$log" 2>&1 &
 beside=$!
 trap 'kill "$beside" 2>/dev/null || true; cat "$log"; rm "$log"' EXIT
 failed=0
-"$PYTHON" -m pytest tests/unit tests/train || failed=$?
+"$PYTHON" -m pytest --deselect tests/slurm || failed=$?
 wait "$beside" || failed=$?
 exit "$failed"

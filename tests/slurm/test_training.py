@@ -35,7 +35,7 @@ from tests.slurm.conftest import user_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 16
+STEPS = 40
 # Dropout: a resume that did not restore the random state would show.
 SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10", "data=text"]
 AT_A_TIME = 3

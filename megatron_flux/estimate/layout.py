@@ -212,7 +212,7 @@ def linears(job: Job) -> list[Linear]:
         rows = case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
-        hopper = job.device.capability == (9, 0) and whole
+        hopper = job.device.capability == HOPPER and whole
         plan: KernelConfig = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper)
         kernel = "hopper" if hopper else "triton"
         found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan.label()))

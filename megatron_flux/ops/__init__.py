@@ -21,7 +21,7 @@ reference      torch's collective and torch's matmul in turn; any device, any tr
 pipelined      torch's async-TP: chunks on a side stream; CUDA, one host with peer access
 fused          one persistent Triton kernel per operator over symmetric memory; CUDA, one host, tp 2, 4 or 8
 tuned          whichever of these measures fastest for the call's shape, remembered in a file
-auto           ``reference``, until the others have been proven inside training
+auto           ``tuned`` between GPUs with NVLink, else ``reference`` with the reason counted
 =============  =====================================================================================================
 
 Read ``operators``, ``checks``, ``backends``, ``kernel_config``, ``launch``, then ``fast_path`` (calls made before);

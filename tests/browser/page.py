@@ -57,6 +57,9 @@ for (const plot of document.querySelectorAll(".plot")) {
 return found.slice(0, 5);
 """
 
+# Browsers tell a page of its new size with the next frame.
+TWO_FRAMES = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
+
 
 @dataclass
 class Seen:
@@ -76,15 +79,34 @@ class Seen:
 
 def look(driver: Chrome, page: Path, size: tuple[int, int], *, dark: bool = False, shot: Path | None = None) -> Seen:
     """Open a page and wait for its plots; ``shot`` is written as a picture of the whole page."""
-    width, height = size
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get("about:blank")
+    resize(driver, size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": [scheme]})
     driver.get_log("browser")
     driver.get(page.as_uri())
+    seen = found(driver)
+    if shot is not None:
+        capture(driver, shot)
+    return seen
+
+
+def look_again(driver: Chrome, size: tuple[int, int]) -> Seen:
+    """Change the width of the window that shows a page."""
+    resize(driver, size)
+    driver.execute_async_script(TWO_FRAMES)
+    return found(driver)
+
+
+def resize(driver: Chrome, size: tuple[int, int]) -> None:
+    width, height = size
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def found(driver: Chrome) -> Seen:
     wait_for_plots(driver)
-    seen = Seen(
+    return Seen(
         plots=len(driver.execute_script("return [...document.querySelectorAll('.plot.js-plotly-plot')]")),
         overflow=driver.execute_script(WIDER_THAN_THE_PAGE),
         empty=driver.execute_script(WITHOUT_MARKS),
@@ -92,9 +114,6 @@ def look(driver: Chrome, page: Path, size: tuple[int, int], *, dark: bool = Fals
         overlapping=driver.execute_script(OVERLAPPING_TEXT),
         console=[f"{entry['level']}: {entry['message']}" for entry in driver.get_log("browser")],
     )
-    if shot is not None:
-        capture(driver, shot)
-    return seen
 
 
 def wait_for_plots(driver: Chrome) -> None:

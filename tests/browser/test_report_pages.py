@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("selenium", reason="selenium is not installed")
 
 from megatron_flux.metrics.report import write_reports
-from tests.browser.page import DESKTOP, PHONE, capture, look, print_to_pdf
+from tests.browser.page import DESKTOP, PHONE, capture, look, look_again, print_to_pdf
 from tests.unit.metrics.metrics_records import interleaved, write_run
 from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
 
+PLOT_WIDTHS = "return [...document.querySelectorAll('.plot')].map((p) => p.querySelector('.main-svg').clientWidth)"
 LOOKS = {"phone": (PHONE, False), "desktop": (DESKTOP, False), "dark": (DESKTOP, True)}
 
 
@@ -69,6 +70,16 @@ def test_runs_and_benchmarks_on_one_page(driver: Any, artefacts: Path, several: 
     assert seen.plots == several[1]
 
 
+def test_a_window_that_changes_its_width(driver: Any, full: tuple[Path, int]) -> None:
+    look(driver, full[0], DESKTOP)
+    for size in (PHONE, DESKTOP, PHONE):
+        seen = look_again(driver, size)
+        assert seen.complaints() == {}
+        widths = driver.execute_script(PLOT_WIDTHS)
+        assert len(widths) == full[1]
+        assert size[0] * 0.6 < min(widths) <= max(widths) <= size[0]
+
+
 def test_paper(driver: Any, artefacts: Path, full: tuple[Path, int]) -> None:
     look(driver, full[0], DESKTOP, dark=True)
     file = artefacts / "full-paper.pdf"
@@ -84,10 +95,7 @@ def test_paper(driver: Any, artefacts: Path, full: tuple[Path, int]) -> None:
     # Light, whatever the screen was, and nothing folded.
     assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert driver.execute_script("return [...document.querySelectorAll('details')].every((d) => d.open)")
-    widths = driver.execute_script(
-        "return [...document.querySelectorAll('.plot')].map((p) => p.querySelector('.main-svg').clientWidth)"
-    )
-    assert max(widths) <= 718
+    assert max(driver.execute_script(PLOT_WIDTHS)) <= 718
 
 
 def test_damage_is_readable_on_a_phone(driver: Any, artefacts: Path, tmp_path: Path) -> None:

@@ -30,12 +30,17 @@ _ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
 def shown(value: Any, form: Callable[[float], str]) -> str:
     """``value`` in ``form``; what is unknown or no number as a dash, non-finite numbers by name."""
     try:
-        number = strict_json.number(value)
+        known = strict_json.number(value)
     except ValueError:
+        known = None
+    if known is None:
         return UNKNOWN
-    if number is None:
-        return UNKNOWN
-    return form(number) if math.isfinite(number) else strict_json.encodable(number)
+    return form(known) if math.isfinite(known) else strict_json.encodable(known)
+
+
+def number(value: float | None, form: str = ".3f", unit: str = "") -> str:
+    """``value`` as tables of benchmarks show it, by default milliseconds; ``-`` where there is none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def milliseconds(value: float) -> str:
@@ -60,7 +65,7 @@ def percent(value: float) -> str:
 
 def relative(value: Any) -> str:
     """A relative difference in the form 1.2e-07; 0 exactly is 0."""
-    return shown(value, lambda number: "0" if number == 0 else f"{number:.1e}")
+    return shown(value, lambda known: "0" if known == 0 else f"{known:.1e}")
 
 
 def percent_change(baseline: Any, flux: Any) -> str:

@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flux.metrics.statistics import overlap_efficiency
+from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, multicast, number
 
 LEFT = ("op", "model", "layer", "direction")

@@ -16,7 +16,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.parts import Part, Table
 from megatron_flux.metrics.report.run import Run, load
 from megatron_flux.metrics.report.several import different_models, differing
-from megatron_flux.metrics.statistics import largest, relative_differences, timed
+from megatron_flux.metrics.summary import largest, relative_differences, timed
 from megatron_flux.metrics.table import memory, milliseconds, percent_change, print_table, relative, shown
 
 CHECKS = ("step-time", "loss", "memory")

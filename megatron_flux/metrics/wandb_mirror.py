@@ -32,9 +32,8 @@ from typing import Any, Self
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import read_records
-from megatron_flux.metrics.statistics import timed
-from megatron_flux.metrics.strict_json import without_secrets
-from megatron_flux.metrics.summary import read_json_object
+from megatron_flux.metrics.strict_json import read_json_object, without_secrets
+from megatron_flux.metrics.summary import timed
 
 logger = logging.getLogger("megatron_flux")
 

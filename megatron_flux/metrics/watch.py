@@ -19,8 +19,16 @@ from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.statistics import Record, median_of, paired_blocks, speedup_interval, timed
-from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, read_json_object
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import (
+    ARMS,
+    OWN_MEMORY_SINCE,
+    Record,
+    median_of,
+    paired_blocks,
+    speedup_interval,
+    timed,
+)
 from megatron_flux.metrics.table import memory, milliseconds, rate
 
 RECENT = 20

@@ -11,7 +11,7 @@ from megatron_flux.metrics.report.figures import efficiencies, label, time_parts
 from megatron_flux.metrics.report.parts import Chapter, Part, Table, settings_part
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.statistics import overlap_efficiency
+from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import CROSS, UNKNOWN, connections, multicast, percent
 
 Row = Mapping[str, Any]

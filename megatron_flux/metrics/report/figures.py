@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_flux.metrics.report.parts import Figure
-from megatron_flux.metrics.statistics import Record, counts, paired_blocks, relative_differences, timed
+from megatron_flux.metrics.summary import Record, counts, paired_blocks, relative_differences, timed
 from megatron_flux.metrics.table import MINUS, counted
 
 Arms = Mapping[str, Sequence[Record]]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.statistics import Record
-from megatron_flux.metrics.summary import ARMS, read_json_object, summarize, verdict
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
 
 Kind = Literal["training", "operators", "layers"]
 

@@ -20,7 +20,7 @@ from megatron_flux.metrics.report.figures import (
     trace,
 )
 from megatron_flux.metrics.report.parts import NOT_RECORDED, Part, Table
-from megatron_flux.metrics.statistics import Record, timed
+from megatron_flux.metrics.summary import Record, timed
 from megatron_flux.metrics.table import CROSS, MINUS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."

@@ -21,7 +21,7 @@ LAYERS = RESULTS / "layer-h200x4-nvlink"
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval of a speed-up takes longest of all, and says nothing here."""
-    monkeypatch.setattr("megatron_flux.metrics.statistics.RESAMPLES", 20)
+    monkeypatch.setattr("megatron_flux.metrics.summary.RESAMPLES", 20)
 
 
 @pytest.fixture(scope="module")

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
+from megatron_flux.metrics import table
 from megatron_flux.metrics.report import figures
 from megatron_flux.metrics.report.figures import Arms
 from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import Record, timed
-from megatron_flux.metrics.table import (
-    CROSS,
-    HEAD,
-    MINUS,
-    UNKNOWN,
-    counted,
-    findings,
-    memory,
-    milliseconds,
-    percent,
-    rows,
-    shown,
-)
+from megatron_flux.metrics.table import CROSS, MINUS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
 """How the caption of a part begins whose data the run does not have: such parts become one table."""
@@ -44,12 +34,12 @@ EARLIER = "an earlier version compared with times from another state of the GPU"
 TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
 GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
 PER_RANK = {
-    "step_ms": ("step (ms)", 1.0, "{:.1f}"),
-    "operators_ms": ("in operators (ms)", 1.0, "{:.1f}"),
-    "peak_memory_bytes": ("peak (GiB)", 2.0**30, "{:.2f}"),
-    "sm_clock_mhz": ("SM clock (MHz)", 1.0, "{:.0f}"),
-    "power_w": ("power (W)", 1.0, "{:.0f}"),
-    "temperature_c": ("°C", 1.0, "{:.0f}"),
+    "step_ms": ("step (ms)", "{:.1f}".format),
+    "operators_ms": ("in operators (ms)", "{:.1f}".format),
+    "peak_memory_bytes": ("peak (GiB)", lambda size: f"{size / 2**30:.2f}"),
+    "sm_clock_mhz": ("SM clock (MHz)", "{:.0f}".format),
+    "power_w": ("power (W)", "{:.0f}".format),
+    "temperature_c": ("°C", "{:.0f}".format),
 }
 
 
@@ -57,9 +47,9 @@ def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
     speedups = figures.block_speedups(arms, summary["speedup_ci95"], summary["speedup"])
-    found = [(label, text) for label, text in findings(summary) if label != "fallback to stock"]
+    found = [(label, text) for label, text in table.findings(summary) if label != "fallback to stock"]
     parts = [
-        Part("comparison", "Comparison", table=Table(rows(summary), HEAD)),
+        Part("comparison", "Comparison", table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table([*found, *(("damage", problem) for problem in run.problems)])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         Part("distribution", "Step time, distribution", *figures.distribution(arms)),
@@ -69,7 +59,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
-        *_operators(arms["flux"]),
+        *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
         Part("memory", "Peak memory", *figures.peak_memory(summary["arms"], summary["notes"])),
         _ranks(arms),
         *_gpus(arms),
@@ -107,50 +97,36 @@ def _breakdown(run: Run) -> Part:
     if figure is None:
         caption = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
         return Part("time", title, caption=caption)
-
-    def row(label: str, value: Callable[[dict[str, Any]], Any]) -> tuple[str, ...]:
-        return label, *(shown(value(one), "{:.2f}".format) for one in found.values())
-
-    comparable = ("gemm", "fused", "communication_exposed")
-    table = [
-        *(
-            row(label, lambda one, part=part: one["parts"].get(part))
-            for part, (label, _) in figures.TIME_PARTS.items()
-            if any(one["parts"].get(part) for one in found.values())
-        ),
-        row(WAITS_INCLUDED, lambda one: sum(one["parts"].get(name) or 0.0 for name in comparable)),
-        row("step", lambda one: one.get("span_ms")),
-        row("hidden communication (takes no time)", lambda one: one.get("communication_hidden_ms")),
-    ]
-    about = [f"{arm}: {_traced(one)}." for arm, one in found.items()]
-    about += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
+    about = [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
+    columns = []
+    for arm, one in found.items():
+        parts, steps = one["parts"], one.get("steps")
+        comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
+        whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
+        columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
+        which = f"steps {steps[0]} to {steps[1]}" if isinstance(steps, list) and len(steps) == 2 else "traced steps"
+        source = str(one.get("source", "?")).upper()
+        about.insert(len(columns) - 1, f"{arm}: {which} of rank {one.get('rank', '?')}, timeline of the {source}.")
+    names = [name for name, _ in figures.TIME_PARTS.values()]
+    names += [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
+    drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
+    rows = [row for row in zip(names, *columns, strict=True) if row[0] in drawn]
     caption = f"¹ Communication beside which nothing else ran. {FUSED_WAITS} {' '.join(about)}"
-    return Part("time", title, figure, caption, Table(table, head=("ms per step", *found)))
-
-
-def _traced(found: dict[str, Any]) -> str:
-    steps = found.get("steps")
-    which = f"steps {steps[0]} to {steps[1]}" if isinstance(steps, list) and len(steps) == 2 else "traced steps"
-    return f"{which} of rank {found.get('rank', '?')}, timeline of the {str(found.get('source', '?')).upper()}"
+    return Part("time", title, figure, caption, Table(rows, head=("ms per step", *found)))
 
 
 def _fallbacks(run: Run) -> Part:
     title, reasons = "Calls left to stock Megatron", Counter(run.summary["flux_fallbacks"]).most_common()
-    table = Table([(reason, f"{calls:,}") for reason, calls in reasons], head=("reason", "calls")) if reasons else None
+    rows = [(reason, f"{calls:,}") for reason, calls in reasons]
     caption = "" if reasons else "None: every patched layer ran flux in every step."
     if not run.arms["flux"]:
         caption = "The flux arm has no records."
-    return Part("fallbacks", title, caption=caption, table=table)
+    return Part("fallbacks", title, caption=caption, table=Table(rows, ("reason", "calls")) if rows else None)
 
 
-def _operators(flux: Sequence[Record]) -> list[Part]:
-    """Overlap, exposed communication, and what the tuner chose."""
+def _efficiency(flux: Sequence[Record]) -> Part | None:
     if not flux:
-        return [Part("operators", "Flux operators", caption="The flux arm has no records.")]
-    return [_efficiency(flux), _activity(flux), *_choices(flux)]
-
-
-def _efficiency(flux: Sequence[Record]) -> Part:
+        return None
     title = "Overlap efficiency per operator"
     # Timed steps only, unless sampling met nothing but warm-up.
     samples = [r for r in timed(flux) if r.get("flux/calls")] or [r for r in flux if r.get("flux/calls")]
@@ -182,8 +158,8 @@ def _efficiency(flux: Sequence[Record]) -> Part:
         )
         for key, value in values.items()
     ]
-    table = Table(cells, head=("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E"))
-    return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", table)
+    cells = Table(cells, head=("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E"))
+    return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", cells)
 
 
 def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:
@@ -216,37 +192,31 @@ def _ms(value: float | None) -> str:
 
 
 def _activity(flux: Sequence[Record]) -> Part:
-    last = flux[-1]
-    whole = "{:,.0f}".format
+    if not flux:
+        return Part("operators", "Flux operators", caption="The flux arm has no records.")
+    last, whole = flux[-1], "{:,.0f}".format
     pairs = [
-        (label, shown(last.get(f"flux/{name}"), form))
-        for label, name, form in (
-            ("all_gather_gemm calls", "all_gather_gemm_calls", whole),
-            ("gemm_reduce_scatter calls", "gemm_reduce_scatter_calls", whole),
-            ("received from peers", "bytes_received", memory),
-            ("calls left to stock", "fallback_calls", whole),
-        )
+        ("all_gather_gemm calls", shown(last.get("flux/all_gather_gemm_calls"), whole)),
+        ("gemm_reduce_scatter calls", shown(last.get("flux/gemm_reduce_scatter_calls"), whole)),
+        ("received from peers", shown(last.get("flux/bytes_received"), memory)),
+        ("calls left to stock", shown(last.get("flux/fallback_calls"), whole)),
     ]
-    unseen = "" if last.get("flux/all_gather_gemm_calls") is not None else REPLAYED
     if last.get("flux/wait_timeouts") is not None:
         pairs.append(("waits that ran into their limit", f"{last['flux/wait_timeouts']:,}"))
     if (cost := _median(record.get("flux/metrics_ms") for record in flux)) is not None:
         pairs.append(("recording, median", f"{milliseconds(cost)} ms"))
+    unseen = "" if last.get("flux/all_gather_gemm_calls") is not None else REPLAYED
     return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(pairs))
 
 
-def _choices(flux: Sequence[Record]) -> list[Part]:
-    chosen: dict[str, Any] = {}
-    for record in flux:
-        chosen |= record.get("flux/choices") or {}
-    cells = []
-    for call, choice in chosen.items():
+def _choices(flux: Sequence[Record]) -> Part | None:
+    rows = []
+    for call, choice in {k: v for record in flux for k, v in (record.get("flux/choices") or {}).items()}.items():
         plan, times = _mapping(_mapping(choice).get("plan")), _mapping(_mapping(choice).get("ms"))
         text = " ".join(f"{name}={value}" for name, value in plan.items())
         best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
-        cells.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), _ms(best)))
-    head = ("call", "chosen", "best ms")
-    return [Part("choices", "What the tuner chose", table=Table(cells, head))] if cells else []
+        rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), _ms(best)))
+    return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None
 
 
 def _ranks(arms: Arms) -> Part:
@@ -268,22 +238,16 @@ def _ranks(arms: Arms) -> Part:
 
 def _rank_table(arms: Arms) -> Table | None:
     """Medians over the samples, one line per rank and arm."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     for arm, records in arms.items():
         samples = [record["flux/ranks"] for record in records if record.get("flux/ranks")]
         lists = {name: [s[name] for s in samples if isinstance(s.get(name), list)] for name in PER_RANK}
-        ranks = max((len(v) for sample in samples for v in sample.values() if isinstance(v, list)), default=0)
-        for rank in range(ranks):
-            cells = found[f"{arm}, rank {rank}"] = {}
-            for name, (_, unit, form) in PER_RANK.items():
-                median = _median(values[rank] for values in lists[name] if rank < len(values))
-                if median is not None:
-                    cells[name] = form.format(median / unit)
-    names = [name for name in PER_RANK if any(name in cells for cells in found.values())]
-    if not names:
-        return None
-    head = ("median of samples", *(PER_RANK[name][0] for name in names))
-    return Table([(rank, *(cells.get(name, UNKNOWN) for name in names)) for rank, cells in found.items()], head)
+        by_rank = {name: list(zip_longest(*values)) for name, values in lists.items()}
+        for rank in range(max(map(len, by_rank.values()))):
+            found[f"{arm}, rank {rank}"] = {name: _median(of[rank]) for name, of in by_rank.items() if rank < len(of)}
+    names = [name for name in PER_RANK if any(row.get(name) is not None for row in found.values())]
+    rows = [(rank, *(shown(row.get(name), PER_RANK[name][1]) for name in names)) for rank, row in found.items()]
+    return Table(rows, ("median of samples", *(PER_RANK[name][0] for name in names))) if names else None
 
 
 def _gpus(arms: Arms) -> list[Part]:
@@ -303,19 +267,17 @@ def _no_gpus(arms: Arms) -> str:
 
 
 def _throttling(arms: Arms) -> Part:
-    title = "Throttling"
     sampled = {
         arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
         for arm, records in arms.items()
     }
-    if not any(sampled.values()):
-        return Part("throttling", title, caption=_no_gpus(arms))
     reasons = sorted({reason for samples in sampled.values() for sample in samples for reason in sample})
-    if not reasons:
-        return Part("throttling", title, caption=f"None in {counted(sum(map(len, sampled.values())), 'sample')}.")
-    cells = [
+    rows = [
         (reason, *(f"{sum(1 for s in samples if s.get(reason))} of {len(samples)}" for samples in sampled.values()))
         for reason in reasons
     ]
     caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
-    return Part("throttling", title, caption=caption, table=Table(cells, head=("reason", *sampled)))
+    if not reasons:
+        samples = sum(map(len, sampled.values()))
+        caption = f"None in {counted(samples, 'sample')}." if samples else _no_gpus(arms)
+    return Part("throttling", "Throttling", caption=caption, table=Table(rows, ("reason", *sampled)) if rows else None)

@@ -44,11 +44,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "TFLOP/s per GPU": ("throughput",),
         "MFU": ("mfu",),
     },
-    "Training": {
-        "Loss": ("lm loss",),
-        "Gradient norm": ("grad-norm",),
-        "Learning rate": ("learning-rate",),
-    },
+    "Training": {"Loss": ("lm loss",), "Gradient norm": ("grad-norm",), "Learning rate": ("learning-rate",)},
     "Flux operators": {
         "Overlap efficiency": _by_operator("flux/e_overlap"),
         "Exposed communication (ms per step)": _by_operator("flux/exposed_communication_ms"),

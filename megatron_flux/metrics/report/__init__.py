@@ -58,11 +58,7 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     return [page, text, *(out / name for name in pictures.values())]
 
 
-_MAKERS = {
-    "training": training.chapter,
-    "operators": benchmarks.operators_chapter,
-    "layers": benchmarks.layers_chapter,
-}
+_MAKERS = {"training": training.chapter, "operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
 
 
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:

@@ -1,18 +1,15 @@
-"""The figures as plain plotly JSON, validated against plotly's schema by the tests.
+"""The figures as plain plotly JSON: what all share, curves and step times of training, bars and efficiencies of all.
 
 Colours are not in here. A trace names one of the palette (``meta.colour``) and the page's script paints it from the
 page's CSS variables, so that one file serves light, dark and print. Numbers are finite or None (a gap); what a gap
-hides is in the caption.
-
-A figure function returns ``(figure or None, caption)``: without data there is no figure, and the caption says why.
-In order: what all figures share, curves and step times of training runs, bars and efficiencies of all runs.
+hides is in the caption. A figure function returns ``(figure or None, caption)``: without data the caption says why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -58,11 +55,23 @@ def trace(
     return {**usual, **dict(zip("xy", gaps, strict=True)), "hovertemplate": f"{hover}<extra></extra>", **marker, **more}
 
 
-def _bars(name: str, colour: str, lengths: Sequence[float], y: Sequence[str], hover: str, **more: Any) -> Figure:
-    """One segment of every stacked horizontal bar."""
-    bar = trace(name, colour, lengths, y, f"%{{y}}: {name} {hover}", type="bar", orientation="h", **more)
-    del bar["mode"]
-    return bar
+def _stacked(
+    bars: Mapping[str, Mapping[str, float]], parts: Mapping[str, tuple[str, str]], hover: str, text: str = ""
+) -> list[Figure]:
+    """Horizontal bars by name, stacked of ``parts``: name and colour by the key that their length has in ``bars``."""
+    names = list(reversed(bars))  # plotly stacks upwards: the first goes on top
+    traces = []
+    for key, (name, colour) in parts.items():
+        lengths = [bars[bar].get(key) or 0.0 for bar in names]
+        if any(lengths):
+            # Inside: beside a bar it would be cut by the edge of a narrow page.
+            words = (
+                {"text": [text.format(name, x) if x else "" for x in lengths], "textposition": "inside"} if text else {}
+            )
+            bar = trace(name, colour, lengths, names, f"%{{y}}: {name} {hover}", type="bar", orientation="h", **words)
+            del bar["mode"]
+            traces.append(bar)
+    return traces
 
 
 def _shape(colour: str, ends: Mapping[str, Sequence[float]], **style: Any) -> Figure:
@@ -195,7 +204,11 @@ def step_times(arms: Arms) -> Drawn:
     every = [1000 * record["iteration-time"] for _, record in steps]
     high = max(time for time in every if time <= 1.25 * max(times))
     axis = {"range": _padded([min(times), high], 0.05 * high)}
-    bands = _block_bands([(record["block"], arm) for arm, record in steps])
+    # Two shades, since A B B A puts blocks of one arm side by side.
+    blocks = [(arm, len(list(block))) for (_, arm), block in groupby((record["block"], arm) for arm, record in steps)]
+    ends = pairwise(accumulate((0.5, *(length for _, length in blocks))))
+    bands = [_band(arm, (0.18, 0.1)[n % 2], x=x) for n, ((arm, _), x) in enumerate(zip(blocks, ends, strict=True))]
+    bands = bands if len(bands) <= MAX_BANDS else []
     above = sum(time > high for time in every)
     caption = _sentences(
         "Shaded bands are the interleaved blocks." if bands else "",
@@ -204,17 +217,6 @@ def step_times(arms: Arms) -> Drawn:
         left_out,
     )
     return figure(traces, "step in order of execution", "step time (ms)", yaxis=axis, shapes=bands), caption
-
-
-def _block_bands(steps: Sequence[tuple[int, str]]) -> list[Figure]:
-    """A band behind the steps of each block; two shades, since A B B A puts blocks of one arm side by side."""
-    bands: list[Figure] = []
-    start = 0
-    for (_, arm), block in groupby(steps):
-        end = start + len(list(block))
-        bands.append(_band(arm, 0.1 if len(bands) % 2 else 0.18, x=(start + 0.5, end + 0.5)))
-        start = end
-    return bands if len(bands) <= MAX_BANDS else []
 
 
 def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
@@ -298,17 +300,12 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figu
     known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
     if not known:
         return None
-    names = list(reversed(known))  # plotly stacks upwards: the first goes on top
-    traces = [
-        _bars(name, colour, [known[bar].get(key) or 0.0 for bar in names], names, "%{x:.4g} ms")
-        for key, (name, colour) in TIME_PARTS.items()
-        if any(known[bar].get(key) for bar in names)
-    ]
+    traces = _stacked(known, TIME_PARTS, "%{x:.4g} ms")
     # Below the axis: above, a legend of eight entries would cover the bars on a phone.
     legend = {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
     legend["maxheight"] = 1  # by default a legend that fills half of a figure gets a scroll bar
     margin = {"l": 8, "r": 12, "t": 12, "b": 95}
-    height = 44 * len(names)
+    height = 44 * len(known)
     narrow = {"height": height + 70 + 20 * len(traces), "margin": {**margin, "b": 55 + 20 * len(traces)}}
     layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "margin": margin, "height": height + 110}
     layout["meta"] = {"narrow": narrow}  # a phone has one entry of the legend in a line
@@ -321,17 +318,12 @@ def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> 
     why = [note for note in notes if note.startswith("Peak memory of")]
     if not known:
         return None, " ".join(why) or "Peak memory is not known: arms on CPUs share the memory of their processes."
-    names = list(reversed(known))
-    parts = (("allocated", "allocated_peak_bytes", "part-gemm"), ("workspace", "workspace_bytes", "part-fused"))
-    traces = []
-    for name, key, colour in parts:
-        sizes = [known[arm][key] / 2**30 for arm in names]
-        text = [f"{name} {size:.2f} GiB" if size else "" for size in sizes]
-        # Inside: beside a bar it would be cut by the edge of a narrow page.
-        traces.append(_bars(name, colour, sizes, names, "%{x:.3f} GiB", text=text, textposition="inside"))
+    parts = {"allocated_peak_bytes": ("allocated", "part-gemm"), "workspace_bytes": ("workspace", "part-fused")}
+    gib = {arm: {key: found[key] / 2**30 for key in parts} for arm, found in known.items()}
+    traces = _stacked(gib, parts, "%{x:.3f} GiB", text="{} {:.2f} GiB")
     each = [
-        f"{arm}: {', '.join(f'{name} {found[key] / 2**30:.2f} GiB' for name, key, _ in parts)}"
-        for arm, found in known.items()
+        f"{arm}: {', '.join(f'{name} {sizes[key]:.2f} GiB' for key, (name, _) in parts.items())}"
+        for arm, sizes in gib.items()
     ]
     caption = (
         "Each arm's own on the rank with the most: what torch's allocator held for it, and workspaces in symmetric "

@@ -2,15 +2,14 @@
 
 Contract of the file:
 
-* One record per line (:mod:`megatron_flux.metrics.schema`), iterations strictly increasing.
+* One record per line (:mod:`megatron_flux.metrics.schema`) in strict JSON, iterations strictly increasing.
 * Each line is handed to the operating system before :meth:`JsonlRecorder.write` returns, in one write: SIGKILL loses
   no written record. (It is not fsynced: a machine that loses power may lose the last seconds.)
-* Strict JSON: a non-finite float is one of the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 * Records that a resumed run will write again are moved, verbatim, to ``<name>.superseded-<n>`` beside the file, n from
   1; so are all records of an earlier run when nothing is resumed. Nothing is deleted.
 
-There are two readers. :func:`read_records` refuses a damaged file, since a summary must not be made of half of it.
-:class:`RecordTail` follows a file that may still be written, and lists the lines that it leaves out.
+:func:`read_records` refuses a damaged file, since a summary must not be made of half of it. :class:`RecordTail` follows
+a file that may still be written, and lists the lines that it leaves out.
 """
 
 from __future__ import annotations
@@ -52,12 +51,10 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             ) from error
 
     def write(self, record: Record) -> None:
-        """Append one record.
+        """Append one record; StorageError where the disk does not take it.
 
-        Raises:
-            ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of
-                the caller, refused here because no reader could repair it.
-            StorageError: the disk does not take it.
+        ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of the
+        caller, refused here because no reader could repair it.
         """
         wrong = _problem(record, self.last_iteration)
         if wrong is not None:
@@ -82,15 +79,9 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
 
 
 def _set_aside(path: Path, last_kept: int) -> int:
-    """Move every line of ``path`` that is no record of an iteration up to ``last_kept`` to a file beside it.
-
-    Returns the last iteration that stays, 0 if none.
-    """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept: list[bytes] = []
-    moved: list[bytes] = []
-    last = 0
-    for line in lines:
+    """Move lines that are no record of an iteration up to ``last_kept`` to a file beside; the last that stays, or 0."""
+    kept, moved, last = [], [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             # Of an iteration after the last one: a file that went back once would otherwise keep doing so.
             iteration = parse_record(line, after=last)["iteration"] if line.endswith(b"\n") else None
@@ -108,23 +99,19 @@ def _set_aside(path: Path, last_kept: int) -> int:
         strict_json.write_atomically(aside, b"".join(moved))
         strict_json.write_atomically(path, b"".join(kept))
         logger.warning("%s: %d earlier records moved to %s", path, len(moved), aside.name)
-    if last < last_kept and lines:
+    if last < last_kept and (kept or moved):
         logger.warning("%s ends at iteration %d, training resumes after %d: the rest is missing", path, last, last_kept)
     return last
 
 
 def _problem(record: Record, after: int) -> str | None:
     wrong = schema.problem(record)
-    if wrong is None and record["iteration"] <= after:
-        wrong = f"iteration {record['iteration']} after iteration {after}"
-    return wrong
+    late = wrong is None and record["iteration"] <= after
+    return f"iteration {record['iteration']} after iteration {after}" if late else wrong
 
 
 def parse_record(line: bytes, after: int = 0) -> Record:
-    """One line as a record with its floats as floats.
-
-    ValueError: it is not strict JSON in UTF-8, not a record, or not of an iteration later than ``after``.
-    """
+    """One line as a record; ValueError where it is not strict JSON, no record, or not later than ``after``."""
     record = strict_json.loads(line.decode())
     for field in schema.FIELDS if isinstance(record, dict) else ():
         value = record.get(field.name)
@@ -139,10 +126,9 @@ def parse_record(line: bytes, after: int = 0) -> Record:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a file in order; non-finite floats are floats again.
+    """The records of a file in order; UserError where it is missing or a line of it is damaged.
 
-    A last line without its newline is what a killed writer leaves: it is skipped with a warning. UserError where the
-    file is missing, or a line is damaged or not after its predecessor, with file, line and what to do.
+    A last line without its newline is what a killed writer leaves: it is skipped with a warning.
     """
     tail = RecordTail(Path(path))
     if not tail.path.exists():
@@ -173,10 +159,7 @@ class RecordTail:
         self._inode = -1
 
     def poll(self) -> int:
-        """Read what is new and return how many records came; a file that was replaced is read from its start.
-
-        UserError: the file is there and cannot be read.
-        """
+        """Read what is new and return how many records came; a file that was replaced is read from its start."""
         try:
             with self.path.open("rb") as file:
                 stat = self.path.stat()

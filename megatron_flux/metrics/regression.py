@@ -1,7 +1,7 @@
 """``report --against``: whether step time, loss or memory of a run left a band around earlier results.
 
-What is compared must be comparable, else the answer would mean nothing: the same model always; the same device and
-layout for times and memory; the same seed, data and schedule for losses. Anything else is refused, with what differs.
+Only what is comparable is compared: the same model always; the same device and layout for times and memory; the same
+seed, data and schedule for losses. Anything else is refused, with what differs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _LOSS_SETTINGS = (
 
 
 class Bands(NamedTuple):
-    """How far each quantity may be from the earlier one, as fractions: upwards for time and memory, both ways for loss.
-
-    Shorter steps and less memory are no regression.
-    """
+    """How far each quantity may be from the earlier one, as fractions: a loss both ways, the others upwards."""
 
     step_time: float = 0.05
     loss: float = 0.01
@@ -101,10 +98,7 @@ def parse_checks(text: str) -> tuple[str, ...]:
 
 
 def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
-    """Compare a run folder with an earlier one of the same kind.
-
-    UserError: one of them is no run folder, or they cannot be compared; the message says in what they differ.
-    """
+    """Compare a run folder with an earlier one; UserError where they cannot be compared says in what they differ."""
     now, then = load(run_path), load(results_path)
     if now.kind != then.kind:
         raise UserError(
@@ -148,9 +142,10 @@ def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Ite
                 f"{now.path} and {then.path} cannot be compared in {' and '.join(kinds)}: {', '.join(unequal)}; "
                 f"give results of the same settings, or --check {others}"
             )
-    if not any(then.arms.values()):
+    arms = [arm for arm, records in then.arms.items() if records]
+    if not arms:
         raise UserError(f"{then.path} has no records; give results of a run that has ended")
-    for arm in (arm for arm, records in then.arms.items() if records):
+    for arm in arms:
         if not now.arms[arm]:
             raise UserError(f"{now.path} has no records of the {arm} arm, which {then.path} has; run both arms")
         of_arm = [run.summary["arms"][arm] for run in (then, now)]

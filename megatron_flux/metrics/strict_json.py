@@ -50,11 +50,11 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 def loads(text: str) -> Any:
     """Parse strict JSON; ValueError where it is not, as with the bare words NaN and Infinity."""
+    return json.loads(text, parse_constant=_refuse)
 
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
 
-    return json.loads(text, parse_constant=refuse)
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:

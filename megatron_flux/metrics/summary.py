@@ -4,14 +4,12 @@ Rules for what is not normal, so that nothing vanishes:
 
 * Warm-up records are left out of times, rates and the speed-up; losses, memory and curve differences use all records.
 * An arm without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
-* Arms of different length: medians over what each has, differences over the iterations both have, and a note.
-* A loss that is not finite: the largest relative difference is ``"NaN"``, the arm says how many there are and where the
-  first is, and a note and the verdict say it. A baseline loss of 0 against another value is ``"Infinity"``.
+* Arms of different length: medians over what each has, differences over the iterations both have.
+* A loss that is not finite: the largest relative difference is ``"NaN"``, and the arm says how many there are and where
+  the first is. A baseline loss of 0 against another value is ``"Infinity"``.
 * Records before schema 3 have the peak that torch's allocator had in the whole process. Where an arm was alone in it,
-  that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out, with a note.
+  that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out.
 * Every such finding is one sentence in ``"notes"``.
-
-The summary is JSON already: non-finite floats are the strings of :mod:`megatron_flux.metrics.strict_json`.
 """
 
 from __future__ import annotations
@@ -104,11 +102,9 @@ def relative_difference(baseline: float, flux: float) -> float:
 
     NaN if either is not finite: two curves that both became NaN agree in nothing that could be compared.
     """
-    if not (math.isfinite(baseline) and math.isfinite(flux)):
-        return math.nan
-    if baseline == 0:
+    if baseline == 0 and math.isfinite(flux):
         return 0.0 if flux == 0 else math.inf
-    return abs(flux - baseline) / abs(baseline)
+    return abs(flux - baseline) / abs(baseline) if math.isfinite(baseline) and math.isfinite(flux) else math.nan
 
 
 def relative_differences(baseline: Sequence[Record], flux: Sequence[Record], name: str) -> list[tuple[int, float]]:
@@ -134,13 +130,11 @@ def overlap_efficiency(time: float | None, gemm: float, serial: float) -> float 
 def summarize(
     baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any], *, separate: bool = False
 ) -> dict[str, Any]:
-    """The summary of a comparison of stock with patched Megatron, as strict JSON.
+    """The summary of a comparison of stock with patched Megatron, as strict JSON; ``info`` is ``config.json``.
 
-    ``versions``, ``device``, ``layout`` and ``command`` are taken from ``info`` (null when absent). ``separate``: the
-    arms are two runs, each in processes of its own. ``speedup`` is median baseline / median flux step time,
-    ``speedup_ci95`` is ``[low, high]`` or null, differences are |f - b| / |b|, ``flux_active_layers`` the fewest in any
-    flux step that counts for timing, ``flux_fallbacks`` calls by reason, ``environment`` that of the first start that
-    recorded it.
+    ``separate``: the arms are two runs, each in processes of its own. ``speedup`` is median baseline / median flux step
+    time, ``speedup_ci95`` is ``[low, high]`` or null, ``flux_active_layers`` the fewest in any timed flux step,
+    ``flux_fallbacks`` calls by reason, ``environment`` that of the first start that recorded it.
     """
     shared = bool(baseline and flux) and not separate
     arms = {"baseline": _arm(baseline, flux=False, shared=shared), "flux": _arm(flux, flux=True, shared=shared)}
@@ -148,7 +142,7 @@ def summarize(
     pairs = paired_blocks(baseline, flux)
     loss_differences = relative_differences(baseline, flux, "lm loss")
     # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
-    active = [record["flux/active_layers"] for record in (timed(flux) or flux)]
+    active = min((record["flux/active_layers"] for record in timed(flux) or flux), default=None)
     fallbacks: dict[str, int] = {}
     for record in flux:
         for reason, calls in record["flux/fallbacks"].items():
@@ -165,7 +159,7 @@ def summarize(
         "compared_iterations": len(loss_differences),
         "max_relative_loss_difference": largest(loss_differences),
         "max_relative_grad_norm_difference": largest(relative_differences(baseline, flux, "grad-norm")),
-        "flux_active_layers": min(active, default=None),
+        "flux_active_layers": active,
         "flux_fallbacks": fallbacks,
         "baseline_is_stock": not patched,
         "environment": next((found for found in environments if isinstance(found, dict)), None),
@@ -236,36 +230,29 @@ def _notes(baseline: Sequence[Record], flux: Sequence[Record], *, shared: bool) 
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``.
+    """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``, and what would make the ratio meaningless.
 
     An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio.
-    What would make the ratio meaningless (no layer ran flux, a diverged loss, a baseline that was patched) stands
-    after it.
     """
-    arms = summary["arms"]
-    speedup = summary["speedup"]
-    if isinstance(speedup, int | float):
-        parts = [_ratio(speedup, summary["speedup_ci95"], summary["paired_blocks"])]
-    else:
+    arms, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
+    if not isinstance(speedup, int | float):
         empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
         parts = [f"no comparison: {' and '.join(empty) or 'an arm'} without timed steps"]
+    elif interval is None:
+        known = f"{pairs} pair{'' if pairs == 1 else 's'} of blocks"
+        parts = [f"flux {speedup:.3g}x, no interval: {known}, {MIN_PAIRED_BLOCKS} are needed"]
+    else:
+        low, high = interval
+        finding = "no difference measured" if low <= 1 <= high else "faster" if low > 1 else "slower"
+        # Three decimals where two would show an interval that excludes 1 as touching it.
+        digits = 2 if low <= 1 <= high or min(abs(low - 1), abs(high - 1)) >= 0.005 else 3
+        parts = [f"flux {speedup:.{digits}f}x ({low:.{digits}f}…{high:.{digits}f}): {finding}"]
     if summary["flux_active_layers"] == 0:
         parts.append("no layer ran flux, so stock was compared with stock")
     parts += [f"{arm} loss is not finite" for arm in arms if arms[arm]["non_finite_losses"]]
     if not summary["baseline_is_stock"]:
         parts.append("the baseline ran flux operators")
     return "; ".join(parts)
-
-
-def _ratio(speedup: float, interval: list[float] | None, pairs: int) -> str:
-    if interval is None:
-        known = "1 pair" if pairs == 1 else f"{pairs} pairs"
-        return f"flux {speedup:.3g}x, no interval: {known} of blocks, {MIN_PAIRED_BLOCKS} are needed"
-    low, high = interval
-    finding = "no difference measured" if low <= 1 <= high else "faster" if low > 1 else "slower"
-    # Three decimals where two would show an interval that excludes 1 as touching it.
-    digits = 2 if finding == "no difference measured" or min(abs(low - 1), abs(high - 1)) >= 0.005 else 3
-    return f"flux {speedup:.{digits}f}x ({low:.{digits}f}…{high:.{digits}f}): {finding}"
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:

@@ -1,7 +1,4 @@
-"""A comparison as text: numbers in words, the lines of the table, and the table printed.
-
-Terminal, page and Markdown show the same cells. Printed to a file or a pipe the table has no colour and no width.
-"""
+"""A comparison as text: how numbers are written, and the table whose cells terminal, page and Markdown show."""
 
 from __future__ import annotations
 
@@ -188,6 +185,5 @@ def print_table(
     for row in cells:
         table.add_row(*map(text, row))
     console.print(table)
-    for line in lines:
-        # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself.
+    for line in lines:  # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself
         console.print(text(*line), soft_wrap=True)

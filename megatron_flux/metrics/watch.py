@@ -1,7 +1,4 @@
-"""``megatron-flux watch``: a running job in a terminal, from its records alone.
-
-It needs no connection to the job, only its folder, and shows plain words and a table that fits 80 columns.
-"""
+"""``megatron-flux watch``: a running job in a terminal of 80 columns, from the records in its folder alone."""
 
 from __future__ import annotations
 
@@ -41,13 +38,21 @@ STALL_S, STALL_STEPS = 30.0, 10.0
 def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float = 60.0) -> None:
     """Show a run until it has done all its steps, or Ctrl-C; once where standard output is no terminal.
 
-    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear. UserError: no run appeared, it is no
-    training run, or it cannot be read.
+    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear.
     """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is not a folder; name the run folder of a training job")
     watched = Watched(path)
     console = Console(highlight=False, emoji=False)
+    until = time.monotonic() + wait
     try:
-        _wait_for_run(watched, wait, interval)
+        while not watched.look():
+            if time.monotonic() >= until:
+                what = "has no run in it" if path.is_dir() else "is missing"
+                raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
+            time.sleep(min(interval, 0.5))
+        if watched.settings and not {"steps", "preset"} & set(watched.settings):
+            raise UserError(f"{path} is a benchmark, which has no steps; `megatron-flux report` shows it")
         if once or not console.is_terminal:
             console.print(view(watched, time.time()))
             return
@@ -61,19 +66,6 @@ def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float 
         return
 
 
-def _wait_for_run(watched: Watched, wait: float, interval: float) -> None:
-    if watched.path.exists() and not watched.path.is_dir():
-        raise UserError(f"{watched.path} is not a folder; name the run folder of a training job")
-    until = time.monotonic() + wait
-    while not watched.look():
-        if time.monotonic() >= until:
-            what = "has no run in it" if watched.path.is_dir() else "is missing"
-            raise UserError(f"{watched.path} {what}; name the run folder of a training job (--wait S waits for it)")
-        time.sleep(min(interval, 0.5))
-    if watched.settings and not {"steps", "preset"} & set(watched.settings):
-        raise UserError(f"{watched.path} is a benchmark, which has no steps; `megatron-flux report` shows it")
-
-
 class Watched:
     """A run folder that is read repeatedly."""
 
@@ -82,21 +74,18 @@ class Watched:
         self.path = path
         self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
         self.config: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self._interval: tuple[int, list[float] | None] = (0, None)
 
     def look(self) -> bool:
         """Read what is new; False while there is no run yet, UserError where a file cannot be read."""
         if not self.config and (self.path / "config.json").exists():
             self.config = read_json_object(self.path / "config.json")
+            asked = self.config.get("config")
+            self.settings = asked if isinstance(asked, dict) else {}
         for tail in self.tails.values():
             tail.poll()
         return bool(self.config) or any(tail.records for tail in self.tails.values())
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the run was asked for; empty when that is not known."""
-        inner = self.config.get("config")
-        return inner if isinstance(inner, dict) else {}
 
     @property
     def steps(self) -> int | None:

@@ -71,23 +71,42 @@ class Run:
 
 
 def load(path: Path) -> Run:
-    """Read a run folder, or the one run in the folder of a job that has no other.
+    """Read a run folder, or the one run in the folder of a job that has no other."""
+    runs = load_all([path]) if any(path.glob("rep-*/")) else [_load(path)]
+    if len(runs) > 1:
+        raise UserError(f"{path} is a job's folder with {len(runs)} repetitions; name one: {runs[0].path}")
+    return runs[0]
 
-    UserError: it is missing, cannot be read, no run wrote it, or a job's folder holds several.
-    """
+
+def load_all(paths: Sequence[Path]) -> list[Run]:
+    """Read run folders; one that only holds run folders, as that of a job with repetitions does, stands for those."""
+    runs: list[Run] = []
+    for path in paths:
+        name = path.resolve().name
+        repetitions = sorted(path.glob("rep-*/"), key=lambda repetition: (len(repetition.name), repetition.name))
+        inner = {repetition.name: repetition / "run" for repetition in repetitions}
+        if not inner and path.is_dir() and not _looks_like_run(path) and not (path / "config.json").exists():
+            inner = {child.name: child for child in sorted(path.iterdir())}
+        found = [replace(_load(run), name=f"{name}/{own}") for own, run in inner.items() if _looks_like_run(run)]
+        if repetitions and not found:
+            raise UserError(
+                f"{path} is a job's folder, and no repetition of it has recorded anything yet; see the logs in "
+                f"{repetitions[0]}/logs"
+            )
+        if repetitions and len(found) == 1:
+            found = [replace(found[0], name=name)]
+        runs += found or [_load(path)]
+    return runs
+
+
+def _looks_like_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
+
+
+def _load(path: Path) -> Run:
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
     name = path.resolve().name
-    if any(path.glob("rep-*/")):
-        repetitions = _repetitions(path)
-        if len(repetitions) == 1:
-            return replace(load(repetitions[0]), name=name)
-        if not repetitions:
-            raise UserError(
-                f"{path} is a job's folder, and no repetition of it has recorded anything yet; see the logs in "
-                f"{min(path.glob('rep-*/'))}/logs"
-            )
-        raise UserError(f"{path} is a job's folder with {len(repetitions)} repetitions; name one: {repetitions[0]}")
     problems: list[str] = []
     config, stored = (_json(path / file, problems) for file in ("config.json", "summary.json"))
     kind = _bench_kind(path / "summary.json", stored)
@@ -112,32 +131,6 @@ def load(path: Path) -> Run:
     if all(arms.values()) and not (path / "summary.json").exists():
         summary["notes"].append("There is no summary.json: the run did not end.")
     return Run(path, name, "training", summary, config, arms, breakdowns, problems)
-
-
-def load_all(paths: Sequence[Path]) -> list[Run]:
-    """:func:`load`; a folder that only holds run folders, as that of a job with repetitions does, stands for those."""
-    runs: list[Run] = []
-    for path in paths:
-        try:
-            runs.append(load(path))
-        except UserError:
-            inner = {run.parent.name: run for run in _repetitions(path)}
-            if not inner and path.is_dir():
-                inner = {child.name: child for child in sorted(path.iterdir()) if _looks_like_run(child)}
-            if not inner:
-                raise
-            runs += [replace(load(child), name=f"{path.resolve().name}/{name}") for name, child in inner.items()]
-    return runs
-
-
-def _repetitions(path: Path) -> list[Path]:
-    """The run folders of a job's folder, ``rep-N/run``, in order."""
-    found = [run for run in path.glob("rep-*/run") if _looks_like_run(run)]
-    return sorted(found, key=lambda run: (len(run.parent.name), run.parent.name))
-
-
-def _looks_like_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
 
 
 _COLUMNS: dict[Kind, tuple[tuple[Any, str], ...]] = {

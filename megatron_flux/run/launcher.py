@@ -120,7 +120,7 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         with _passing_on(pass_on):
-            elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.worker", module, argument)
+            elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.rank", module, argument)
     except ChildFailedError as error:
         raise failure_of(error, left) from None
     except SignalException as error:
@@ -132,7 +132,7 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
 def _passing_on(name: str | None) -> Iterator[None]:
     """Hand the signal ``name`` to the ranks, again and again once it has come; afterwards it is ignored.
 
-    Again, since a rank may not hear it, see :mod:`megatron_flux.train.stop`, or may not have begun to listen.
+    Again, since a rank may not hear it, see :mod:`megatron_flux.run.rank`, or may not have begun to listen.
     """
     if name is None:
         yield

@@ -22,8 +22,8 @@ from megatron_flux.telemetry import environment
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.flops import device_peak, step_flops
 from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered, known
+from megatron_flux.train.presets import device_peak, step_flops
 from megatron_flux.train.trainer import Trainer, require_finite
 
 logger = logging.getLogger("megatron_flux")

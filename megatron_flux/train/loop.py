@@ -12,12 +12,14 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from megatron_flux.errors import FluxError, StorageError, UserError
 from megatron_flux.metrics import (
@@ -30,14 +32,52 @@ from megatron_flux.metrics import (
     write_summary,
 )
 from megatron_flux.run.folder import CONFIG
+from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.checkpoint_access import folders
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.progress import watch
-from megatron_flux.train.stop import StopRequest
+from megatron_flux.train.measurements import StepResult
 
 logger = logging.getLogger("megatron_flux")
+
+Shown = Callable[[str, int, StepResult], None]
+"""Shows that an arm has done a step."""
+
+
+@contextmanager
+def _watch(config: RunConfig) -> Iterator[Shown]:
+    """A progress bar if rank 0 has a terminal, else log lines, one every ``config.log_interval`` steps."""
+    console = Console(stderr=True)
+    bar = None
+    if dist.get_rank() == 0 and console.is_terminal:
+        names, text = TextColumn("{task.description:8}"), TextColumn("{task.fields[text]}")
+        bar = Progress(names, BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), console=console)
+    tasks: dict[str, TaskID] = {}
+
+    def show(arm: str, iteration: int, result: StepResult) -> None:
+        tokens = config.tokens_per_step / result.seconds
+        text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+        text += f"{1000 * result.seconds:.1f} ms  {tokens:,.0f} tok/s"
+        if bar is not None:
+            if arm not in tasks:
+                tasks[arm] = bar.add_task(arm, total=config.steps, completed=iteration - 1, text="")
+            bar.update(tasks[arm], completed=iteration, text=text)
+        elif iteration % config.log_interval == 0 or iteration == config.steps:
+            logger.info("%-8s step %d/%d  %s", arm, iteration, config.steps, text)
+
+    if bar is None:
+        yield show
+        return
+    streams = {handler: handler.stream for handler in logger.handlers if isinstance(handler, logging.StreamHandler)}
+    with bar:
+        for handler in streams:
+            handler.setStream(sys.stderr)  # which Progress has replaced: log lines go above the bar, not into it
+        try:
+            yield show
+        finally:
+            for handler, stream in streams.items():
+                handler.setStream(stream)
 
 
 def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
@@ -51,9 +91,9 @@ def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
         stopped = False
         with checkpoint.Saves(config) as saves:
             run_folder.begun(config)
-            with arm, watch(config) as shown:
+            with arm, _watch(config) as shown:
                 for iteration, result in arm.steps(config.steps - trainer.iteration):
-                    shown.step(arm.name, iteration, result)
+                    shown(arm.name, iteration, result)
                     stopped = iteration < config.steps and stop.agreed()
                     if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
                         saves.save(trainer, config.save)
@@ -114,12 +154,12 @@ def _take_turns(
 ) -> tuple[bool, dict[str, Any] | None]:
     """Train what is left, counting up ``iterations``: whether a signal stopped it, and if not, rank 0's summary."""
     saved, stopped = min(iterations.values()), False
-    with arms["baseline"], arms["flux"], watch(config) as shown:
+    with arms["baseline"], arms["flux"], _watch(config) as shown:
         for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
             arm = arms[name]
             with closing(arm.steps(count, block=block)) as steps:
                 for iteration, result in steps:
-                    shown.step(name, iteration, result)
+                    shown(name, iteration, result)
                     iterations[name] = iteration
                     stopped = min(iterations.values()) < config.steps and stop.agreed()
                     if stopped:

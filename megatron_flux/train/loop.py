@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from megatron_flux.train.arm import Arm
 from megatron_flux.train.checkpoint_access import folders
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.measurements import StepResult
+from megatron_flux.train.trainer import Trainer
 
 logger = logging.getLogger("megatron_flux")
 
@@ -89,14 +91,14 @@ def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
             checkpoint.load(trainer, config.load)
         interval = config.save_interval or config.steps
         stopped = False
-        with checkpoint.Saves(config) as saves:
+        with checkpoint.saves(config) as save:
             run_folder.begun(config)
             with arm, _watch(config) as shown:
                 for iteration, result in arm.steps(config.steps - trainer.iteration):
                     shown(arm.name, iteration, result)
                     stopped = iteration < config.steps and stop.agreed()
                     if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
-                        saves.save(trainer, config.save)
+                        save(trainer, config.save)
                     if stopped:
                         break
         run_folder.ended(config, {arm.name: trainer.iteration}, stopped)
@@ -132,9 +134,9 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
                 checkpoint.load(arm.trainer, folder)
         iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
         try:
-            with checkpoint.Saves(config) as saves:
+            with checkpoint.saves(config) as save:
                 run_folder.begun(config)
-                stopped, summary = _take_turns(config, arms, iterations, saves, stop)
+                stopped, summary = _take_turns(config, arms, iterations, save, stop)
         except StorageError as error:
             if dist.get_rank() == 0:
                 try:
@@ -150,7 +152,11 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
 
 
 def _take_turns(
-    config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], saves: checkpoint.Saves, stop: StopRequest
+    config: RunConfig,
+    arms: Mapping[str, Arm],
+    iterations: dict[str, int],
+    save: Callable[[Trainer, Path], None],
+    stop: StopRequest,
 ) -> tuple[bool, dict[str, Any] | None]:
     """Train what is left, counting up ``iterations``: whether a signal stopped it, and if not, rank 0's summary."""
     saved, stopped = min(iterations.values()), False
@@ -170,7 +176,7 @@ def _take_turns(
                 saved = slower
                 for arm, folder in zip(arms.values(), folders(config.save, config), strict=True):
                     with arm.trainer.turn():
-                        saves.save(arm.trainer, folder)
+                        save(arm.trainer, folder)
             if stopped:
                 break
         summary = None

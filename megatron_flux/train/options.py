@@ -8,10 +8,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class ModelOptions(BaseModel):
-    """What to build, on how many processes."""
-
+class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelOptions(_Options):
+    """What to build, on how many processes."""
 
     preset: str = Field("tiny", description="Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
     num_layers: int | None = Field(None, ge=1, description="Layers to build, instead of the preset's.")
@@ -36,10 +38,8 @@ class ModelOptions(BaseModel):
     )
 
 
-class RunOptions(BaseModel):
+class RunOptions(_Options):
     """How to train it. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tp: int | None = Field(None, ge=1, description="Tensor-parallel size. Default: processes / pp.")
     pp: int = Field(1, ge=1, description="Pipeline-parallel size; the rest of the processes is data parallel.")
@@ -120,25 +120,28 @@ class TrainOptions(RunOptions, ModelOptions):
     """Options as given; None means "as the preset, the device or the other options say"."""
 
 
-class CheckpointOptions(BaseModel):
-    """Options of ``train`` alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    flux: bool = Field(True, description="Run patched, or with --no-flux stock.")
-    save: Path | None = Field(None, description="Folder for checkpoints; one is saved at the end.")
-    save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints.")
-    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints to keep in --save. Default: all.")
+class _SaveOptions(_Options):
+    save: Path | None = Field(
+        None,
+        description="Folder for checkpoints. train saves one at the end, compare both arms' at --save-interval and on "
+        "--exit-signal.",
+    )
+    save_interval: int | None = Field(None, ge=1, description="Steps (of each arm) between checkpoints.")
+    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints (of each arm) to keep. Default: all.")
     load: Path | None = Field(None, description="Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = Field(None, ge=1, description="Resume from this iteration in --load, not from the latest.")
     other_data: bool = Field(False, description="Resume on other text than the checkpoint was trained on.")
     checksums: bool = Field(True, description="Write checksums beside checkpoints, and compare them on --load.")
 
 
-class CompareOptions(BaseModel):
-    """Options of ``compare`` alone."""
+class CheckpointOptions(_SaveOptions):
+    """Options of ``train`` alone."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    flux: bool = Field(True, description="Run patched, or with --no-flux stock.")
+
+
+class CompareOptions(_SaveOptions):
+    """Options of ``compare`` alone."""
 
     block_steps: int | None = Field(
         None, ge=1, description="Steps of one arm before the other's turn (A B B A). Default: about eight blocks each."
@@ -146,12 +149,3 @@ class CompareOptions(BaseModel):
     warmup_steps: int | None = Field(
         None, ge=0, description="First steps of each arm left out of the timing. Default: a tenth, between 1 and 5."
     )
-    save: Path | None = Field(
-        None, description="Folder for checkpoints of both arms, saved at --save-interval and on --exit-signal."
-    )
-    save_interval: int | None = Field(None, ge=1, description="Steps of each arm between checkpoints of both.")
-    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints of each arm to keep. Default: all.")
-    load: Path | None = Field(None, description="Folder of checkpoints of both arms to resume from (the latest ones).")
-    ckpt_step: int | None = Field(None, ge=1, description="Resume both arms from this iteration, not from the latest.")
-    other_data: bool = Field(False, description="Resume on other text than the checkpoints were trained on.")
-    checksums: bool = Field(True, description="Write checksums beside checkpoints, and compare them on --load.")

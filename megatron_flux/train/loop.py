@@ -32,7 +32,7 @@ from megatron_flux.metrics import (
     write_report,
     write_summary,
 )
-from megatron_flux.run.folder import CONFIG
+from megatron_flux.run import folder
 from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
@@ -92,7 +92,7 @@ def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
         interval = config.save_interval or config.steps
         stopped = False
         with checkpoint.saves(config) as save:
-            run_folder.begun(config)
+            _begin(config)
             with arm, _watch(config) as shown:
                 for iteration, result in arm.steps(config.steps - trainer.iteration):
                     shown(arm.name, iteration, result)
@@ -102,6 +102,12 @@ def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
                     if stopped:
                         break
         run_folder.ended(config, {arm.name: trainer.iteration}, stopped)
+
+
+def _begin(config: RunConfig) -> None:
+    """Training begins: an earlier run that ``config.overwrite`` replaces is deleted."""
+    if dist.get_rank() == 0:
+        folder.begun(config.out)
 
 
 def schedule(steps: int, block_steps: int) -> Iterator[tuple[int, str, int]]:
@@ -130,12 +136,12 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
     with StopRequest(config.exit_signal, device) as stop:
         arms = {name: Arm(name, config, dataset, device) for name in ARMS}
         if config.load is not None:
-            for arm, folder in zip(arms.values(), folders(config.load, config), strict=True):
-                checkpoint.load(arm.trainer, folder)
+            for arm, saved in zip(arms.values(), folders(config.load, config), strict=True):
+                checkpoint.load(arm.trainer, saved)
         iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
         try:
             with checkpoint.saves(config) as save:
-                run_folder.begun(config)
+                _begin(config)
                 stopped, summary = _take_turns(config, arms, iterations, save, stop)
         except StorageError as error:
             if dist.get_rank() == 0:
@@ -174,9 +180,9 @@ def _take_turns(
             due = config.save_interval is not None and slower // config.save_interval > saved // config.save_interval
             if config.save is not None and (stopped or due):
                 saved = slower
-                for arm, folder in zip(arms.values(), folders(config.save, config), strict=True):
+                for arm, to in zip(arms.values(), folders(config.save, config), strict=True):
                     with arm.trainer.turn():
-                        save(arm.trainer, folder)
+                        save(arm.trainer, to)
             if stopped:
                 break
         summary = None
@@ -190,7 +196,7 @@ def _take_turns(
 
 def _summary(config: RunConfig) -> dict[str, Any]:
     baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
+    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 import megatron_flux
 from megatron_flux.comm import timeouts
@@ -64,8 +65,6 @@ class Arm:
         self._mirror: WandbMirror | None = None
 
     def __enter__(self) -> Arm:
-        from megatron.core import parallel_state
-
         begin = self.trainer.iteration  # a checkpoint may have been loaded
         self._warm_after = begin + self.config.warmup_steps  # a resumed run is as cold as a new one
         if self.name == "flux":

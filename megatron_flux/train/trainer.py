@@ -16,6 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.ops import call_events
@@ -39,8 +44,6 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, dataset: Any, device: torch.device) -> None:
-        from megatron.core import parallel_state
-
         self.config, self.device = config, device
         self.memory = OwnMemory(device, captured=config.cuda_graph_impl != "none")
         with self.memory.turn():
@@ -65,8 +68,6 @@ class Trainer:
 
     def advance(self) -> _Advanced:
         """Forward, backward and optimizer over one global batch, enqueued and not measured."""
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
         config = self.config
         self._graphs.before_step()
         self.model.zero_grad_buffer()
@@ -94,8 +95,6 @@ class Trainer:
 
     def step(self) -> LocalStep:
         """:meth:`advance`, timed between two moments at which the device is idle."""
-        from megatron.core import parallel_state
-
         self._synchronize()
         start = time.perf_counter()
         done = self.advance()
@@ -107,44 +106,30 @@ class Trainer:
         return LocalStep(total, tokens, done.grad_norm, done.lr, seconds)
 
     def _build_model(self) -> torch.nn.Module:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-
-        config = self.config
-        bare = build_model(config, self._mcore_config)
+        config, mcore = self.config, self._mcore_config
+        bare = build_model(config, mcore)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=config.overlap_grad_reduce,
             use_distributed_optimizer=config.distributed_optimizer,
         )
         with side_stream(config):
-            model = DistributedDataParallel(self._mcore_config, ddp, bare)
-        self._mcore_config.finalize_model_grads_func = finalize_model_grads
-        self._mcore_config.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
-        self._mcore_config.grad_scale_func = None
+            model = DistributedDataParallel(mcore, ddp, bare)
+        mcore.finalize_model_grads_func, mcore.grad_scale_func = finalize_model_grads, None
+        mcore.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
         return model
 
     def _build_optimizer(self) -> tuple[Any, Any]:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
         config = self.config
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                clip_grad=config.clip_grad,
-                bf16=config.precision == "bf16",
-                params_dtype=config.dtype,
-                use_distributed_optimizer=config.distributed_optimizer,
-            ),
-            [self.model],
+        same = {name: getattr(config, name) for name in ("lr", "min_lr", "weight_decay", "clip_grad")}
+        adam = OptimizerConfig(
+            optimizer="adam",
+            **same,
+            bf16=config.precision == "bf16",
+            params_dtype=config.dtype,
+            use_distributed_optimizer=config.distributed_optimizer,
         )
+        optimizer = get_megatron_optimizer(adam, [self.model])
         batch = config.global_batch_size
         # The scheduler counts sequences. Constant rates ignore the decay's length, but it must exceed the warm-up.
         decay_steps = config.lr_decay_steps or config.lr_warmup_steps + 1
@@ -174,8 +159,6 @@ def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
 
     For CUDA graphs the tracker holds generators, which graphs advance as they are replayed.
     """
-    from megatron.core import parallel_state, tensor_parallel
-
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
@@ -190,10 +173,8 @@ def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
 
 def random_state() -> dict[str, Any]:
     """The state now. Tensors and plain values only."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     numpy_state = np.random.get_state(legacy=False)["state"]
-    tracker = get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
     return {
         "python": random.getstate(),
         "numpy": {"key": torch.from_numpy(numpy_state["key"].astype(np.int64)), "pos": int(numpy_state["pos"])},
@@ -204,20 +185,14 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to a state of :func:`random_state`.
-
-    Raises:
-        UserError: it is of other trackers than those whose generators CUDA graphs know.
-    """
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
+    """Go back to a state of :func:`random_state`; a UserError where CUDA graphs know generators of other trackers."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     key = state["numpy"]["key"].cpu().numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
     torch.set_rng_state(state["torch"].cpu())
     torch.cuda.set_rng_state(state["cuda"].cpu())
-    tracker = get_cuda_rng_tracker()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
     values = {name: s.cpu() for name, s in state["tracker"].items()}
     generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
     if generators and generators.keys() != values.keys():
@@ -232,11 +207,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> None:
-    """Stop a run that has diverged, after its record has been written.
-
-    Raises:
-        FluxError: loss or gradient norm is NaN or infinite.
-    """
+    """Stop a run that has diverged (FluxError), after its record has been written."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise FluxError(
             f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}: training has diverged; lower "

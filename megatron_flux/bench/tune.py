@@ -25,7 +25,6 @@ from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import rank
-from megatron_flux.run.worker import set_environment
 
 logger = logging.getLogger("megatron_flux")
 
@@ -127,7 +126,7 @@ def work(text: str) -> None:
         text: a :class:`megatron_flux.bench.options.TuneRun` as JSON.
     """
     wanted = TuneRun.model_validate_json(text)
-    set_environment()
+    rank.set_environment()
     with process_group.opened() as group:
         done = run(
             wanted.cases(),

@@ -82,7 +82,7 @@ def _shape(colour: str, ends: Mapping[str, Sequence[float]], **style: Any) -> Fi
     return {"name": colour, **style}
 
 
-def line(colour: str, dash: str = "solid", **at: float) -> Figure:
+def _line(colour: str, dash: str = "solid", **at: float) -> Figure:
     """A line across the whole plot at one ``x`` or one ``y``."""
     ends = {axis: (value, value) for axis, value in at.items()}
     return _shape(colour, ends, type="line", layer="above", line={"width": 1, "dash": dash})
@@ -91,11 +91,6 @@ def line(colour: str, dash: str = "solid", **at: float) -> Figure:
 def _band(colour: str, opacity: float, **ends: Sequence[float]) -> Figure:
     """A rectangle behind the points between two ``x`` or two ``y``."""
     return _shape(colour, ends, type="rect", layer="below", line={"width": 0}, opacity=opacity)
-
-
-def row_axis(rows: int) -> Figure:
-    """A y axis of named rows."""
-    return {"tickfont": {"size": 11}, "range": [-0.6, rows - 0.4]}
 
 
 def _padded(values: Sequence[float], least: float) -> list[float]:
@@ -234,30 +229,6 @@ def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
     return figure(traces, "step in order of execution", title, height=280), caption
 
 
-def distribution(arms: Arms) -> Drawn:
-    """Distribution of the timed steps (ms): one box per arm, every step as a point while there are few."""
-    traces = [
-        {
-            "type": "box",
-            "name": arm,
-            "meta": {"colour": arm},
-            "orientation": "h",
-            "x": [time if finite(time) else None for time in (1000 * r["iteration-time"] for r in timed(records))],
-            "boxpoints": "all" if len(records) <= 500 else "outliers",
-            "jitter": 0.5,
-            "pointpos": 0,
-            "marker": {"symbol": SYMBOLS[arm], "size": 4},
-            "showlegend": False,
-        }
-        for arm, records in reversed(arms.items())  # plotly stacks upwards: the baseline goes on top
-        if timed(records)
-    ]
-    if not traces:
-        return None, "No step was timed, so there is no distribution."
-    shown = figure(traces, "step time (ms)", "", height=260)
-    return shown, "Line: median. Box: the middle half of the timed steps. Whiskers: 1.5 times the box's length."
-
-
 def block_speedups(arms: Arms, interval: Sequence[Any] | None, speedup: Any) -> Drawn:
     """Baseline / flux step time of each pair of neighbouring blocks, with the interval of the whole as a band."""
     if not isinstance(speedup, int | float):
@@ -268,7 +239,7 @@ def block_speedups(arms: Arms, interval: Sequence[Any] | None, speedup: Any) -> 
     if len(ratios) < 2:
         return None, "Fewer than two pairs of blocks were timed in both arms, so pairs cannot be compared."
     x, y = zip(*ratios, strict=True)
-    shapes, ends = [line("text", y=1.0, dash="dash"), line("flux", y=speedup)], [1.0, speedup, *y]
+    shapes, ends = [_line("text", y=1.0, dash="dash"), _line("flux", y=speedup)], [1.0, speedup, *y]
     caption = "Each point: median step time of one baseline block / of its flux neighbour; above 1 flux is faster. "
     caption += "Line: the speed-up over all timed steps."
     if interval is not None and all(map(finite, interval)):  # a step time may not be finite
@@ -359,7 +330,8 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
     )
     least, most = max(min(every), LOW), min(max(every), HIGH)
     axis = {"range": [100 * min(least, 0) - 8, 100 * max(most, 1) + 8], "nticks": 5, "tickfont": {"size": 11}}
-    lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
+    lines = [_line("quiet", x=0, dash="dash"), _line("quiet", x=100, dash="dash")]
     height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
-    layout = {"xaxis": axis, "yaxis": row_axis(len(rows)), "shapes": lines, "height": height}
+    row_axis = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
+    layout = {"xaxis": axis, "yaxis": row_axis, "shapes": lines, "height": height}
     return figure(traces, "overlap efficiency (%)", "", **layout), caption

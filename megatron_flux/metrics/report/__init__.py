@@ -57,13 +57,11 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     return [page, text, *(out / name for name in pictures.values())]
 
 
-_MAKERS = {"training": training.chapter, "operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
-
-
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """The chapters about these runs, and a title for the whole."""
     runs, notes = with_pairs(runs)
-    chapters = [_MAKERS[run.kind](run, f"run{number}") for number, run in enumerate(runs, 1)]
+    makers = {"operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
+    chapters = [makers.get(run.kind, training.chapter)(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
     chapters.insert(0, _overview(runs, notes))
@@ -72,19 +70,19 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 def _overview(runs: Sequence[Run], notes: list[str]) -> Chapter:
     """Verdicts, step times and speed-ups in tables, and what differs between the runs."""
-    training = [run for run in runs if run.kind == "training"]
+    trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
-    for first, second in combinations(training, 2):
+    for first, second in combinations(trained, 2):
         apart = different_models(first, second)
         if apart and not any(first.name in note and second.name in note for note in notes):
             notes.append(f"{first.name} and {second.name} trained different models ({apart}): do not compare them.")
     if notes:
         parts.append(Part("notes", "Notes", table=Table([("", note) for note in notes])))
-    if training:
+    if trained:
         head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
-        parts.append(Part("overview", "Training runs", table=Table(list(map(_row, training)), head)))
-    if len(training) > 1:
-        table = _differences(training)
+        parts.append(Part("overview", "Training runs", table=Table(list(map(_row, trained)), head)))
+    if len(trained) > 1:
+        table = _differences(trained)
         caption = "" if table else "None: the runs were asked for the same, on the same devices and versions."
         parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
     kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark"}

@@ -316,10 +316,9 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
     names = list(reversed(rows))  # plotly counts upwards: the first goes on top
     traces = []
     for name, (colour, symbol, values) in methods.items():
-        shown = [value if finite(value) else None for value in reversed(values)]
-        if any(value is not None for value in shown):
-            x = [None if value is None else 100 * min(max(value, LOW), HIGH) for value in shown]
-            exact = [None if value is None else 100 * value for value in shown]
+        exact = [100 * value if finite(value) else None for value in reversed(values)]
+        if any(value is not None for value in exact):
+            x = [None if value is None else min(max(value, 100 * LOW), 100 * HIGH) for value in exact]
             hover = f"{name} %{{customdata:.0f}} %"
             traces.append(trace(name, colour, x, names, hover, symbol=symbol, customdata=exact))
     below, above = sum(value < LOW for value in every), sum(value > HIGH for value in every)

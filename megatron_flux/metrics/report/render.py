@@ -117,18 +117,10 @@ def html(chapters: Sequence[Chapter], title: str) -> str:
 
     loader = PackageLoader("megatron_flux.metrics")
     options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    page = Environment(loader=loader, autoescape=True, **options).get_template("report.html.j2")
     figures = _figures(chapters)
-    return (
-        Environment(loader=loader, autoescape=True, **options)
-        .get_template("report.html.j2")
-        .render(
-            title=title,
-            chapters=chapters,
-            palettes=PALETTES,
-            figures_json=script_json(figures),
-            plotlyjs=get_plotlyjs() if figures else "",
-        )
-    )
+    scripts = {"figures_json": script_json(figures), "plotlyjs": get_plotlyjs() if figures else ""}
+    return page.render(title=title, chapters=chapters, palettes=PALETTES, **scripts)
 
 
 def script_json(value: Any) -> str:
@@ -182,16 +174,11 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     import plotly.graph_objects as go
     from choreographer.errors import ChromeNotFoundError
 
-    figures = _figures(chapters)
-    pictures = {name: f"figures/{name}.png" for name in figures}
-    jobs = [
-        {
-            "fig": go.Figure(painted(figure, LIGHT)),
-            "path": out / pictures[name],
-            "opts": {**PNG, "height": figure["layout"]["height"]},
-        }
-        for name, figure in figures.items()
-    ]
+    pictures, jobs = {}, []
+    for name, figure in _figures(chapters).items():
+        pictures[name] = f"figures/{name}.png"
+        options = {**PNG, "height": figure["layout"]["height"]}
+        jobs.append({"fig": go.Figure(painted(figure, LIGHT)), "path": out / pictures[name], "opts": options})
     logging.getLogger("kaleido").setLevel(logging.WARNING)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -205,9 +192,9 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     except Exception as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"PNG figures could not be drawn ({cause}); {instead}") from error
-    missing = [path for path in pictures.values() if not (out / path).is_file()]
-    if missing:
-        raise UserError(f"PNG figures could not be drawn (no {missing[0]}); {instead}")
+    for path in pictures.values():
+        if not (out / path).is_file():
+            raise UserError(f"PNG figures could not be drawn (no {path}); {instead}")
     return pictures
 
 

@@ -54,7 +54,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/backends/tuned.py",
-        "rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))",
+        "collectives.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))",
         "_first(tuning_cache.find(keys), captured)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
     ),

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops import backend_names, register_backend
 from megatron_flux.ops.backends.reference import gemm
 

@@ -2,5 +2,5 @@
 
 Read ``group_state`` (all that is kept for a group), ``slab`` (symmetric memory, and the protocol of calls on it),
 ``copy_engine`` (shards pushed into slabs), ``graph_capture``, ``timeouts``; then ``links`` (what connects a group and
-what runs beside it), ``collectives`` and ``pending`` (torch.distributed), ``rank_errors``.
+what runs beside it), ``collectives`` (torch.distributed, and how ranks agree on errors).
 """

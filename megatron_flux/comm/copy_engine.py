@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.graph_capture import begin, capture_of, turn_arguments, waited_elsewhere
-from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, unbroken
 
 

@@ -75,7 +75,7 @@ from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError
 
 if TYPE_CHECKING:
-    from megatron_flux.comm.pending import Pending
+    from megatron_flux.comm.collectives import Pending
     from megatron_flux.kernels.launch import Relaunch
 
 FLAG_WORDS = 1 << 17

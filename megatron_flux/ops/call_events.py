@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 
 
 @dataclass

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events
 from megatron_flux.ops.backends.reference import gemm
@@ -184,7 +184,7 @@ def gemm_reduce_scatter(
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
-        async_op: return a :class:`~megatron_flux.comm.pending.Pending` whose ``wait()`` gives the result; what is
+        async_op: return a :class:`~megatron_flux.comm.collectives.Pending` whose ``wait()`` gives the result; what is
             enqueued in between may overlap the communication.
         backend: ``auto`` or a name from :func:`backend_names`.
 

@@ -110,7 +110,7 @@ def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelCo
 
 def rank_world_made_again(folder: Path) -> None:
     """The world is destroyed and made again, its ranks in another order, as after a failure that a job survives."""
-    from megatron_flux.comm import group_state, links, rank_errors
+    from megatron_flux.comm import collectives, group_state, links
 
     backend = twin()
     backend.config = PLANS["halves of tiles"]
@@ -120,7 +120,7 @@ def rank_world_made_again(folder: Path) -> None:
     memory = weakref.ref(group_state.state_of(first).slab("gemm", 1, torch.device("cpu"), False).data[1 - rank])
     assert held > 0
     links.probe(first, torch.device("cpu"))
-    rank_errors.failures(first, None)
+    collectives.failures(first, None)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=1 - rank, world_size=2)
     second = dist.group.WORLD
@@ -132,7 +132,7 @@ def rank_world_made_again(folder: Path) -> None:
     assert memory() is None, "or its memory"
     fresh = group_state.state_of(second)
     assert (fresh.slabs, fresh.link, fresh.compared, fresh.gathers_begun) == ({}, None, set(), 0)
-    assert rank_errors.failures(second, "mine" if rank else None) == {0: "mine"}, "an answer that the first group left"
+    assert collectives.failures(second, "mine" if rank else None) == {0: "mine"}, "an answer that the first group left"
     for turn in range(2):
         round_of_calls(backend, second, turn)
     assert group_state.slab_bytes() == held

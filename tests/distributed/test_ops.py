@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import UserError, ops
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close

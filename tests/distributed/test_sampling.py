@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.metrics import schema
 from megatron_flux.ops import call_events as observe

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import collectives, links
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
 
 

@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import links
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
-from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import Slab
 from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu

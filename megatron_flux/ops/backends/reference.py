@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import collectives
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links, rank_errors
+from megatron_flux.comm import collectives, links
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
@@ -210,11 +210,11 @@ class TunedBackend:
                         op, m, n, k,
                     )  # fmt: skip
                 return {"backend": "reference", "plan": None, "ms": {}}
-            found = rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
+            found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
         if found is None:
             found = self._measure(call)
             if found["ms"]:
-                rank_errors.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
+                collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
             if self._may_pipeline(call) and found["ms"] and not used:
                 self.pipelined.release(group)
@@ -245,7 +245,7 @@ class TunedBackend:
         except Exception as raised:
             error = raised
         processes = self._processes(call.group)
-        failed = rank_errors.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
+        failed = collectives.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
         if not failed:
             return way
         words = f"{call.operator} m={call.m} n={call.n} k={call.k} with {name}"

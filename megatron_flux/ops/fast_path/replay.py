@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import WHOLE, Edges, Push
 from megatron_flux.comm.graph_capture import waited_elsewhere
-from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream, Slab, broken_off
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu

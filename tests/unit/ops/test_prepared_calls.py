@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import Copy
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events

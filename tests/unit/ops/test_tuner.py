@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
@@ -61,7 +61,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("nvlink", ""))
     monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
-    monkeypatch.setattr(tuner.rank_errors, "failures", lambda group, mine: {} if mine is None else {0: mine})
+    monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     log: list[Any] = []
     made = TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))  # type: ignore[arg-type]

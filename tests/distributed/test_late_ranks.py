@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, integers, twin
@@ -56,15 +57,15 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
             time.sleep(LATE_S)
 
     together()
-    y, seen = backend.all_gather_gemm(x, w, group, transposed=False)
+    y, seen = OperatorCall("all_gather_gemm", x, w, group).run(backend)
     found, seen = y.float(), seen.clone()
     assert torch.equal(seen, full), f"rank {late} was late: the gathered input is another"
     assert torch.equal(found, product), f"rank {late} was late: the product is another"
     together()
-    z = backend.gemm_reduce_scatter(whole, w, group, transposed=False, async_op=False).wait()
+    z = OperatorCall("gemm_reduce_scatter", whole, w, group).run(backend).wait()
     assert torch.equal(z.float(), mine), f"rank {late} was late: the sum is another"
     together()
-    alone = backend.all_gather(x, group, async_op=True).wait().clone()
+    alone = OperatorCall("all_gather", x, None, group).run(backend).wait().clone()
     assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
 
 

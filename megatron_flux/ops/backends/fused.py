@@ -3,9 +3,9 @@
 Hopper gets the warp-specialised kernels (:mod:`kernels.hopper.pieces`) wherever TMA can address the operands
 and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
 
-Contract: that of :mod:`megatron_flux.ops.backends.base`; all ranks of a group make the same calls in the same order. A
-gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an all_gather_gemm
-until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
+Contract: that of :mod:`megatron_flux.ops.backends.registry`; all ranks of a group make the same calls in the same
+order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
+all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
 
 Determinism: both operators are bitwise reproducible (see the kernels).
 
@@ -30,19 +30,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
+from megatron_flux.comm import copy_engine, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.comm.slab import Slab
+from megatron_flux.ops import fast_path
 from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
-from megatron_flux.ops.fast_path import replay
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan, rs_tiles, within_flags
+from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config, rs_tiles, within_flags
 from megatron_flux.settings import one_queue, sm_margin
 
 
@@ -93,53 +94,56 @@ class FusedBackend:
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
     def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-        config: KernelConfig | None = None,
+        self, call: OperatorCall, config: KernelConfig | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`; ``config``: how, instead of what is chosen here."""
-        from megatron_flux.ops.launch import plain as launch
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: how, not what is chosen here."""
+        return self._launched(call, config)
 
-        call = OperatorCall("all_gather_gemm", aligned(x), aligned(weight), group, transposed, bias, return_gathered)
-        _compare(call)
-        work, config = self._placed(call, config, capturing(x))
-        return launch.all_gather_gemm(
-            call.x, call.weight, work, config, transposed=transposed, bias=bias, return_gathered=return_gathered
-        )
-
-    def gemm_reduce_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        async_op: bool,
-        config: KernelConfig | None = None,
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, config: KernelConfig | None = None) -> Pending:
         """As :meth:`all_gather_gemm`. Always finished: there is nothing left to overlap."""
-        from megatron_flux.ops.launch import plain as launch
+        return Pending(self._launched(call, config))
 
-        call = OperatorCall("gemm_reduce_scatter", aligned(x), aligned(weight), group, transposed)
-        _compare(call)
-        work, config = self._placed(call, config, capturing(x))
-        return Pending(launch.gemm_reduce_scatter(call.x, call.weight, work, config, transposed=transposed))
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`. By copy engine: it takes no SM from the GEMM it
+        hides behind.
+
+        The result is valid until the next ``all_gather`` of the group. A capture must hold its ``wait()`` too.
+        """
+        compare_calls(call)
+        return copy_engine.all_gather(call.x, self._gather_slab(call, capturing(call.x)))
+
+    def prepare(
+        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | None = None
+    ) -> fast_path.PreparedCall | None:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: that the call was given."""
+        # A configuration that somebody set is looked at in every call.
+        if self.twin or (config is None and self.config is not None) or capturing(call.x):
+            return None
+        if call.operator == "all_gather":
+            return fast_path.prepare(call, self._gather_slab(call, False), None, shape)
+        return fast_path.prepare(call, *self._placed(call, config, False), shape)
+
+    def _launched(self, call: OperatorCall, config: KernelConfig | None) -> Any:
+        from megatron_flux.ops import launch
+        from megatron_flux.ops.launch import plain
+
+        call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
+        compare_calls(call)
+        work, config = self._placed(call, config, capturing(call.x))
+        kernels = plain
+        if config.ws:
+            from megatron_flux.ops.launch import hopper as kernels
+        return getattr(launch, call.operator)(call, work, config, kernels)
 
     def _placed(self, call: OperatorCall, config: KernelConfig | None, captured: bool) -> tuple[Slab, KernelConfig]:
         """Slab and configuration of a call with a GEMM; ``ws`` is set in the latter where Hopper's kernels run it."""
-        from megatron_flux.ops.launch import operands
+        from megatron_flux.ops import launch
 
         operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
-        sms, config = operands.sm_count(x.device), config or self.config
-        hopper = operands.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
+        sms, config = launch.sm_count(x.device), config or self.config
+        hopper = launch.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
         if config is None:
-            choose = ag_plan if operator == "all_gather_gemm" else rs_plan
+            choose = ag_config if operator == "all_gather_gemm" else rs_config
             config = choose(m // tp, n, k, tp, sms, hopper)
         elif config.ws and not hopper:
             config = replace(config, ws=False)
@@ -158,42 +162,11 @@ class FusedBackend:
     def _gather_slab(self, call: OperatorCall, captured: bool) -> Slab:
         return self._slab(call, call.x.numel() * call.x.element_size(), None, captured)
 
-    def prepare(
-        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | None = None
-    ) -> replay.PreparedCall | None:
-        """See :class:`~megatron_flux.ops.backends.base.PreparingBackend`; ``config``: that the call was given."""
-        # A configuration that somebody set is looked at in every call.
-        if self.twin or (config is None and self.config is not None) or capturing(call.x):
-            return None
-        if call.operator == "all_gather":
-            return replay.prepare_all_gather(call.x, self._gather_slab(call, False))
-        work, config = self._placed(call, config, False)
-        if call.operator == "all_gather_gemm":
-            return replay.prepare_all_gather_gemm(call, work, config, shape)
-        return replay.prepare_gemm_reduce_scatter(call, work, config, shape)
-
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`. By copy engine: it takes no SM from the GEMM it hides
-        behind.
-
-        The result is valid until the next ``all_gather`` of the group. A capture must hold its ``wait()`` too.
-        """
-        from megatron_flux.comm import copy_engine
-
-        compare_calls(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
-        return copy_engine.all_gather(x, self._gather_slab(OperatorCall("all_gather", x, None, group), capturing(x)))
-
     def renew(self, group: dist.ProcessGroup) -> None:
         """Make new workspaces for ``group``, after the same call has raised on all its ranks; see
         :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`. Collective.
         """
         state_of(group).renew_slabs()
-
-
-def _compare(call: OperatorCall) -> None:
-    """Whether all ranks make this call: see :func:`compare_calls`."""
-    shape = ("m", call.m, "n", call.n, "k", call.k, "dtype", call.x.dtype, "transposed", call.transposed)
-    compare_calls(call.group, (call.operator, *shape), call.x.device)
 
 
 OFF_NVLINK = (

@@ -42,13 +42,12 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.async_tp import PipelinedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
+from megatron_flux.ops.backends.reference import GemmOnly, PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fast_path.replay import PreparedCall
+from megatron_flux.ops.fast_path import PreparedCall
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 logger = logging.getLogger("megatron_flux")
@@ -134,35 +133,24 @@ class TunedBackend:
         """As of ``fused``."""
         return self.fused.untested(x, group)
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return self._run(OperatorCall("all_gather_gemm", x, weight, group, transposed, bias, return_gathered))
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        return self._run(call)
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return self._run(OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op))
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        return self._run(call)
+
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
+        return self.fused.all_gather(call)
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
         self._choice(call)
 
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
-        return self.fused.all_gather(x, group, async_op=async_op)
-
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
-        """See :class:`~megatron_flux.ops.backends.base.PreparingBackend`."""
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         if call.weight is None:
             return self.fused.prepare(call, shape)
         _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
@@ -265,7 +253,7 @@ class TunedBackend:
         if limit <= 0:
             return {"backend": "reference", "plan": None, "ms": {}}
         began = time.monotonic()
-        from megatron_flux.ops.launch.operands import hopper_kernels, sm_count
+        from megatron_flux.ops.launch import hopper_kernels, sm_count
 
         op, run, x, m, n, k, group = call.operator, call.run, call.x, call.m, call.n, call.k, call.group
         device, tp = x.device, group.size()

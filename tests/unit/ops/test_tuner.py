@@ -20,6 +20,7 @@ from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 
@@ -40,15 +41,13 @@ class Recorder:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
-    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any) -> Any:
+    def all_gather_gemm(self, call: OperatorCall, config: Any = None) -> Any:
         self.log.append((self.name, config))
-        return x, x
+        return call.x, call.x
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, config: Any = None) -> Pending:
         self.log.append((self.name, config))
-        return Pending(x)
+        return Pending(call.x)
 
 
 GROUP: Any = Group()
@@ -70,7 +69,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
 
 
 def call(backend: TunedBackend) -> Any:
-    backend.gemm_reduce_scatter(X, W, GROUP, transposed=False, async_op=False).wait()
+    OperatorCall("gemm_reduce_scatter", X, W, GROUP).run(backend).wait()
     return backend.log[-1]
 
 
@@ -99,7 +98,7 @@ def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
 
 
 def gather(backend: TunedBackend, bias: torch.Tensor | None) -> Any:
-    backend.all_gather_gemm(X, W, GROUP, transposed=False, bias=bias)
+    OperatorCall("all_gather_gemm", X, W, GROUP, bias=bias).run(backend)
     return backend.log[-1]
 
 

@@ -5,9 +5,7 @@ and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the pl
 
 Contract: that of :mod:`megatron_flux.ops.backends.registry`; all ranks of a group make the same calls in the same
 order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
-all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
-
-Determinism: both operators are bitwise reproducible (see the kernels).
+all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors, bitwise reproducible.
 
 Limits, said by :meth:`FusedBackend.why_not`: bf16 or fp16 on CUDA, one host with peer access, 2, 4 or 8 ranks. Anything
 TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on pointers.
@@ -29,7 +27,9 @@ a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backen
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config, rs_tiles, within_flags
 from megatron_flux.settings import one_queue, sm_margin
 
+OFF_NVLINK = (
+    "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
+)
+"""Why ``auto`` runs stock between GPUs that reach each other's memory without NVLink."""
+
+_MARGIN = "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
+
 
 class FusedBackend:
     """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
@@ -56,8 +63,7 @@ class FusedBackend:
 
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
         """Nothing is allocated or imported before the first call."""
-        self.name = name
-        self.twin = twin
+        self.name, self.twin = name, twin
         self._config: KernelConfig | None = None
 
     @property
@@ -93,22 +99,16 @@ class FusedBackend:
         link = links.probe(group, x.device)
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
-    def all_gather_gemm(
-        self, call: OperatorCall, config: KernelConfig | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_gemm(self, call: OperatorCall, config: KernelConfig | None = None) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: how, not what is chosen here."""
-        return self._launched(call, config)
+        return self._launch(call, config)
 
     def gemm_reduce_scatter(self, call: OperatorCall, config: KernelConfig | None = None) -> Pending:
         """As :meth:`all_gather_gemm`. Always finished: there is nothing left to overlap."""
-        return Pending(self._launched(call, config))
+        return Pending(self._launch(call, config))
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`. By copy engine: it takes no SM from the GEMM it
-        hides behind.
-
-        The result is valid until the next ``all_gather`` of the group. A capture must hold its ``wait()`` too.
-        """
+        """By copy engine, which takes no SM from the GEMM it hides behind. A capture must hold its ``wait()`` too."""
         compare_calls(call)
         return copy_engine.all_gather(call.x, self._gather_slab(call, capturing(call.x)))
 
@@ -123,16 +123,16 @@ class FusedBackend:
             return fast_path.prepare(call, self._gather_slab(call, False), None, shape)
         return fast_path.prepare(call, *self._placed(call, config, False), shape)
 
-    def _launched(self, call: OperatorCall, config: KernelConfig | None) -> Any:
+    def _launch(self, call: OperatorCall, config: KernelConfig | None) -> Any:
         from megatron_flux.ops import launch
         from megatron_flux.ops.launch import plain
 
         call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
         compare_calls(call)
         work, config = self._placed(call, config, capturing(call.x))
-        kernels = plain
+        kernels: ModuleType = plain
         if config.ws:
-            from megatron_flux.ops.launch import hopper as kernels
+            kernels = importlib.import_module("megatron_flux.ops.launch.hopper")  # Gluon
         return getattr(launch, call.operator)(call, work, config, kernels)
 
     def _placed(self, call: OperatorCall, config: KernelConfig | None, captured: bool) -> tuple[Slab, KernelConfig]:
@@ -169,12 +169,6 @@ class FusedBackend:
         state_of(group).renew_slabs()
 
 
-OFF_NVLINK = (
-    "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
-)
-"""Why ``auto`` runs stock between GPUs that reach each other's memory without NVLink."""
-
-
 def limit(
     dtype: torch.dtype,
     size: int,
@@ -187,32 +181,26 @@ def limit(
 ) -> str | None:
     """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
 
-    Args:
-        dtype: of the operands.
-        size: ranks of the group.
-        capability: the GPU's compute capability.
-        world: ranks of the job; None asks torch.distributed.
-        shielded: whether other process groups' kernels cannot block these; None decides by this process's settings as
-            of CUDA's start (:mod:`megatron_flux.settings`).
-        beside: what runs beside the group, its being smaller than the world aside.
-        captured: the calls run in CUDA graphs.
+    ``capability`` is the GPU's; ``world`` the number of the job's ranks (None asks torch.distributed); ``beside`` what
+    runs beside the group, its being smaller than the world aside; ``captured``: the calls run in CUDA graphs.
+    ``shielded``: whether other process groups' kernels cannot block these; None decides by this process's settings as
+    of CUDA's start (:mod:`megatron_flux.settings`).
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, x is {dtype}"
     if size not in (2, 4, 8):
         return f"it needs a group of 2, 4 or 8 ranks, not {size}"
     others = beside.others or size < (world or dist.get_world_size())
-    reason = _why_blocked(others, beside.high_priority, captured) if shielded is None else None
-    if shielded is False and others:
-        reason = _MANY_QUEUES
-    if reason is not None:
-        return reason
+    if shielded is None:
+        reason = _why_blocked(others, beside.high_priority, captured)
+        if reason is not None:
+            return reason
+    elif others and not shielded:
+        return _MANY_QUEUES
     if capability < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     return None
 
-
-_MARGIN = "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
 
 _MANY_QUEUES = (
     f"other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or {_MARGIN}"

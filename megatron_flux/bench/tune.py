@@ -19,7 +19,7 @@ from megatron_flux.bench import process_group, tuned_table
 from megatron_flux.bench.options import TuneRun
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.variants import call, operands, tuning_key
-from megatron_flux.comm import rank_errors
+from megatron_flux.comm import collectives
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
@@ -71,11 +71,11 @@ def run(
         for number, case in enumerate(cases, 1):
             x, weight = operands(case, group, dtype, device)
             key = tuning_key(case, x, group.size(), link.kind)
-            known = key in tuned.decisions(group).answers or rank_errors.first_rank(group, partial(_kept, key))
+            known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
             call(case, x, weight, group, "tuned")()
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
-            rank_errors.first_rank(group, partial(_keep, cache, key, answer, force))
+            collectives.first_rank(group, partial(_keep, cache, key, answer, force))
             if first:
                 log(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {_line(case, answer, known)}")
             del x, weight

@@ -45,8 +45,7 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
             session's launcher has left variables in the environment: ranks would wait for peers.
     """
     _check_variables()
-    there = started()
-    if there is not None:
+    if (there := started()) is not None:
         if nproc not in (None, there):
             raise UserError(f"--nproc {nproc} under a launcher that started {there} processes; leave it out")
         return there
@@ -93,16 +92,8 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     introduce_launcher()
     # What torch.distributed.run --standalone does: one node, a free port.
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    alone = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    config = LaunchConfig(nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1, **alone)
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -164,9 +155,7 @@ def _survives(pid: int, number: int) -> bool:
 def failure_of(error: ChildFailedError, left: str) -> FluxError:
     """The first failure in one line: the rank, and its error or the signal that ended it."""
     rank, first = first_failure(error)
-    if first.exitcode == 2:
-        return UserError(_message(first))
-    return FluxError(f"rank {rank} {account_of(first)}; {left}")
+    return UserError(_message(first)) if first.exitcode == 2 else FluxError(f"rank {rank} {account_of(first)}; {left}")
 
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:

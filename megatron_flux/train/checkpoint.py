@@ -54,9 +54,6 @@ def saves(config: RunConfig) -> Iterator[Callable[[Trainer, Path], None]]:
 
     Saving is a collective call, and saves everything that a resume needs. It raises StorageError where that could not
     be written: what was written of it is removed, and the tracker is as it was.
-
-    Raises:
-        UserError: as :func:`megatron_flux.train.checkpoint_access.held`, on all ranks.
     """
     with ExitStack() as holding:
         run = "" if config.save is None else _on_first_rank(lambda: holding.enter_context(held(config)))
@@ -113,12 +110,7 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Bring a freshly built trainer to the chosen checkpoint in ``folder``, as a turn of its own. A collective call.
-
-    Raises:
-        UserError: as :func:`~megatron_flux.train.checkpoint_access.check_fits`, or its files are not what was saved.
-        FluxError: megatron-core cannot load it.
-    """
+    """Bring a freshly built trainer to the chosen checkpoint in ``folder``, as a turn of its own. A collective call."""
     config = trainer.config
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
@@ -241,11 +233,7 @@ def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
 
 
 def _begin_adam_state(optimizer: Any) -> None:
-    """Give torch's Adam the state that its first step would create, for the checkpoint to be read into.
-
-    megatron-core's distributed optimizer describes its state before it loads it, and expects a step count there, which
-    torch's Adam has only once it has stepped.
-    """
+    """Give torch's Adam the state of its first step: megatron-core describes it before loading, step count included."""
     found = _torch_adam(optimizer)
     for group in found[1].param_groups if found else ():
         for parameter in group["params"]:

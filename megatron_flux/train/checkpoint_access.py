@@ -1,4 +1,5 @@
-"""Which checkpoints a run may resume from, and where it may save: checked before it trains.
+"""Which checkpoints a run may resume from, and where it may save: checked before it trains. What may not be is a
+:class:`~megatron_flux.errors.UserError`.
 
 * Checkpoints of another run are neither overwritten nor counted, and the tracker is not moved away from them. A run
   may go on in the folder that it loads from (``--load`` and ``--save`` name the same one): it then goes by the name of
@@ -55,11 +56,7 @@ def folders(root: Path, config: RunConfig) -> list[Path]:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Check that ``config.load`` fits this run, and that something is left to do.
-
-    Raises:
-        UserError: as :func:`check_fits`, no arm has a step left, or options of a resume without one.
-    """
+    """Check that ``config.load`` fits this run, and that something is left to do."""
     if config.load is None:
         for option, given in (("--ckpt-step", config.ckpt_step is not None), ("--other-data", config.other_data)):
             if given:
@@ -74,11 +71,7 @@ def check_resume(config: RunConfig) -> None:
 
 
 def check_fits(folder: Path, config: RunConfig) -> int:
-    """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
-
-    Raises:
-        UserError: none there, a damaged one, or one of another shape, precision or optimizer.
-    """
+    """The iteration that ``folder`` would resume from; its checkpoint is whole and fits this run."""
     checkpoint = chosen(folder, config.ckpt_step)
     if (wrong := damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
@@ -98,12 +91,9 @@ def check_fits(folder: Path, config: RunConfig) -> int:
 
 
 def check_data(config: RunConfig) -> str | None:
-    """Whether the run goes on with the text that its checkpoint was trained on (``config.text`` is known).
+    """Refuse to go on with another text than the checkpoint's (``config.text`` is known) that was not asked for.
 
-    Returns a line for the user where it is another one, and the user has asked for it.
-
-    Raises:
-        UserError: it is another one, and was not asked for.
+    Returns a line for the user where it was.
     """
     if config.load is None or config.text is None:
         return None
@@ -130,12 +120,7 @@ def instead(checkpoint: Path, config: RunConfig) -> str:
 
 
 def check_save(config: RunConfig) -> None:
-    """Check what can be checked of ``--save`` before anything starts; leaves nothing behind.
-
-    Raises:
-        UserError: options without ``--save``, a folder that cannot be written or is too full, checkpoints of another
-            run in it, or a run that is saving there now.
-    """
+    """Check what can be checked of ``--save`` before anything starts; leaves nothing behind."""
     if config.save is None:
         for name, value in (("--save-interval", config.save_interval), ("--save-keep", config.save_keep)):
             if value is not None:
@@ -168,8 +153,7 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 def held(config: RunConfig) -> Iterator[str]:
     """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints.
 
-    Raises:
-        UserError: as :func:`check_save`; something else may have come in between.
+    As :func:`check_save`, it refuses: something else may have come in between.
     """
     try:
         config.save.mkdir(parents=True, exist_ok=True)
@@ -232,11 +216,8 @@ def _whose(checkpoints: list[Path]) -> str:
 
 
 def least_bytes(config: RunConfig) -> int:
-    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out.
-
-    The weights, and for each of them the optimizer's two moments and its own copy (which plain fp32 Adam does without)
-    in fp32.
-    """
+    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out."""
+    # For each weight the optimizer's two moments and its own copy (which plain fp32 Adam does without) in fp32.
     moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
     weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
     return len(folders(Path(), config)) * weights * (config.dtype.itemsize + moments)

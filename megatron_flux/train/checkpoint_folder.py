@@ -202,10 +202,8 @@ def _gathered(mine: Any) -> list[Any]:
 def checksums_of(checkpoint: Path) -> dict[str, str]:
     """The checksums of all files in ``checkpoint``, on all ranks. A collective call.
 
-    Every rank reads the shards that it has written, from memory; all other files are rank 0's.
-
-    Raises:
-        StorageError: on all ranks, where one of them cannot read its files again.
+    Every rank reads the shards that it has written, from memory; all other files are rank 0's. StorageError on all
+    ranks, where one of them cannot read its files again.
     """
     answer: dict[str, str] | str = {}
     try:

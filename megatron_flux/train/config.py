@@ -95,11 +95,7 @@ def resolve(
     device: Literal["cuda", "cpu"],
     out: Path,
 ) -> RunConfig:
-    """Fill in what the options leave open and check that it fits together.
-
-    Raises:
-        UserError: anything that does not fit; nothing has been started or written.
-    """
+    """Fill in what the options leave open and check that it fits together: a UserError where it does not."""
     if options.preset not in PRESETS:
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
     preset = PRESETS[options.preset]

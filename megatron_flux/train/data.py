@@ -48,11 +48,7 @@ class Corpus(NamedTuple):
 
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
-    """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair.
-
-    Raises:
-        UserError: a path that is missing or has no text, or a pair mixed with anything else.
-    """
+    """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair, or a UserError."""
     pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
     if pairs and len(data) > 1:
         raise UserError(
@@ -72,8 +68,7 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
 def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int) -> Corpus:
     """The indexed dataset for ``data``, tokenized now if it is not in the cache.
 
-    Raises:
-        UserError: no text, too little of it for one sequence, or tokens that the vocabulary does not have.
+    A UserError: no text, too little of it for one sequence, or tokens that the vocabulary does not have.
     """
     sources = find_sources(data)
     if isinstance(sources, Path):

@@ -44,7 +44,8 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
         UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any), or an earlier
             session's launcher has left variables in the environment: ranks would wait for peers.
     """
-    _check_variables()
+    if "RANK" in os.environ:
+        _check_variables()
     if (there := started()) is not None:
         if nproc not in (None, there):
             raise UserError(f"--nproc {nproc} under a launcher that started {there} processes; leave it out")
@@ -56,8 +57,6 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
 
 
 def _check_variables() -> None:
-    if "RANK" not in os.environ:
-        return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = {name: os.environ[name] for name in names if name in os.environ}
     missing = [name for name in names if name not in given]

@@ -85,7 +85,8 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
     def finish() -> None:
         """Make it the newest checkpoint."""
         if found is not None:
-            checkpoint_folder.write_checksums(unfinished, found)
+            lines = (f"{digest}  {name}\n" for name, digest in sorted(found.items()))
+            checkpoint_folder.write_synced(unfinished / CHECKSUMS, "".join(lines))
         checkpoint_folder.sync_folder(unfinished)
         if final.exists():  # a run that was resumed before it has come here again
             checkpoint_folder.move_latest_before(folder, iteration)
@@ -139,9 +140,8 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
     try:
         loaded = dist_checkpointing.load(state, str(checkpoint))
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
-        raise FluxError(
-            f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
-        ) from error
+        said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
+        raise FluxError(said) from error
     unwrap(trainer.model).load_state_dict(loaded["model"])
     if config.distributed_optimizer:
         _load_distributed_optimizer(trainer.optimizer, loaded["optimizer"])

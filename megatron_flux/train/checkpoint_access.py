@@ -28,17 +28,7 @@ from typing import TextIO
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import ARMS
-from megatron_flux.train.checkpoint_folder import (
-    TRACKER,
-    checkpoint_of,
-    chosen,
-    damage,
-    description,
-    iteration_of,
-    iterations,
-    owner,
-    remove_partial,
-)
+from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import parameters
 
@@ -64,18 +54,16 @@ def check_resume(config: RunConfig) -> None:
         return
     iteration, folder = min((check_fits(folder, config), folder) for folder in folders(config.load, config))
     if iteration >= config.steps:
-        raise UserError(
-            f"checkpoint {chosen(folder, config.ckpt_step)} is at step {iteration} and --steps is {config.steps}; "
-            "--steps counts from the start of training, give more"
-        )
+        reached = f"checkpoint {files.chosen(folder, config.ckpt_step)} is at step {iteration}"
+        raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
 
 
 def check_fits(folder: Path, config: RunConfig) -> int:
     """The iteration that ``folder`` would resume from; its checkpoint is whole and fits this run."""
-    checkpoint = chosen(folder, config.ckpt_step)
-    if (wrong := damage(checkpoint)) is not None:
+    checkpoint = files.chosen(folder, config.ckpt_step)
+    if (wrong := files.damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
-    saved = description(checkpoint)
+    saved = files.description(checkpoint)
     theirs = {"transformer_impl": "local", **saved, **saved["shape"]}  # the first version's do not say which
     ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in MUST_MATCH}}
     if config.shape.position_embedding != "learned_absolute":
@@ -83,10 +71,7 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     different = [name for name, value in ours.items() if theirs.get(name) != value]
     if different:
         has, wants = (", ".join(f"{name} {of.get(name)}" for name in different) for of in (theirs, ours))
-        raise UserError(
-            f"checkpoint {checkpoint} has {has}, this run has {wants}; use the options it was saved with, or another "
-            "checkpoint"
-        )
+        raise UserError(f"checkpoint {checkpoint} has {has}, this run has {wants}; use its options, or another one")
     return int(saved["iteration"])
 
 
@@ -97,8 +82,8 @@ def check_data(config: RunConfig) -> str | None:
     """
     if config.load is None or config.text is None:
         return None
-    checkpoint = chosen(folders(config.load, config)[0], config.ckpt_step)
-    saved = description(checkpoint).get("data")  # check_resume has read it
+    checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
+    saved = files.description(checkpoint).get("data")  # check_resume has read it
     if saved is None or saved["sha256"] == config.text.sha256:
         return None
     then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
@@ -113,8 +98,10 @@ def check_data(config: RunConfig) -> str | None:
 def instead(checkpoint: Path, config: RunConfig) -> str:
     """What to do where ``checkpoint`` of ``config.load`` is damaged: an older one is offered, whole in all arms."""
     arms = folders(config.load, config)
-    for older in reversed(iterations(arms[0])):
-        if older < iteration_of(checkpoint) and all(damage(checkpoint_of(folder, older)) is None for folder in arms):
+    for older in reversed(files.iterations(arms[0])):
+        if older < files.iteration_of(checkpoint) and all(
+            files.damage(files.checkpoint_of(folder, older)) is None for folder in arms
+        ):
             return f"--ckpt-step {older} resumes from the one before it"
     return "there is no whole one before it; restore it from a copy, or give another --load"
 
@@ -163,10 +150,10 @@ def held(config: RunConfig) -> Iterator[str]:
         _check_owner(config)
         for folder in folders(config.save, config):
             if not _goes_on(config):  # what --overwrite replaces; the tracker goes first
-                (folder / TRACKER).unlink(missing_ok=True)
-                for iteration in iterations(folder):
-                    shutil.rmtree(checkpoint_of(folder, iteration))
-            remove_partial(folder)
+                (folder / files.TRACKER).unlink(missing_ok=True)
+                for iteration in files.iterations(folder):
+                    shutil.rmtree(files.checkpoint_of(folder, iteration))
+            files.remove_partial(folder)
         yield _run_name(config)
 
 
@@ -178,7 +165,7 @@ def _goes_on(config: RunConfig) -> bool:
 def _run_name(config: RunConfig) -> str:
     """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
     goes_on = _goes_on(config)
-    known = owner(chosen(folders(config.save, config)[0], config.ckpt_step)).get("id") if goes_on else None
+    known = files.owner(files.chosen(folders(config.save, config)[0], config.ckpt_step)).get("id") if goes_on else None
     return known or uuid.uuid4().hex
 
 
@@ -189,29 +176,27 @@ def _check_owner(config: RunConfig) -> None:
     """
     name = _run_name(config)
     for folder in folders(config.save, config):
-        there = [checkpoint_of(folder, n) for n in iterations(folder)]
+        there = [files.checkpoint_of(folder, n) for n in files.iterations(folder)]
         if _goes_on(config):
-            begin = chosen(folder, config.ckpt_step)
+            begin = files.chosen(folder, config.ckpt_step)
             for later in there:
-                if iteration_of(later) > iteration_of(begin) and owner(later).get("id") != name:
-                    raise UserError(
-                        f"--save {config.save} holds {later.name} of {_whose([later])}, after {begin.name} that this "
-                        "run goes on from; move it away, or give another --save"
-                    )
+                if files.iteration_of(later) > files.iteration_of(begin) and files.owner(later).get("id") != name:
+                    after = f"{later.name} of {_whose([later])}, after {begin.name} that this run goes on from"
+                    raise UserError(f"--save {config.save} holds {after}; move it away, or give another --save")
             continue
         own = str(config.out.resolve())
-        if config.overwrite and there and all(owner(checkpoint).get("folder") == own for checkpoint in there):
+        if config.overwrite and there and all(files.owner(checkpoint).get("folder") == own for checkpoint in there):
             continue
-        if there or (folder / TRACKER).exists():
+        if there or (folder / files.TRACKER).exists():
+            which = ", ".join(map(str, files.iterations(folder))) or "unknown"
             raise UserError(
-                f"--save {config.save} holds checkpoints of {_whose(there)} "
-                f"(iteration {', '.join(str(iteration_of(checkpoint)) for checkpoint in there) or 'unknown'}); give "
-                f"another folder, or --load {config.save} to go on with them"
+                f"--save {config.save} holds checkpoints of {_whose(there)} (iteration {which}); give another folder, "
+                f"or --load {config.save} to go on with them"
             )
 
 
 def _whose(checkpoints: list[Path]) -> str:
-    known = sorted({run for checkpoint in checkpoints if (run := owner(checkpoint).get("folder"))})
+    known = sorted({run for one in checkpoints if (run := files.owner(one).get("folder"))})
     return f"the run in {', '.join(known)}" if known else "another run"
 
 
@@ -226,11 +211,9 @@ def least_bytes(config: RunConfig) -> int:
 def _check_room(config: RunConfig) -> None:
     needed, free = least_bytes(config), shutil.disk_usage(config.save).free
     if free < needed:
-        both = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
-        raise UserError(
-            f"--save {config.save} has {free / 1e9:.3g} GB of free space, and {both} needs at least {needed / 1e9:.3g} "
-            "GB; make room, or give a folder on another disk"
-        )
+        one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+        room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
+        raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
 
 
 @contextmanager
@@ -266,9 +249,8 @@ def _lock_file(path: Path, config: RunConfig) -> TextIO:
             except (OSError, ValueError, KeyError, TypeError):
                 holder, held_by = {}, "a run"
             if holder.get("run") != str(config.out.resolve()) or time.monotonic() >= deadline:
-                raise UserError(
-                    f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
-                ) from None
+                said = f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
+                raise UserError(said) from None
             time.sleep(0.2)
         except OSError as error:
             logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)

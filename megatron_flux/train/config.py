@@ -109,10 +109,8 @@ def resolve(
     if options.cuda_graph_impl != "none":
         _check_cuda_graphs(options, special, device, precision)
     if world_size % (tp * pp):
-        raise UserError(
-            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of "
-            f"{tp * pp}, or other sizes of --tp and --pp"
-        )
+        use = f"use --nproc with a multiple of {tp * pp}, or other sizes of --tp and --pp"
+        raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none" and flux and tp > 1:
         _check_beside_graphs(options, dp)
@@ -121,11 +119,11 @@ def resolve(
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
     shape = _shape(options, preset.shape)
     _check_shape(shape, tp, options)
-    micro_batch_size = options.micro_batch_size or preset.micro_batch_size
-    batch = options.global_batch_size or micro_batch_size * dp * preset.micro_batches
-    if batch % (split := micro_batch_size * dp):
+    micro = options.micro_batch_size or preset.micro_batch_size
+    batch = options.global_batch_size or micro * dp * preset.micro_batches
+    if batch % (micro * dp):
         raise UserError(
-            f"global batch size {batch} is not a multiple of {split} (micro-batches of {micro_batch_size} x dp {dp})"
+            f"global batch size {batch} must be a multiple of {micro * dp}: micro-batches of {micro} x dp {dp}"
         )
     lr, decay = options.lr or preset.lr, options.lr_decay_steps
     if options.min_lr > lr:
@@ -137,7 +135,12 @@ def resolve(
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
     values |= special.model_dump()
     if isinstance(special, CompareOptions):
-        values |= _turns(options.steps, special)
+        steps, warmup = options.steps, special.warmup_steps
+        warmup = min(5, max(1, steps // 10), steps - 1) if warmup is None else warmup
+        if warmup >= steps:
+            raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
+        turn = min(special.block_steps or max(1, round(steps / 8)), steps)
+        values |= {"block_steps": turn, "warmup_steps": warmup}
     fusion = options.gradient_accumulation_fusion
     values |= {
         "command": "compare" if isinstance(special, CompareOptions) else "train",
@@ -147,7 +150,7 @@ def resolve(
         "world_size": world_size,
         "tp": tp,
         "dp": dp,
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": micro,
         "global_batch_size": batch,
         "lr": lr,
         "precision": precision,
@@ -156,14 +159,6 @@ def resolve(
         "out": out,
     }
     return RunConfig(**values)
-
-
-def _turns(steps: int, special: CompareOptions) -> dict[str, int]:
-    """Steps of a turn, and how many of the first ones are not timed."""
-    warmup = special.warmup_steps if special.warmup_steps is not None else min(5, max(1, steps // 10), steps - 1)
-    if warmup >= steps:
-        raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
-    return {"block_steps": min(special.block_steps or max(1, round(steps / 8)), steps), "warmup_steps": warmup}
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
@@ -184,10 +179,8 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
         begin = (first - 1) // block_steps * block_steps + 2
         end = min(begin + block_steps - 2, steps)
         use = f"use {begin}-{end} or fewer, or more" if begin <= end else "use more"
-        raise UserError(
-            f"--profile-steps {given} with the step ahead of them must lie within one turn of {block_steps} steps; "
-            f"{use} --block-steps"
-        )
+        turn = f"within one turn of {block_steps} steps; {use} --block-steps"
+        raise UserError(f"--profile-steps {given} with the step ahead of them must lie {turn}")
     return first, last
 
 
@@ -214,10 +207,8 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
     if importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(
-            f"{given} needs TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own "
-            f"guide, or {instead}"
-        )
+        needs = f"TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own guide"
+        raise UserError(f"{given} needs {needs}, or {instead}")
 
 
 def _check_beside_graphs(options: TrainOptions, dp: int) -> None:
@@ -281,12 +272,8 @@ def _check_shape(shape: ModelShape, tp: int, options: TrainOptions) -> None:
     for name, value, by, divisor, option in rules:
         if value % divisor:
             common = [d for d in range(1, divisor + 1) if gcd(value, d) == d]
-            raise UserError(
-                f"{name} {value} must be divisible by {by} {divisor}; change {option} "
-                f"(a multiple of {divisor}, or {by} one of {common})"
-            )
+            change = f"change {option} (a multiple of {divisor}, or {by} one of {common})"
+            raise UserError(f"{name} {value} must be divisible by {by} {divisor}; {change}")
     if shape.position_embedding == "rope" and (shape.hidden_size // shape.num_attention_heads) % 2:
-        raise UserError(
-            f"rotary embeddings need an even head size, got hidden size {shape.hidden_size} / attention heads "
-            f"{shape.num_attention_heads}; change --hidden-size or --num-attention-heads"
-        )
+        got = f"hidden size {shape.hidden_size} / attention heads {shape.num_attention_heads}"
+        raise UserError(f"rotary embeddings need an even head size, got {got}: change --hidden-size or the heads")

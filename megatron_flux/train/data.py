@@ -51,9 +51,7 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
     """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair, or a UserError."""
     pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
     if pairs and len(data) > 1:
-        raise UserError(
-            f"--data takes one .bin/.idx pair or any number of text files, got {len(data)} paths with a pair"
-        )
+        raise UserError(f"--data takes one .bin/.idx pair, or text files and folders; got {len(data)} with a pair")
     if pairs:
         return pairs[0]
     files: list[Path] = []
@@ -74,18 +72,13 @@ def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: i
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
     elif vocab_size < _BYTE_VOCAB_SIZE:
-        raise UserError(
-            f"vocabulary of {vocab_size} is too small for byte-level text, which needs {_BYTE_VOCAB_SIZE}; raise "
-            "--vocab-size or give a .bin/.idx pair"
-        )
+        needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
+        raise UserError(f"{needs}; raise --vocab-size or give a .bin/.idx pair")
     else:
         corpus = _tokenized(sources, cache_folder(cache))
     if corpus.tokens < seq_length + 1:
-        given = " ".join(map(str, data)) or name_of(data)
-        raise UserError(
-            f"{given} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1; give more text or a "
-            "smaller --seq-length"
-        )
+        has = f"{name_of(data)} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1"
+        raise UserError(f"{has}; give more text or a smaller --seq-length")
     return corpus
 
 
@@ -202,10 +195,8 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
     tokens = int(lengths.sum(dtype=np.int64))
     if (size := Path(f"{prefix}.bin").stat().st_size) != tokens * dtype.itemsize:
-        raise UserError(
-            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of {dtype.itemsize} bytes; make "
-            "the pair again"
-        )
+        says = f"its index says {tokens} tokens of {dtype.itemsize} bytes"
+        raise UserError(f"--data {prefix}.bin has {size} bytes, but {says}; make the pair again")
     if tokens:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
         _check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))

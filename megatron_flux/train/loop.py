@@ -22,16 +22,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from megatron_flux import metrics
 from megatron_flux.errors import FluxError, StorageError, UserError
-from megatron_flux.metrics import (
-    ARMS,
-    print_summary,
-    read_records,
-    summarize,
-    wandb_mirror,
-    write_report,
-    write_summary,
-)
+from megatron_flux.metrics import ARMS, wandb_mirror
 from megatron_flux.run import folder
 from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
@@ -177,19 +170,18 @@ def remaining(turns: Iterable[tuple[int, str, int]], done: Mapping[str, int]) ->
 
 
 def _summary(config: RunConfig) -> dict[str, Any]:
-    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
+    baseline, flux = (metrics.read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+    return metrics.summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
     """Print the table, then write ``summary.json`` and ``report.html``; a StorageError where that fails."""
     summary = summary or _summary(config)
-    print_summary(summary, sys.stdout)
+    metrics.print_summary(summary, sys.stdout)
     try:
-        write_summary(config.out / "summary.json", summary)
-        report = write_report(config.out)
+        metrics.write_summary(config.out / "summary.json", summary)
+        report = metrics.write_report(config.out)
     except UserError as error:  # here it is no bad input
-        raise StorageError(
-            f"{error}; the records are there, and megatron-flux report {config.out} reads them"
-        ) from error
+        said = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
+        raise StorageError(said) from error
     logger.info("report: %s", report)

@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +44,7 @@ class LocalStep(NamedTuple):
     """Wall time, from reading the first batch to the end of the optimizer's step on an idle device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step did; the same on every rank."""
 
     loss: float

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.metrics import read_records, strict_json
-from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
+from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.telemetry.baseline_times import ROUNDS
 from megatron_flux.train.config import RunConfig

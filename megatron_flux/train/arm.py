@@ -214,16 +214,16 @@ class Arm:
         about = run_folder.run_info(config)
         del about["command"]  # words and paths of the machine, which wandb is not told elsewhere either
         return WandbMirror(
-            mode=config.wandb,
+            config.wandb,
+            {**config.model_dump(mode="json"), **about},
+            self.folder,
+            resuming=self.trainer.iteration > 0,
+            per_rank=config.wandb_ranks,
             project=config.wandb_project,
             group=names.group,
             job_type=self.name,
             name=f"{names.run}-{self.name}",
-            config={**config.model_dump(mode="json"), **about},
-            dir=self.folder,
             tags=[config.preset, *config.wandb_tags],
-            resuming=self.trainer.iteration > 0,
-            per_rank=config.wandb_ranks,
         )
 
     def _note_failure(self, error: Exception) -> None:

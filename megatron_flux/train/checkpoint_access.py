@@ -121,7 +121,11 @@ def check_save(config: RunConfig) -> None:
                 file.write(b"\0" * 4096)
         except OSError as error:
             raise _unwritable(config.save, error) from None
-        _check_room(config)
+        needed, free = least_bytes(config), shutil.disk_usage(config.save).free
+        if free < needed:
+            one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+            room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
+            raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
         _check_owner(config)
         with _locked(config):
             pass
@@ -206,14 +210,6 @@ def least_bytes(config: RunConfig) -> int:
     moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
     weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
     return len(folders(Path(), config)) * weights * (config.dtype.itemsize + moments)
-
-
-def _check_room(config: RunConfig) -> None:
-    needed, free = least_bytes(config), shutil.disk_usage(config.save).free
-    if free < needed:
-        one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
-        room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
-        raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
 
 
 @contextmanager

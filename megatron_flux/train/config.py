@@ -28,16 +28,13 @@ _VOCAB_MULTIPLE = 128
 
 
 class Text(BaseModel):
-    """The text of a training, so that a resume can tell it from another."""
+    """The text of a training, so that a resume can tell it from another: its paths, tokens and fingerprint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """The paths that were given, or what is taken without any."""
     length: int
-    """In tokens."""
     sha256: str
-    """As of :func:`megatron_flux.train.data.fingerprint`."""
 
 
 class RunConfig(CheckpointOptions, RunOptions):
@@ -67,7 +64,7 @@ class RunConfig(CheckpointOptions, RunOptions):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step on each data-parallel rank."""
+        """Per step, on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property

@@ -32,19 +32,11 @@ _FINGERPRINT_BYTES = 1 << 26
 
 
 class Corpus(NamedTuple):
-    """An indexed dataset on disk: the pair ``prefix.bin`` and ``prefix.idx``.
-
-    ``is_bytes``: made here from text, one token per byte.
-    """
+    """An indexed dataset on disk, the pair ``prefix.bin`` and ``prefix.idx``; ``is_bytes``: made here from text."""
 
     prefix: Path
     tokens: int
     is_bytes: bool
-
-    @property
-    def bin(self) -> Path:
-        """The file of tokens."""
-        return Path(f"{self.prefix}.bin")
 
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
@@ -64,10 +56,7 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
 
 
 def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int) -> Corpus:
-    """The indexed dataset for ``data``, tokenized now if it is not in the cache.
-
-    A UserError: no text, too little of it for one sequence, or tokens that the vocabulary does not have.
-    """
+    """The indexed dataset for ``data``, tokenized now if it is not in the cache: enough of it, in the vocabulary."""
     sources = find_sources(data)
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
@@ -88,13 +77,12 @@ def name_of(data: list[Path]) -> str:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """SHA-256 of the corpus's number of tokens and of 64 MiB of them: of all, or of pieces from beginning to end.
+    """SHA-256 of the number of tokens and of 64 MiB of them, wherever the text lies.
 
-    It is the same wherever the text lies. A larger corpus is read in 1024 pieces: enough to tell texts apart, not to
-    find a changed word.
+    A larger corpus is read in 1024 pieces from beginning to end: enough to tell texts apart, not a changed word.
     """
     digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
-    with corpus.bin.open("rb") as file:
+    with Path(f"{corpus.prefix}.bin").open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         pieces = 1024 if size > _FINGERPRINT_BYTES else 1
         length = _FINGERPRINT_BYTES // pieces
@@ -219,7 +207,7 @@ class _TokenSpace:
         self.pad = _PAD if corpus.is_bytes else -1
         self.eod = END_OF_DOCUMENT if corpus.is_bytes else vocab_size - 1
         # Part of the name of the cached indices: a pair that was made again must not meet its old ones.
-        changed = corpus.bin.stat().st_mtime_ns
+        changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns
         self.unique_identifiers = {"bytes": corpus.is_bytes, "tokens": corpus.tokens, "changed": changed}
 
 

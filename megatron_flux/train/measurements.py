@@ -41,7 +41,7 @@ class LocalStep(NamedTuple):
     """Before clipping; the same on every rank."""
     lr: float
     seconds: float
-    """Wall time, from reading the first batch to the end of the optimizer's step on an idle device."""
+    """From reading the first batch to the end of the optimizer's step on an idle device."""
 
 
 class StepResult(NamedTuple):
@@ -188,11 +188,6 @@ class Peak(NamedTuple):
 
     allocated: int | None
     workspace: int
-
-    @property
-    def total(self) -> int | None:
-        """Both."""
-        return None if self.allocated is None else self.allocated + self.workspace
 
 
 class OwnMemory:

@@ -17,7 +17,7 @@ from megatron_flux.train.config import RunConfig
 
 
 class Layout(Protocol):
-    """What a run's configuration must say for its process groups: sizes, and seconds that a collective may wait."""
+    """What must be known for process groups: sizes, and seconds that a collective may wait."""
 
     device: str
     tp: int

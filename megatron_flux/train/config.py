@@ -103,14 +103,12 @@ def resolve(
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
     pp = options.pp
     tp = options.tp or (1 if world_size % pp else world_size // pp)
-    if options.cuda_graph_impl != "none":
-        _check_cuda_graphs(options, special, device, precision)
     if world_size % (tp * pp):
         use = f"use --nproc with a multiple of {tp * pp}, or other sizes of --tp and --pp"
         raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
-    if options.cuda_graph_impl != "none" and flux and tp > 1:
-        _check_beside_graphs(options, dp)
+    if options.cuda_graph_impl != "none":
+        _check_cuda_graphs(options, special, device, precision, beside=pp * dp if tp > 1 else 1)
     if options.strict and flux and (tp == 1 or not options.sequence_parallel):
         given = "tp 1" if tp == 1 else "--no-sequence-parallel"
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
@@ -181,23 +179,23 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
     return first, last
 
 
-def _named_backends(options: TrainOptions) -> tuple[list[str | None], list[str]]:
-    """As given: of all layers and of forward, dgrad and wgrad; and of layers by name."""
-    directions = [options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend]
-    return directions, [choice.rpartition("=")[2] for choice in options.layer_backend]
-
-
 def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
     """Every backend that is named exists and can run here."""
     for choice in options.layer_backend:
         if not all(choice.rpartition("=")[::2]):
             raise UserError(f"--layer-backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
-    directions, layers = _named_backends(options)
-    for name in [name for name in directions if name is not None] + [name for name in layers if name != STOCK]:
+    for name in [options.backend, *_named_backends(options)]:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
             raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
+
+
+def _named_backends(options: TrainOptions) -> list[str]:
+    """Of forward, dgrad and wgrad, and of layers by name but for those that run stock."""
+    directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
+    layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
+    return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]
 
 
 def _check_transformer_engine(device: str, given: str, instead: str) -> None:
@@ -208,22 +206,10 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
         raise UserError(f"{given} needs {needs}, or {instead}")
 
 
-def _check_beside_graphs(options: TrainOptions, dp: int) -> None:
-    """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.backends.fused`."""
-    (whole, *directions), layers = _named_backends(options)
-    chosen = [*(name or whole for name in directions), *layers]
-    fused = any(name not in ("reference", "pipelined", STOCK) for name in chosen)
-    if fused and options.pp * dp > 1 and sm_margin() == 0:
-        raise UserError(
-            f"--cuda-graph-impl {options.cuda_graph_impl} with PP {options.pp} x DP {dp}: nothing orders the launch of "
-            "a graph with fused kernels, which wait for their peers, against NCCL's of those groups; set "
-            "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or leave graphs out"
-        )
-
-
 def _check_cuda_graphs(
-    options: TrainOptions, special: CheckpointOptions | CompareOptions, device: str, precision: str
+    options: TrainOptions, special: CheckpointOptions | CompareOptions, device: str, precision: str, *, beside: int
 ) -> None:
+    """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
     given = f"--cuda-graph-impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
@@ -239,9 +225,15 @@ def _check_cuda_graphs(
             raise UserError(f"{given} needs bf16, this run is {precision}; use --cuda-graph-impl local")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
-    directions, layers = _named_backends(options)
-    if special.flux and "pipelined" in (*directions, *layers):
+    backends = _named_backends(options)
+    if special.flux and "pipelined" in (options.backend, *backends):
         raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
+    if special.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
+        raise UserError(
+            f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "
+            "their peers, against NCCL's of those groups; set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "
+            "takes, or leave graphs out"
+        )
 
 
 def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:

@@ -40,9 +40,8 @@ def started() -> int | None:
 def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
-    Raises:
-        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any), or an earlier
-            session's launcher has left variables in the environment: ranks would wait for peers.
+    A UserError where ``nproc`` does not fit that, or an earlier session's launcher has left variables in the
+    environment: ranks would wait for peers.
     """
     if "RANK" in os.environ:
         _check_variables()

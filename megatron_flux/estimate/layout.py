@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ import torch.distributed as dist
 from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
-from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.prediction import why_stock
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan
+from megatron_flux.estimate.step import stage_parameters
+from megatron_flux.ops.kernel_config import ag_plan, rs_plan
 from megatron_flux.train.config import RunConfig
 
 MAX_RANKS = 1024
 """Each rank is initialised in turn, in a time that grows with their number."""
-
 HOPPER = (9, 0)
 
 
@@ -43,17 +42,11 @@ class Rank:
     rank: int
     node: int
     gpu: int
-    places: dict[str, int]
-    """Its rank within each group."""
-    groups: dict[str, tuple[int, ...]]
-    """Global ranks of its groups."""
-    link: str
-    """Within its tensor-parallel group, as :mod:`megatron_flux.comm.links` would find it; fused kernels take
-    ``nvlink``."""
-    backend: str
-    """``tuned``: the fastest of stock, async-TP and fused per shape; ``reference``: stock's collectives and GEMMs."""
-    reason: str | None
-    """Why it is not ``tuned``."""
+    places: dict[str, int]  # its rank within each group
+    groups: dict[str, tuple[int, ...]]  # global ranks of its groups
+    link: str  # within its tensor-parallel group, as megatron_flux.comm.links would find it
+    backend: str  # tuned: the fastest of stock, async-TP and fused per shape; reference: stock's collectives and GEMMs
+    reason: str | None  # why it is not tuned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +54,11 @@ class StageCheck:
     """What was found on one rank of a stage."""
 
     stage: int
-    layers: int
-    """Layers of the stage in the job."""
-    parameters: int
-    """Of one rank, with all of the stage's layers."""
-    output: tuple[int, ...]
-    """Shape of what the stage hands on: rows of the rank, or its columns of the logits."""
-    flux_layers: int
-    """Linears that ran flux's operators."""
-    calls: dict[str, int]
-    """Their calls in one forward and backward."""
+    layers: int  # of the stage in the job
+    parameters: int  # of one rank, with all of these layers
+    output: tuple[int, ...]  # shape of what the stage hands on: rows of the rank, or its columns of the logits
+    flux_layers: int  # linears that ran flux's operators
+    calls: dict[str, int]  # their calls in one forward and backward
 
 
 @dataclass(frozen=True)
@@ -83,34 +71,29 @@ class Linear:
     m: int
     n: int
     k: int
-    kernel: str
-    """``hopper``: the warp-specialised kernels; ``triton``: the plain ones."""
-    plan: str
-    """What the fused kernel does without a tuner, as differences from its defaults; the tuner tries others too."""
+    kernel: str  # hopper: the warp-specialised kernels; triton: the plain ones
+    plan: (
+        str  # what the fused kernel does without a tuner, as differences from its defaults; the tuner tries others too
+    )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layout:
     """What was found. ``problems`` is empty when everything fits."""
 
     job: Job
-    ranks: list[Rank] = field(default_factory=list)
-    stages: list[StageCheck] = field(default_factory=list)
-    linears: list[Linear] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    ranks: list[Rank]
+    stages: list[StageCheck]
+    linears: list[Linear]
+    problems: list[str]
 
     def description(self) -> dict[str, Any]:
         """For JSON."""
         run = self.job.run
-        return {
-            "gpus": self.job.gpus,
-            "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
-            "device": self.job.device.key,
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "stages": [asdict(stage) for stage in self.stages],
-            "linears": [asdict(linear) for linear in self.linears],
-            "problems": self.problems,
-        }
+        found = {name: [asdict(one) for one in getattr(self, name)] for name in ("ranks", "stages", "linears")}
+        sizes = {"tp": run.tp, "pp": run.pp, "dp": run.dp}
+        device = self.job.device.key
+        return {"gpus": self.job.gpus, "sizes": sizes, "device": device, **found, "problems": self.problems}
 
 
 def check(job: Job) -> Layout:
@@ -125,15 +108,13 @@ def check(job: Job) -> Layout:
             f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.gpus}; lower --gpus: "
             "more data parallelism repeats the same groups"
         )
-    found = Layout(job, linears=linears(job))
+    ranks, stages = [], []
     for rank in range(job.gpus):
         with _world(rank, job):
-            seen = _rank(rank, job)
-            found.ranks.append(seen)
+            ranks.append(seen := _rank(rank, job))
             if seen.places["tp"] == seen.places["dp"] == 0:
-                found.stages.append(check_stage(rank, job, seen.places["pp"]))
-    found.problems = problems(job, found.ranks)
-    return found
+                stages.append(_check_stage(rank, job, seen.places["pp"]))
+    return Layout(job, ranks, stages, linears(job), problems(job, ranks))
 
 
 @contextmanager
@@ -203,23 +184,19 @@ def problems(job: Job, ranks: list[Rank]) -> list[str]:
 
 def linears(job: Job) -> list[Linear]:
     """Both directions of one layer; empty for tp = 1, which has no such calls."""
-    tp = job.run.tp
-    if tp == 1:
-        return []
-    found = []
-    for case in (c for way in ("forward", "dgrad") for c in layer_cases("", job.layer, job.tokens, way, tp)):
-        gathers = case.op == "all_gather_gemm"
-        rows = case.m // tp
+    tp, found = job.run.tp, []
+    for case in (c for way in ("forward", "dgrad") if tp > 1 for c in layer_cases("", job.layer, job.tokens, way, tp)):
+        gathers, rows = case.op == "all_gather_gemm", case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
-        plan: KernelConfig = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper)
+        plan = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
         kernel = "hopper" if hopper else "triton"
-        found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan.label()))
+        found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan))
     return found
 
 
-def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
+def _check_stage(rank: int, job: Job, stage: int) -> StageCheck:
     """Build and run one layer of ``stage`` as the rank that the parallel state says.
 
     Raises:
@@ -259,6 +236,7 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The stage's model on meta tensors and its output, after a forward and a backward."""
     from megatron_flux.train import model as building
+    from megatron_flux.train.shims import replaced
     from megatron_flux.train.trainer import seed_everything
 
     run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
@@ -275,7 +253,8 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     if stage > 0:
         rows = seq // run.tp if config.sequence_parallel else seq
         inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
-    with _on_meta():
+    # Megatron's own buffers, which it allocates on the current device, are meta tensors too.
+    with replaced(torch.cuda, current_device=lambda: torch.device("meta")):
         output = model(tokens, tokens, mask)
         output.sum().backward()
     for name, parameter in model.named_parameters():
@@ -289,14 +268,3 @@ class _NoAttention(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return query.flatten(2)
-
-
-@contextmanager
-def _on_meta() -> Iterator[None]:
-    """Megatron's own buffers, which it allocates on the current device, are meta tensors too."""
-    stock = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
-    try:
-        yield
-    finally:
-        torch.cuda.current_device = stock

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class ModelOptions(BaseModel):
-    """What to build, on how many processes."""
+class ShapeOptions(BaseModel):
+    """A preset, and sizes that differ from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -21,6 +21,11 @@ class ModelOptions(BaseModel):
     ffn_hidden_size: int | None = Field(None, ge=1, description="MLP hidden size, instead of the preset's.")
     seq_length: int | None = Field(None, ge=2, description="Tokens per sequence, instead of the preset's.")
     vocab_size: int | None = Field(None, ge=2, description="Vocabulary, instead of the preset's; padded for tp.")
+
+
+class ModelOptions(ShapeOptions):
+    """What to build, on how many processes."""
+
     activation: Literal["gelu", "swiglu"] | None = Field(None, description="MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="Norm, instead of the preset's.")
     transformer_impl: Literal["local", "transformer_engine"] = Field(

@@ -11,14 +11,19 @@ import pytest
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import DEVICES, device_named
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.layer import Layer, Phase, column_backward, predict_layer
-from megatron_flux.estimate.memory import flux_workspace, layer_activations, predict_memory, stage_parameters
+from megatron_flux.estimate.layer import (
+    Layer,
+    Phase,
+    column_backward,
+    flux_workspace,
+    layer_activations,
+    predict_layer,
+)
 from megatron_flux.estimate.prediction import predict_options, why_stock
-from megatron_flux.estimate.rates import Calibration, Rates
+from megatron_flux.estimate.rates import DEVICES, Calibration, Rates, device_named
 from megatron_flux.estimate.report import PARTS
-from megatron_flux.estimate.step import Stage, add_up, predict_stages
+from megatron_flux.estimate.step import Stage, add_up, predict_memory, predict_stages, stage_parameters
 
 H100 = DEVICES["h100-sxm"]
 GPT = LAYER_MODELS["gpt3-175b"]
@@ -108,15 +113,15 @@ def test_bytes_per_parameter(distributed: bool, per_parameter: float) -> None:
     chosen = job(gpus=256, distributed_optimizer=distributed)
     memory = predict_memory(chosen, "baseline")
     assert chosen.run.dp == 4
-    total = memory.parameters + memory.gradients + memory.optimizer
+    total = memory["parameters"] + memory["gradients"] + memory["optimizer"]
     assert total * 1e9 == pytest.approx(per_parameter * stage_parameters(chosen, 0))
 
 
 def test_the_first_stage_holds_a_micro_batch_for_every_stage() -> None:
     one, full = 34 * 8192 * 12288 / 8 / 1e9, job(dropout=0.1)
     mask = 8192 * 12288 / 8 / 1e9  # of the embedding's dropout
-    assert predict_memory(full, "baseline").activations == pytest.approx(8 * (12 * one + mask))
-    interleaved = predict_memory(job(dropout=0.1, virtual_pipeline=3), "baseline").activations
+    assert predict_memory(full, "baseline")["activations"] == pytest.approx(8 * (12 * one + mask))
+    interleaved = predict_memory(job(dropout=0.1, virtual_pipeline=3), "baseline")["activations"]
     assert interleaved == pytest.approx(8 * (1 + 7 / 24) * (12 * one + mask))  # section 4.2.3
 
 
@@ -129,8 +134,8 @@ def test_parameters_add_up_to_the_model() -> None:
 def test_workspace_is_within_its_bound_and_flux_alone_pays_it() -> None:
     bound = 4 * 8192 * 12288 * 2
     assert bound <= flux_workspace(8192, 12288) <= 1.13 * bound  # sizes are rounded up by an eighth at most
-    assert predict_memory(job(), "baseline").flux_workspace == 0
-    assert predict_memory(job(), "flux").flux_workspace * 1e9 == flux_workspace(8192, 12288)
+    assert predict_memory(job(), "baseline")["flux_workspace"] == 0
+    assert predict_memory(job(), "flux")["flux_workspace"] * 1e9 == flux_workspace(8192, 12288)
 
 
 # --- layers
@@ -243,8 +248,8 @@ def test_recomputation_runs_the_forward_again() -> None:
 def test_parts_add_up_to_the_step(options: dict[str, Any]) -> None:
     found = plan(**options)
     for arm in found["arms"].values():
-        assert all(part(arm["step"]) >= 0 for _, part in PARTS)
-        assert sum(part(arm["step"]) for _, part in PARTS) == pytest.approx(arm["step"]["total"])
+        assert all(part(arm["step"]) >= 0 for part in PARTS.values())
+        assert sum(part(arm["step"]) for part in PARTS.values()) == pytest.approx(arm["step"]["total"])
     assert found["kind"] == "Prediction"
 
 
@@ -300,7 +305,7 @@ def test_what_does_not_fit_is_said() -> None:
     assert any("--recompute full" in note for note in found["notes"])
     assert plan()["fits"]["baseline"]
     memory = predict_memory(job(), "baseline")
-    both = memory.total + memory.parameters + memory.gradients + memory.optimizer
+    both = memory["total"] + memory["parameters"] + memory["gradients"] + memory["optimizer"]
     assert any(
         f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB" in n
         for n in plan()["notes"]

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.slurm.fields import Checked, Dependency, validated
+from megatron_flux.slurm.profile import Checked, matching, validated
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -17,9 +18,17 @@ OVER = (
 )
 """States that a job does not leave by itself. In any other it may still run, or run again."""
 
+_AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
+
 
 class _Waiting(Checked):
-    dependency: Dependency
+    dependency: Annotated[
+        str,
+        matching(
+            rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
+            "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+        ),
+    ]
 
 
 class ForgottenJobError(FluxError):
@@ -38,9 +47,8 @@ class Known:
     @property
     def active(self) -> dict[str, str]:
         """The tasks that run, wait or are just ending; the accounting's word does not count for that."""
-        if self.source != "scontrol":
-            return {}
-        return {index: state for index, state in self.states.items() if state.split()[0] not in OVER}
+        found = self.states.items() if self.source == "scontrol" else ()
+        return {index: state for index, state in found if state.split()[0] not in OVER}
 
 
 def slurm(*words: str, cwd: Path | None = None) -> str:
@@ -109,13 +117,11 @@ def _accounted(job: str) -> Known:
     for kind in ([], ["--completion"]):
         words = ["sacct", *kind, "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
         try:
-            found = accounted_states(slurm(*words, "--format=JobID,State,ExitCode"))
+            if found := accounted_states(slurm(*words, "--format=JobID,State,ExitCode")):
+                return Known(states=found, source="sacct")
+            why.append("sacct has no record of it")
         except FluxError as error:
             why.append(str(error))
-            continue
-        if found:
-            return Known(states=found, source="sacct")
-        why.append("sacct has no record of it")
     return Known(states={}, source=f"no longer known to Slurm ({why[0]})")
 
 
@@ -126,12 +132,10 @@ def accounted_states(said: str) -> dict[str, str]:
     """
     found = {}
     for line in said.splitlines():
-        fields = line.split("|")
-        number, separator, index = fields[0].partition("_")
-        if len(fields) != 3 or not number.isdigit():
-            continue
-        state = fields[1].split(" by ")[0]
-        status, _, killer = fields[2].partition(":")
-        code = f" (signal {killer})" if killer not in ("", "0") else f" (exit code {status})" if status != "0" else ""
-        found[index if separator else ""] = state + code
+        number, state, ended = (*line.split("|"), "", "")[:3]
+        number, _, index = number.partition("_")
+        if line.count("|") == 2 and number.isdigit():
+            status, _, killer = ended.partition(":")
+            code = f" (exit code {status})" if status != "0" else ""
+            found[index] = state.split(" by ")[0] + (f" (signal {killer})" if killer not in ("", "0") else code)
     return found

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics import ARMS
 from megatron_flux.slurm import queue, status
-from megatron_flux.slurm.fields import Checked, Duration, NodeList, SlurmWord, validated
 from megatron_flux.slurm.job import check_time
+from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
 from megatron_flux.train.checkpoint_folder import TRACKER
 
 FOLDER = "MEGATRON_FLUX_JOB_FOLDER"
@@ -33,6 +34,15 @@ def environment(runs: Path, root: Path | None = None) -> str:
     return f"--export=ALL,MEGATRON_FLUX_RUNS={runs},{FOLDER}={root or ''}"
 
 
+@contextmanager
+def _beside(number: str) -> Iterator[None]:
+    """What goes with a job that is submitted already."""
+    try:
+        yield
+    except (FluxError, OSError) as error:
+        raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
+
+
 def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
     """Submit a job's script and the ``collecting`` job's; the ids of both, and the job's folder in ``runs``.
 
@@ -45,7 +55,7 @@ def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) ->
         collector.write_text(collecting)
         number = queue.submit(file, options=[exported, *own])
         root = runs / f"{directive(script, 'job-name')}-{number}"
-        try:
+        with _beside(number):
             options = [exported, *queue.after(f"afterok:{number}")]
             second = queue.submit(collector, options=options, arguments=[str(root)])
             root.mkdir(parents=True, exist_ok=True)
@@ -53,8 +63,6 @@ def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) ->
             (root / collector.name).write_text(collecting)
             if not (root / status.SUBMITTED).exists():  # else the job has begun, and knows more
                 (root / status.SUBMITTED).write_text(f"{Path.cwd()}\n")
-        except (FluxError, OSError) as error:
-            raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
     return number, second, root
 
 
@@ -79,13 +87,10 @@ class Resumption:
     """A job that is to go on in its folder."""
 
     root: Path
-    options: tuple[str, ...]
-    """Of sbatch, for the job."""
-    site: tuple[str, ...]
-    """Those of them that the collecting job needs too."""
+    options: tuple[str, ...]  # of sbatch, for the job
+    site: tuple[str, ...]  # those of them that the collecting job needs too
     cwd: Path
-    begins: dict[str, str]
-    """What each repetition begins with, in words."""
+    begins: dict[str, str]  # what each repetition begins with, in words
 
 
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
@@ -119,19 +124,14 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         check_time(given["time"], int(directive(script, "signal").rpartition("@")[2]))
     begins = _begins(root, script, from_start=from_start)
     earlier = dict(line.split("=", 1) for line in site_lines if "=" in line)
-    site_names = ("partition", "account", "qos")
-    for name in site_names:
+    site = ("partition", "account", "qos")
+    for name in site:
         if given[name] is None and not directive(script, name):
             given[name] = earlier.get(name) or None
     words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
     array = [f"--array={','.join(begins)}%1"] if directive(script, "array") else []
-    return Resumption(
-        root=root,
-        options=(*words.values(), *array),
-        site=tuple(words[name] for name in site_names if name in words),
-        cwd=Path(submitted),
-        begins=begins,
-    )
+    shared = tuple(words[name] for name in site if name in words)
+    return Resumption(root=root, options=(*words.values(), *array), site=shared, cwd=Path(submitted), begins=begins)
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:
@@ -143,14 +143,12 @@ def resume(what: Resumption) -> tuple[str, str | None]:
     exported = environment(root.parent, root)
     number = queue.submit(root / status.SCRIPT, options=[exported, *what.options], cwd=what.cwd)
     second = None
-    try:
+    with _beside(number):
         with (root / status.RESUMED).open("a") as resumed:
             resumed.write(f"{number}\n")
         if (root / status.COLLECTOR).is_file():
             options = [exported, *what.site, *queue.after(f"afterok:{number}")]
             second = queue.submit(root / status.COLLECTOR, options=options, arguments=[str(root)], cwd=what.cwd)
-    except (FluxError, OSError) as error:
-        raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
     return number, second
 
 
@@ -167,12 +165,11 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
     is_comparison = directive(script, "job-name").endswith("-compare")
     steps = {index: _checkpoint(root / f"rep-{index}" / "checkpoints", is_comparison) for index in unfinished}
     # In a job of several repetitions, one that has not begun has nothing to lose.
-    anew = [
-        index
-        for index in unfinished
-        if steps[index] is None and (any(there[index].iterations.values()) if index in there else len(indices) == 1)
-    ]
-    if not any(step is not None for step in steps.values()):
+    begun = {
+        index: any(there[index].iterations.values()) if index in there else len(indices) == 1 for index in unfinished
+    }
+    anew = [index for index in unfinished if steps[index] is None and begun[index]]
+    if not any(steps.values()):
         anew = unfinished
     if anew and not from_start:
         which = ", ".join(f"rep-{index}" for index in anew)

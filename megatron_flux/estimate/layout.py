@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,69 +35,16 @@ MAX_RANKS = 1024
 HOPPER = (9, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """A rank as megatron-core sees it, and what flux would do there."""
+def check(job: Job) -> dict[str, Any]:
+    """Visit every rank of ``job``; what was found is ready for JSON.
 
-    rank: int
-    node: int
-    gpu: int
-    places: dict[str, int]  # its rank within each group
-    groups: dict[str, tuple[int, ...]]  # global ranks of its groups
-    link: str  # within its tensor-parallel group, as megatron_flux.comm.links would find it
-    backend: str  # tuned: the fastest of stock, async-TP and fused per shape; reference: stock's collectives and GEMMs
-    reason: str | None  # why it is not tuned
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageCheck:
-    """What was found on one rank of a stage."""
-
-    stage: int
-    layers: int  # of the stage in the job
-    parameters: int  # of one rank, with all of these layers
-    output: tuple[int, ...]  # shape of what the stage hands on: rows of the rank, or its columns of the logits
-    flux_layers: int  # linears that ran flux's operators
-    calls: dict[str, int]  # their calls in one forward and backward
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One operator call of a layer on one rank. ``n`` and ``k`` are the rank's own."""
-
-    layer: str
-    direction: str
-    op: str
-    m: int
-    n: int
-    k: int
-    kernel: str  # hopper: the warp-specialised kernels; triton: the plain ones
-    plan: (
-        str  # what the fused kernel does without a tuner, as differences from its defaults; the tuner tries others too
-    )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What was found. ``problems`` is empty when everything fits."""
-
-    job: Job
-    ranks: list[Rank]
-    stages: list[StageCheck]
-    linears: list[Linear]
-    problems: list[str]
-
-    def description(self) -> dict[str, Any]:
-        """For JSON."""
-        run = self.job.run
-        found = {name: [asdict(one) for one in getattr(self, name)] for name in ("ranks", "stages", "linears")}
-        sizes = {"tp": run.tp, "pp": run.pp, "dp": run.dp}
-        device = self.job.device.key
-        return {"gpus": self.job.gpus, "sizes": sizes, "device": device, **found, "problems": self.problems}
-
-
-def check(job: Job) -> Layout:
-    """Visit every rank of ``job``.
+    Returns:
+        ``ranks``: ``rank``, ``node``, ``gpu``, its ``places`` within its ``groups`` (global ranks), the ``link`` of its
+        tensor-parallel group as :mod:`megatron_flux.comm.links` would find it, its ``backend`` (``tuned``: the fastest
+        of stock, async-TP and fused per shape; ``reference``: stock's collectives and GEMMs) and the ``reason`` why it
+        is not tuned. ``stages``: ``layers`` of each in the job, ``parameters`` of one rank with all of them, shape of
+        the ``output`` (rows of the rank, or its columns of the logits), and the linears that ran flux and their
+        ``calls`` in one forward and backward. ``linears``: :func:`linears`. ``problems``: empty when everything fits.
 
     Raises:
         UserError: too many ranks, or a process that has process groups already.
@@ -112,9 +59,11 @@ def check(job: Job) -> Layout:
     for rank in range(job.gpus):
         with _world(rank, job):
             ranks.append(seen := _rank(rank, job))
-            if seen.places["tp"] == seen.places["dp"] == 0:
-                stages.append(_check_stage(rank, job, seen.places["pp"]))
-    return Layout(job, ranks, stages, linears(job), problems(job, ranks))
+            if seen["places"]["tp"] == seen["places"]["dp"] == 0:
+                stages.append(_check_stage(rank, job, seen["places"]["pp"]))
+    sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
+    found = {"ranks": ranks, "stages": stages, "linears": linears(job), "problems": problems(job, ranks)}
+    return {"gpus": job.gpus, "sizes": sizes, "device": job.device.key, **found}
 
 
 @contextmanager
@@ -134,7 +83,7 @@ def _world(rank: int, job: Job) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _rank(rank: int, job: Job) -> Rank:
+def _rank(rank: int, job: Job) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     groups = {
@@ -145,45 +94,49 @@ def _rank(rank: int, job: Job) -> Rank:
     members = {kind: tuple(dist.get_process_group_ranks(group)) for kind, group in groups.items()}
     nodes = {member // job.gpus_per_node for member in members["tp"]}
     reason = why_stock(job)
-    return Rank(
-        rank=rank,
-        node=rank // job.gpus_per_node,
-        gpu=rank % job.gpus_per_node,
-        places={kind: group.rank() for kind, group in groups.items()},
-        groups=members,
-        link=job.device.link if len(nodes) == 1 else "none",
-        backend="tuned" if reason is None else "reference",
-        reason=reason,
-    )
+    return {
+        "rank": rank,
+        "node": rank // job.gpus_per_node,
+        "gpu": rank % job.gpus_per_node,
+        "places": {kind: group.rank() for kind, group in groups.items()},
+        "groups": members,
+        "link": job.device.link if len(nodes) == 1 else "none",
+        "backend": "tuned" if reason is None else "reference",
+        "reason": reason,
+    }
 
 
-def problems(job: Job, ranks: list[Rank]) -> list[str]:
+def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
     """What does not fit in the ranks' views; each line names rank and group, and what was expected."""
     found = []
     sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
     for view in ranks:
-        for kind, members in view.groups.items():
-            where = f"rank {view.rank}, {kind} group {list(members)}"
+        for kind, members in view["groups"].items():
+            where, place = f"rank {view['rank']}, {kind} group {list(members)}", view["places"][kind]
             if len(members) != sizes[kind]:
                 found.append(f"{where}: {len(members)} ranks, not {sizes[kind]}")
-            elif members[view.places[kind]] != view.rank:
-                found.append(f"{where}: member {view.places[kind]} is not the rank itself")
-            others = [member for member in members if ranks[member].groups[kind] != members]
-            found += [f"{where}: rank {other} is in {list(ranks[other].groups[kind])}" for other in others]
-        if job.tp_in_node and view.link == "none":
-            found.append(f"rank {view.rank}, tp group {list(view.groups['tp'])}: on more than one node")
+            elif members[place] != view["rank"]:
+                found.append(f"{where}: member {place} is not the rank itself")
+            theirs = {other: ranks[other]["groups"][kind] for other in members}
+            found += [f"{where}: rank {other} is in {list(of)}" for other, of in theirs.items() if of != members]
+        if job.tp_in_node and view["link"] == "none":
+            found.append(f"rank {view['rank']}, tp group {list(view['groups']['tp'])}: on more than one node")
     for kind in sizes:
-        covered = sorted(member for group in {view.groups[kind] for view in ranks} for member in group)
+        covered = sorted(member for group in {view["groups"][kind] for view in ranks} for member in group)
         if covered != list(range(job.gpus)):
             found.append(f"the {kind} groups do not cover every rank once")
-    places = {tuple(view.places.values()) for view in ranks}
+    places = {tuple(view["places"].values()) for view in ranks}
     if len(places) != job.gpus:
         found.append(f"{job.gpus} ranks have {len(places)} different places in tp x pp x dp")
     return found
 
 
-def linears(job: Job) -> list[Linear]:
-    """Both directions of one layer; empty for tp = 1, which has no such calls."""
+def linears(job: Job) -> list[dict[str, Any]]:
+    """Operator calls of one layer on one rank, in both directions, with the rank's own ``n`` and ``k``; none for tp 1.
+
+    ``kernel``: ``hopper``, the warp-specialised ones, or ``triton``, the plain ones. ``plan``: what the fused kernel
+    does without a tuner, as differences from its defaults; the tuner tries others too.
+    """
     tp, found = job.run.tp, []
     for case in (c for way in ("forward", "dgrad") if tp > 1 for c in layer_cases("", job.layer, job.tokens, way, tp)):
         gathers, rows = case.op == "all_gather_gemm", case.m // tp
@@ -191,12 +144,12 @@ def linears(job: Job) -> list[Linear]:
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
         plan = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
-        kernel = "hopper" if hopper else "triton"
-        found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan))
+        call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
+        found.append(call | {"kernel": "hopper" if hopper else "triton", "plan": plan})
     return found
 
 
-def _check_stage(rank: int, job: Job, stage: int) -> StageCheck:
+def _check_stage(rank: int, job: Job, stage: int) -> dict[str, Any]:
     """Build and run one layer of ``stage`` as the rank that the parallel state says.
 
     Raises:
@@ -223,14 +176,14 @@ def _check_stage(rank: int, job: Job, stage: int) -> StageCheck:
     if parameters != expected:
         raise FluxError(f"{where}: megatron-core builds {parameters} parameters, the plan counts {expected}")
     calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
-    return StageCheck(
-        stage=stage,
-        layers=job.layers_per_stage,
-        parameters=stage_parameters(job, stage),
-        output=tuple(output.shape),
-        flux_layers=report["active_layers"],
-        calls={name: count for name, count in calls.items() if count},
-    )
+    return {
+        "stage": stage,
+        "layers": job.layers_per_stage,
+        "parameters": stage_parameters(job, stage),
+        "output": tuple(output.shape),
+        "flux_layers": report["active_layers"],
+        "calls": {name: count for name, count in calls.items() if count},
+    }
 
 
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:

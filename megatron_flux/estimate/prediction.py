@@ -84,12 +84,11 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         effective = "baseline" if reason else arm
-        step = predict_step(job, rates, effective, layers)
-        arms[arm] = {"step": asdict(step), "memory": predict_memory(job, effective)}
+        arms[arm] = {"step": predict_step(job, rates, effective, layers), "memory": predict_memory(job, effective)}
     undisturbed = 1.0
     if reason is None:  # measured layers are disturbed ones: both sides are predicted here
         calm = replace(rates, calibration=replace(rates.calibration, traffic=0.0))
-        undisturbed = predict_step(job, calm, "baseline").total / predict_step(job, calm, "flux").total
+        undisturbed = predict_step(job, calm, "baseline")["total"] / predict_step(job, calm, "flux")["total"]
     return {
         "kind": "Prediction",  # written in everything that leaves here
         "job": _describe(job),
@@ -114,17 +113,18 @@ def _sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
     low = min(LOW_OVERLAP, rates.overlap if rates.overlap is not None else job.device.overlap)
     for rate in sorted({own, *(rate for rate in REACHED_GB_PER_S if not 0.9 < rate / own < 1.1)}, reverse=True):
         there = replace(rates, link_gb_per_s=rate * rates.link / own)
-        baseline, flux = (predict_step(job, there, arm) for arm in ARMS)
-        flux_low = predict_step(job, replace(there, overlap=low), "flux")
+        step = predict_step(job, there, "baseline")
+        baseline, flux = step["total"], predict_step(job, there, "flux")["total"]
+        flux_low = predict_step(job, replace(there, overlap=low), "flux")["total"]
         rows.append(
             {
                 "reached_gb_per_s": rate,
-                "baseline_ms": baseline.total,
-                "flux_ms": flux.total,
-                "flux_low_ms": flux_low.total,
-                "tp_exposed_share": baseline.tp_exposed / baseline.total,
-                "speedup": baseline.total / flux.total,
-                "speedup_low": baseline.total / flux_low.total,
+                "baseline_ms": baseline,
+                "flux_ms": flux,
+                "flux_low_ms": flux_low,
+                "tp_exposed_share": step["tp_exposed"] / baseline,
+                "speedup": baseline / flux,
+                "speedup_low": baseline / flux_low,
             }
         )
     return rows

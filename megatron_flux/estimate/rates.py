@@ -1,30 +1,6 @@
 """Times of single GEMMs, collectives and fused calls: measured where they were, else from the table of devices.
 
-The formulae are in slurm/PLAN.md. Sources of the table's figures of hardware (peaks: :mod:`megatron_flux.train.flops`):
-
-* NVIDIA's data sheets: H200 (141 GB, 4.8 TB/s), H100 SXM (80 GB, 3.35 TB/s), A100 80 GB SXM (2039 GB/s) and PCIe
-  (1935 GB/s), L20 (48 GB, 864 GB/s). NVLink 4 is 900 and NVLink 3 is 600 GB/s per GPU, PCIe 4.0 x16 is 64 GB/s, each
-  counted in both directions: half of it here.
-* Networks of usual nodes of eight GPUs: DGX H100 and H200, one 400 Gb/s adapter per GPU; DGX A100, one 200 Gb/s adapter
-  per GPU; A100 PCIe, two 100 Gb/s adapters per node, the cluster of FLUX's paper (arXiv 2406.06858, section 5); L20:
-  taken to be the same.
-
-Shares of them that software reaches:
-
-* ``gemm`` and ``nccl``: the H200's were measured by this project (results/ops-h200x4-nvlink: median rate of 48 cuBLAS
-  calls, least squares through their NCCL times) and are taken for the H100 SXM as well. A100 SXM: cuBLAS and NCCL on
-  A800 (2.438 ms for 4096 x 6144 x 12288, 0.662 ms for 88 MB at 200 GB/s); L20 likewise (5.746 and 5.392 ms, 11.2 and
-  12.273 ms): bytedance/flux, docs/performance_report.md. A100 PCIe: GEMM as A100 SXM, which is high for its power
-  limit, NCCL as L20, which has the same link.
-* ``overlap``: FLUX's overlap efficiency, 1 where all communication hides behind its GEMM. H200: this project's median
-  of 32 calls, with plans chosen at the power limit (results/ops-h200x4-sustained). Others: means that FLUX's paper
-  gives for its own kernels (A100 PCIe 40 %, A100 NVLink 63 %, H800 72 %); this project's kernels have not been measured
-  there. L20: taken as A100 PCIe.
-* ``attention``: FlashAttention-2 reaches 50 to 73 % on A100 (arXiv 2307.08691) and 35 % on H100 (arXiv 2407.08608).
-* ``memory``: 0.8, a usual share for kernels that stream; assumed.
-* ``network``: 86 of 100 GB/s, a two-node all-reduce in NVIDIA/nccl-tests issue 175.
-* ``step_us``: latency of one step of a ring, from the same least squares; taken for all.
-* ``nccl_sms``: SMs that NCCL's ring takes, from the traces in results/layer-h200x4-nvlink; taken for all.
+The formulae, and the public source of every figure in the table, are in slurm/PLAN.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.layout import Layout
+from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.prediction import LOW_OVERLAP
 
 STEP_ROWS = {
@@ -95,34 +95,34 @@ def show_validation(found: dict[str, Any], console: Console) -> None:
     console.print(_table_of(found["memory"], "workload|arm|measured|predicted|error", row))
 
 
-def show_layout(found: Layout, console: Console) -> None:
-    """Print what :func:`megatron_flux.estimate.layout.check` found."""
-    job, run = found.job, found.job.run
+def show_layout(found: dict[str, Any], job: Job, console: Console) -> None:
+    """Print what :func:`megatron_flux.estimate.layout.check` found of ``job``."""
     console.print(
-        f"{job.gpus} ranks, tp {run.tp} x pp {run.pp} x dp {run.dp}, {run.preset}, each initialised in this process "
-        "with torch's fake process group"
+        "{gpus} ranks, tp {sizes[tp]} x pp {sizes[pp]} x dp {sizes[dp]}, ".format_map(found)
+        + f"{job.run.preset}, each initialised in this process with torch's fake process group"
     )
     rows = []
-    for view in found.ranks:
-        if view.places["tp"] == 0:
-            tp, dp = view.groups["tp"], view.groups["dp"]
-            nodes = sorted({member // job.gpus_per_node for member in tp})
-            place = (f"{tp[0]}-{tp[-1]}", _few(nodes), str(view.places["pp"]), str(view.places["dp"]), _few(dp))
-            rows.append((*place, view.link, view.backend))
-    console.print(_table(("ranks", "node", "stage", "dp rank", "first one's dp group", "link", "flux backend"), rows))
+    for view in found["ranks"]:
+        if view["places"]["tp"] == 0:
+            tp, nodes = view["groups"]["tp"], sorted({member // job.gpus_per_node for member in view["groups"]["tp"]})
+            shown = {"of": f"{tp[0]}-{tp[-1]}", "nodes": _few(nodes), "dp": _few(view["groups"]["dp"])}
+            rows.append(view | shown)
+    row = "{of}|{nodes}|{places[pp]}|{places[dp]}|{dp}|{link}|{backend}"
+    console.print(_table_of(rows, "ranks|node|stage|dp rank|first one's dp group|link|flux backend", row))
     console.print("One layer of each stage, built by megatron-core and run patched over tensors without data:")
-    stages = [vars(stage) | {"size": " x ".join(map(str, stage.output))} for stage in found.stages]
+    stages = [stage | {"size": " x ".join(map(str, stage["output"]))} for stage in found["stages"]]
     row = "{stage}|{layers}|{parameters:,}|{size}|{flux_layers}"
     console.print(_table_of(stages, "stage|layers|parameters per rank|output|linears that run flux", row))
-    if found.linears and any(view.reason is None for view in found.ranks):
-        console.print(f"Fused calls of a layer on {job.device.key}, before tuning (m x n x k of a rank):")
+    reasons = {view["reason"] for view in found["ranks"]}
+    if found["linears"] and None in reasons:
+        console.print(f"Fused calls of a layer on {found['device']}, before tuning (m x n x k of a rank):")
         row = "{layer}|{direction}|{op}|{m} x {n} x {k}|{kernel}|{plan}"
-        console.print(_table_of(map(vars, found.linears), "layer|direction|operator|shape|kernel|plan", row))
-    for reason in sorted({view.reason for view in found.ranks if view.reason}):
+        console.print(_table_of(found["linears"], "layer|direction|operator|shape|kernel|plan", row))
+    for reason in sorted(reasons - {None}):
         console.print(f"flux runs stock: {reason}")
-    for problem in found.problems:
+    for problem in found["problems"]:
         console.print(f"problem: {problem}")
-    console.print(f"{len(found.problems)} problem(s)" if found.problems else "every rank fits")
+    console.print(f"{len(found['problems'])} problem(s)" if found["problems"] else "every rank fits")
 
 
 def _few(values: Sequence[int]) -> str:

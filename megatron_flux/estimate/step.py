@@ -61,34 +61,16 @@ class Stage:
         return self.layers.backward.total + self.vocabulary.backward.total + self.host
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Milliseconds of a step and of its parts. ``pipeline`` + ``data`` + ``optimizer`` is ``total``."""
-
-    pipeline: float
-    bubble: float  # part of pipeline, as the next five: time the slowest stage waits
-    point_to_point: float  # exposed sends between stages
-    tp_exposed: float  # exposed tensor-parallel communication of the slowest stage
-    tp_collectives: float  # what those collectives take by themselves
-    vocabulary: float  # embedding and output layer of the slowest stage
-    host: float  # host time beyond the GPU's
-    data: float  # exposed data-parallel communication
-    optimizer: float
-    total: float
-    mfu: float
-    tflops_per_gpu: float
-
-
-def predict_step(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> Step:
-    """Predict a step of the arm ``baseline`` or ``flux``, which must have been allowed to run.
-
-    Measured ``layers`` are used where they are of this very layer without recomputation.
-    """
+def predict_step(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> dict[str, float]:
+    """:func:`add_up` of :func:`predict_stages`."""
     return add_up(job, rates, predict_stages(job, rates, arm, layers))
 
 
 def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> list[Stage]:
-    """All pipeline stages; arguments as in :func:`predict_step`."""
+    """All pipeline stages of the arm ``baseline`` or ``flux``, which must have been allowed to run.
+
+    Measured ``layers`` are used where they are of this very layer without recomputation.
+    """
     run, count = job.run, job.layers_per_stage
     one = predict_layer(rates, arm, job.layer, run.shape.seq_length, run.micro_batch_size, run.tp, run.recompute)
     if layers is not None and run.recompute == "none":
@@ -135,8 +117,13 @@ def _output(job: Job, rates: Rates, arm: str) -> Layer:
     return Layer(pair_phase(rates, logits, arm) + small, backward + small)
 
 
-def add_up(job: Job, rates: Rates, stages: list[Stage]) -> Step:
-    """The step of these stages: 1F1B is (m - 1) x the slowest + the sum over all."""
+def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
+    """Milliseconds of the step of these stages: ``total`` is ``pipeline`` + ``data`` (exposed) + ``optimizer``.
+
+    Parts of ``pipeline``: ``bubble`` (the slowest stage waits), ``point_to_point`` (exposed sends), and of the slowest
+    stage ``tp_exposed`` (tensor-parallel communication), ``vocabulary`` (embedding and output layer), ``host`` (beyond
+    the GPU's time). ``tp_collectives``: what those take by themselves. ``mfu`` is a share of the peak.
+    """
     run, chunks, hop = job.run, job.virtual_pipeline, 0.0
     if run.pp > 1:  # by the slowest link that any pair of neighbours has; a rank sends its own rows
         rows = 2 * job.tokens * run.shape.hidden_size / run.tp
@@ -152,21 +139,21 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> Step:
     optimizer = max(rates.memory(OPTIMIZER_BYTES * (count / shards) + 4 * count) for count in counts)
     total = pipeline + data + optimizer
     flops = step_flops(run.shape, run.global_batch_size) / run.world_size
-    layers, vocabulary = worst.layers, worst.vocabulary
-    return Step(
-        pipeline=pipeline,
-        bubble=bubble,
-        point_to_point=2 * hop * run.micro_batches if chunks == 1 else ramp,
-        tp_exposed=run.micro_batches * (layers.both.exposed + vocabulary.both.exposed),
-        tp_collectives=run.micro_batches * (layers.both.collectives + vocabulary.both.collectives),
-        vocabulary=run.micro_batches * vocabulary.total,
-        host=run.micro_batches * worst.host,
-        data=data,
-        optimizer=optimizer,
-        total=total,
-        mfu=flops / (total / 1e3) / rates.device.peak_flops,
-        tflops_per_gpu=flops / (total / 1e3) / 1e12,
-    )
+    micro, layers, vocabulary = run.micro_batches, worst.layers, worst.vocabulary
+    return {
+        "pipeline": pipeline,
+        "bubble": bubble,
+        "point_to_point": 2 * hop * micro if chunks == 1 else ramp,
+        "tp_exposed": micro * (layers.both.exposed + vocabulary.both.exposed),
+        "tp_collectives": micro * (layers.both.collectives + vocabulary.both.collectives),
+        "vocabulary": micro * vocabulary.total,
+        "host": micro * worst.host,
+        "data": data,
+        "optimizer": optimizer,
+        "total": total,
+        "mfu": flops / (total / 1e3) / rates.device.peak_flops,
+        "tflops_per_gpu": flops / (total / 1e3) / 1e12,
+    }
 
 
 def _data(job: Job, rates: Rates, count: int, stage: Stage) -> float:

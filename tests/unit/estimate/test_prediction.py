@@ -50,22 +50,22 @@ def test_bubble_is_the_papers_share(chunks: int, bubble: float) -> None:
     chosen = job(virtual_pipeline=chunks, network_gb_per_s=1e9)
     step = add_up(chosen, Rates(device=H100, network_gb_per_s=1e9), flat_stages(8, 30.0))
     assert chosen.run.micro_batches == 32
-    assert step.bubble / (32 * 30.0) == pytest.approx(bubble, rel=1e-6)  # (pp - 1)/(m v)
-    assert step.pipeline == pytest.approx(32 * 30.0 * (1 + bubble), rel=1e-6)
+    assert step["bubble"] / (32 * 30.0) == pytest.approx(bubble, rel=1e-6)  # (pp - 1)/(m v)
+    assert step["pipeline"] == pytest.approx(32 * 30.0 * (1 + bubble), rel=1e-6)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     chosen, rates = job(), Rates(device=H100, network_gb_per_s=1e9)
     even, uneven = flat_stages(8, 30.0), flat_stages(7, 30.0) + flat_stages(1, 40.0)
-    fast, slow = (add_up(chosen, rates, stages).pipeline for stages in (even, uneven))
+    fast, slow = (add_up(chosen, rates, stages)["pipeline"] for stages in (even, uneven))
     assert slow - fast == pytest.approx(32 * 10.0, rel=1e-3)
 
 
 def test_every_micro_batch_waits_for_its_neighbours_unless_interleaved() -> None:
     plain, interleaved = (add_up(job(virtual_pipeline=v), Rates(device=H100), flat_stages(8, 30.0)) for v in (1, 3))
     hop = 2 * 8192 * 12288 / 8 / (0.86 * 50e6)  # rows of a rank, bf16, over 86 % of 50 GB/s
-    assert plain.point_to_point == pytest.approx(2 * 32 * hop)
-    assert interleaved.point_to_point == pytest.approx(2 * 7 * hop)
+    assert plain["point_to_point"] == pytest.approx(2 * 32 * hop)
+    assert interleaved["point_to_point"] == pytest.approx(2 * 7 * hop)
 
 
 # --- data parallelism and optimizer
@@ -76,7 +76,7 @@ def test_gradients_and_parameters_travel_as_a_ring() -> None:
     step = add_up(chosen, Rates(device=H100), flat_stages(8, 30.0))
     count = max(stage_parameters(chosen, index) for index in range(8))
     assert chosen.run.dp == 8
-    assert step.data == pytest.approx(7 / 8 * count * (4 + 2) / (0.86 * 50e6))
+    assert step["data"] == pytest.approx(7 / 8 * count * (4 + 2) / (0.86 * 50e6))
 
 
 def test_overlap_hides_all_but_a_bucket() -> None:
@@ -85,9 +85,9 @@ def test_overlap_hides_all_but_a_bucket() -> None:
     overlapped = job(**options, overlap_grad_reduce=True, overlap_param_gather=True)
     on = add_up(overlapped, Rates(device=H100), flat_stages(8, 3000.0))
     short = add_up(overlapped, Rates(device=H100), flat_stages(8, 30.0))
-    assert short.data == pytest.approx(off.data - 30.0)  # one micro-batch's backward and one's forward
-    assert on.data == pytest.approx(off.data * 40e6 / stage_parameters(overlapped, 1), rel=0.05)
-    assert on.data < short.data < off.data
+    assert short["data"] == pytest.approx(off["data"] - 30.0)  # one micro-batch's backward and one's forward
+    assert on["data"] == pytest.approx(off["data"] * 40e6 / stage_parameters(overlapped, 1), rel=0.05)
+    assert on["data"] < short["data"] < off["data"]
 
 
 def test_one_replica_has_nothing_to_reduce() -> None:

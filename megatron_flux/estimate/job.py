@@ -55,9 +55,7 @@ class PlanOptions(ShapeOptions):
         None, ge=0, le=1, description="Share of communication that flux hides, instead of the measured or the table's."
     )
     host_ms_per_layer: float = Field(
-        4.1,
-        ge=0,
-        description="Host time to enqueue a layer's forward and backward; measured with Megatron on one host.",
+        4.1, ge=0, description="Host time to enqueue a layer's forward and backward; measured on one host."
     )
     out: Path | None = Field(None, description="Folder for plan.json and plan.html. Default: none is written.")
 
@@ -111,11 +109,7 @@ def device(key: str) -> Device:
 
 
 def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
-    """Decide what is open and check that it fits together; ``measured_on`` is for ``options`` that name no device.
-
-    Raises:
-        UserError: a layout that cannot be, with what was given, what is allowed and what to do.
-    """
+    """Decide what is open, with ``measured_on`` for no device; a :class:`UserError` for a layout that cannot be."""
     gpu = device(options.device) if options.device else measured_on or DEVICES["h100-sxm"]
     tp, pp, gpus = options.tp, options.pp, options.gpus
     per_node, chunks = options.gpus_per_node, options.virtual_pipeline

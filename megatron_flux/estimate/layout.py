@@ -30,8 +30,7 @@ from megatron_flux.estimate.step import stage_parameters
 from megatron_flux.ops.kernel_config import ag_plan, rs_plan
 from megatron_flux.train.config import RunConfig
 
-MAX_RANKS = 1024
-"""Each rank is initialised in turn, in a time that grows with their number."""
+MAX_RANKS = 1024  # each rank is initialised in turn, in a time that grows with their number
 HOPPER = (9, 0)
 
 
@@ -150,12 +149,7 @@ def linears(job: Job) -> list[dict[str, Any]]:
 
 
 def _check_stage(rank: int, job: Job, stage: int) -> dict[str, Any]:
-    """Build and run one layer of ``stage`` as the rank that the parallel state says.
-
-    Raises:
-        FluxError: megatron-core cannot build it, flux cannot run it, or it has other parameters than the plan counts;
-            names rank and stage.
-    """
+    """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
     import megatron_flux
     from megatron_flux.config import FluxConfig
     from megatron_flux.train.shims import cpu_shims

@@ -31,11 +31,9 @@ from megatron_flux.estimate.rates import Calibration, Device, Rates, read_ops, r
 LARGEST_ERROR = 0.099
 """Of a layer's time, from results/ops-h200x4-sustained or the table of devices, against the layers of
 results/layer-h200x4-ahead/sustained and results/layer-h200x4-more."""
-LARGEST_SPEEDUP_ERROR = 0.015
-"""Of flux's speed-up there."""
+LARGEST_SPEEDUP_ERROR = 0.015  # of flux's speed-up there
 
-Workload = tuple[str, int, int]
-"""Of bench layer: model, sequence, micro-batch."""
+Workload = tuple[str, int, int]  # of bench layer: model, sequence, micro-batch
 
 ARMS = {"te": "baseline", "local": "baseline", "flux_te": "flux", "flux_local": "flux", "floor": "floor"}
 """Arms of bench layer and what predicts them; of two, the first counts for more."""
@@ -67,12 +65,7 @@ class MeasuredLayers:
 
 
 def read_layers(paths: list[Path]) -> MeasuredLayers:
-    """Read summaries of ``bench layer``.
-
-    Raises:
-        UserError: a file that is none, of a GPU that is not in the table, files of different GPUs or tp, or a workload
-            that is in two of them: its arms count within one run.
-    """
+    """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
     rows: list[dict[str, Any]] = []
     kinds: dict[tuple[str, int], Device] = {}
     seen: dict[Workload, Path] = {}
@@ -107,10 +100,8 @@ def validate_options(options: PlanOptions) -> dict[str, Any]:
 def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     """Every row of the arms that are predicted beside its prediction, ready for JSON.
 
-    Errors of rows are relative, of speed-ups (flux over TE) absolute; ``memory`` are peaks in GB.
-
-    Raises:
-        UserError: fewer than two workloads, another GPU, or rows without what the constants need.
+    Errors of rows are relative, of speed-ups (flux over TE) absolute; ``memory`` are peaks in GB. A :class:`UserError`:
+    fewer than two workloads, another GPU, or rows without what the constants need.
     """
     if layers.device.key != rates.device.key:
         raise UserError(
@@ -155,11 +146,7 @@ def _mean_and_largest(values: list[float]) -> dict[str, float]:
 
 
 def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibration:
-    """The constants from these workloads: medians of what each shows without communication.
-
-    Raises:
-        UserError: none of them has the floor with a breakdown, and the busy floor.
-    """
+    """The constants from these workloads: medians of what those with floor, breakdown and busy floor show."""
     found = []
     for workload in workloads:
         measured = layers.workloads()[workload]

@@ -11,7 +11,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
 from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, MeasuredLayers, read_layers
 from megatron_flux.estimate.rates import Rates, read_ops
-from megatron_flux.estimate.step import predict_memory, predict_step
+from megatron_flux.estimate.step import add_up, predict_memory, predict_stages
 from megatron_flux.ops.backends.fused import limit
 
 ARMS = ("baseline", "flux")
@@ -26,16 +26,11 @@ LOW_OVERLAP = 0.40
 NO_NVLINK = "no NVLink between the GPUs of a node: auto runs stock's collectives and GEMMs there, as NCCL carries them"
 """Why nothing is gained over PCIe."""
 
-ROOM_GB = 6.0
-"""Memory to leave to CUDA's context, NCCL and fragmentation."""
+ROOM_GB = 6.0  # memory to leave to CUDA's context, NCCL and fragmentation
 
 
 def predict_options(options: PlanOptions) -> dict[str, Any]:
-    """:func:`predict` for what was asked on the command line: the user's figures in the place of the table's.
-
-    Raises:
-        UserError: a layout that cannot be, or files that cannot be used for it.
-    """
+    """:func:`predict` for what was asked on the command line: the user's figures in the place of the table's."""
     calls = read_ops(options.ops) if options.ops else None
     layers = read_layers(options.layers) if options.layers else None
     found = calls or layers
@@ -84,11 +79,13 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         effective = "baseline" if reason else arm
-        arms[arm] = {"step": predict_step(job, rates, effective, layers), "memory": predict_memory(job, effective)}
+        step = add_up(job, rates, predict_stages(job, rates, effective, layers))
+        arms[arm] = {"step": step, "memory": predict_memory(job, effective)}
     undisturbed = 1.0
     if reason is None:  # measured layers are disturbed ones: both sides are predicted here
         calm = replace(rates, calibration=replace(rates.calibration, traffic=0.0))
-        undisturbed = predict_step(job, calm, "baseline")["total"] / predict_step(job, calm, "flux")["total"]
+        totals = [add_up(job, calm, predict_stages(job, calm, arm))["total"] for arm in ARMS]
+        undisturbed = totals[0] / totals[1]
     return {
         "kind": "Prediction",  # written in everything that leaves here
         "job": _describe(job),
@@ -113,20 +110,12 @@ def _sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
     low = min(LOW_OVERLAP, rates.overlap if rates.overlap is not None else job.device.overlap)
     for rate in sorted({own, *(rate for rate in REACHED_GB_PER_S if not 0.9 < rate / own < 1.1)}, reverse=True):
         there = replace(rates, link_gb_per_s=rate * rates.link / own)
-        step = predict_step(job, there, "baseline")
-        baseline, flux = step["total"], predict_step(job, there, "flux")["total"]
-        flux_low = predict_step(job, replace(there, overlap=low), "flux")["total"]
-        rows.append(
-            {
-                "reached_gb_per_s": rate,
-                "baseline_ms": baseline,
-                "flux_ms": flux,
-                "flux_low_ms": flux_low,
-                "tp_exposed_share": step["tp_exposed"] / baseline,
-                "speedup": baseline / flux,
-                "speedup_low": baseline / flux_low,
-            }
-        )
+        arms = (("baseline", there), ("flux", there), ("flux", replace(there, overlap=low)))
+        steps = [add_up(job, of, predict_stages(job, of, arm)) for arm, of in arms]
+        baseline, flux, flux_low = (step["total"] for step in steps)
+        row = {"reached_gb_per_s": rate, "baseline_ms": baseline, "flux_ms": flux, "flux_low_ms": flux_low}
+        row["tp_exposed_share"] = steps[0]["tp_exposed"] / baseline
+        rows.append(row | {"speedup": baseline / flux, "speedup_low": baseline / flux_low})
     return rows
 
 

@@ -76,10 +76,8 @@ class Calibration:
     :func:`megatron_flux.estimate.measured.calibrate`; they are taken for all devices.
     """
 
-    streamed: float = 0.41
-    """Share of the memory's bandwidth that norms, activations, residuals and copies reach."""
-    gap_ms: float = 0.29
-    """The GPU's idle time in a layer's forward and backward."""
+    streamed: float = 0.41  # share of the memory's bandwidth that norms, activations, residuals and copies reach
+    gap_ms: float = 0.29  # the GPU's idle time in a layer's forward and backward
     traffic: float = 3.0
     """Bytes of memory bandwidth whose time a layer loses per byte that flux receives while it computes. Measured
     without flux: layers without communication, with and without the same bytes sent beside them by copy engine
@@ -222,11 +220,7 @@ class Rates:
 
 
 def read_ops(paths: list[Path]) -> MeasuredCalls:
-    """Read summaries of ``bench ops``.
-
-    Raises:
-        UserError: a file that is none, of a GPU that is not in the table, or files of different GPUs.
-    """
+    """Read summaries of ``bench ops``; a :class:`UserError` for files of different GPUs, or without whole calls."""
     calls, devices, names = [], [], ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
     for path in paths:
         summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *names))
@@ -244,11 +238,7 @@ def read_ops(paths: list[Path]) -> MeasuredCalls:
 
 
 def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], Device]:
-    """A summary with these columns in every row, and its GPU; a folder means the ``summary.json`` in it.
-
-    Raises:
-        UserError: it cannot be read, is something else, or of a GPU that is not in the table of devices.
-    """
+    """A summary, or a folder's, with these columns in every row, and its GPU; else a :class:`UserError`."""
     file = path / "summary.json" if path.is_dir() else path
     try:
         summary = json.loads(file.read_text())

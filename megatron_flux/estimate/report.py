@@ -188,11 +188,7 @@ def _link_figure(plan: dict[str, Any]) -> Any:
 
 
 def write(plan: dict[str, Any], folder: Path) -> None:
-    """Write ``plan.json``, and the charts as ``plan.html``, a page that opens without a network.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write ``plan.json``, and the charts as ``plan.html``, a page that opens without a network."""
     figures = [_step_figure(plan), *([_link_figure(plan)] if plan["sensitivity"] else [])]
     parts = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures)]
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan["notes"])

@@ -17,7 +17,7 @@ The formulae and their sources are in slurm/PLAN.md. What they take for granted:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_flux.bench.shapes import Case
 from megatron_flux.estimate.job import Job
@@ -36,34 +36,17 @@ from megatron_flux.estimate.measured import MeasuredLayers
 from megatron_flux.estimate.rates import Rates
 from megatron_flux.train.flops import step_flops
 
-BYTES_PER_LOGIT = 44
-"""Read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back."""
+BYTES_PER_LOGIT = 44  # read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back
 OPTIMIZER_BYTES = 42
 """A parameter of the shard: Adam's four fp32 reads and three writes, the bf16 copy, the norm, clipping."""
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One micro-batch on one pipeline stage, milliseconds."""
 
     layers: Layer  # all of the stage's
     vocabulary: Layer  # embedding and output layer, where the stage has them
     host: float  # host time beyond the GPU's, where the host is the slower
-
-    @property
-    def forward(self) -> float:
-        """The GPU's forward."""
-        return self.layers.forward.total + self.vocabulary.forward.total
-
-    @property
-    def backward(self) -> float:
-        """The GPU's backward, and what the host is late."""
-        return self.layers.backward.total + self.vocabulary.backward.total + self.host
-
-
-def predict_step(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> dict[str, float]:
-    """:func:`add_up` of :func:`predict_stages`."""
-    return add_up(job, rates, predict_stages(job, rates, arm, layers))
 
 
 def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> list[Stage]:
@@ -128,13 +111,16 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
     if run.pp > 1:  # by the slowest link that any pair of neighbours has; a rank sends its own rows
         rows = 2 * job.tokens * run.shape.hidden_size / run.tp
         hop = rates.within_node(rows) if job.gpus <= job.gpus_per_node else rates.network(rows)
-    each = [stage.forward + stage.backward + (2 * hop if chunks == 1 else 0.0) for stage in stages]
+    # The GPU's forward; its backward, and what the host is late.
+    forward = [layers.forward.total + vocabulary.forward.total for layers, vocabulary, _ in stages]
+    backward = [layers.backward.total + vocabulary.backward.total + host for layers, vocabulary, host in stages]
+    each = [sum(both) + (2 * hop if chunks == 1 else 0.0) for both in zip(forward, backward, strict=True)]
     slowest = max(range(run.pp), key=each.__getitem__)
     worst, ramp = stages[slowest], 2 * (run.pp - 1) * hop if chunks > 1 else 0.0
     bubble = (sum(each) - each[slowest]) / chunks
     pipeline = run.micro_batches * each[slowest] + bubble + ramp
     counts = [stage_parameters(job, index) for index in range(run.pp)]
-    data = max(_data(job, rates, *one) for one in zip(counts, stages, strict=True))
+    data = max(_data(job, rates, *one) for one in zip(counts, forward, backward, strict=True))
     shards = run.dp if run.distributed_optimizer else 1
     optimizer = max(rates.memory(OPTIMIZER_BYTES * (count / shards) + 4 * count) for count in counts)
     total = pipeline + data + optimizer
@@ -156,7 +142,7 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
     }
 
 
-def _data(job: Job, rates: Rates, count: int, stage: Stage) -> float:
+def _data(job: Job, rates: Rates, count: int, forward: float, backward: float) -> float:
     """Exposed milliseconds of data-parallel communication of a stage with ``count`` parameters a rank."""
     run = job.run
     if run.dp == 1:
@@ -173,23 +159,18 @@ def _data(job: Job, rates: Rates, count: int, stage: Stage) -> float:
     parameters = ring(2 * moved) if run.distributed_optimizer else 0.0
     bucket = min(1.0, max(40e6, 1e6 * run.dp) / count)
     if run.overlap_grad_reduce:
-        gradients = max(bucket * gradients, gradients - stage.backward)
+        gradients = max(bucket * gradients, gradients - backward)
     if job.overlap_param_gather:
-        parameters = max(bucket * parameters, parameters - stage.forward)
+        parameters = max(bucket * parameters, parameters - forward)
     return gradients + parameters
 
 
 def predict_memory(job: Job, arm: str) -> dict[str, float]:
     """GB (1e9 bytes) on a GPU of the stage that needs most: six parts and their ``total``."""
-    stages = []
-    for index in range(job.run.pp):
-        parts = _stage_bytes(job, arm, index)
-        gb = {name: nbytes / 1e9 for name, nbytes in parts.items()}
-        stages.append(gb | {"total": sum(gb.values())})
-    return max(stages, key=lambda memory: memory["total"])
+    return max((_stage_memory(job, arm, index) for index in range(job.run.pp)), key=lambda memory: memory["total"])
 
 
-def _stage_bytes(job: Job, arm: str, index: int) -> dict[str, float]:
+def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
     run, model, tokens, chunks = job.run, job.layer, job.tokens, job.virtual_pipeline
     count, hidden, tp = stage_parameters(job, index), run.shape.hidden_size, run.tp
     held = run.pp - index  # micro-batches
@@ -204,7 +185,7 @@ def _stage_bytes(job: Job, arm: str, index: int) -> dict[str, float]:
     working = working_memory(model, tokens, tp)
     if run.recompute == "full":
         working += layer_activations(model, tokens, tp, dropout=run.dropout > 0)
-    return {
+    found = {
         "parameters": 2 * count,
         "gradients": 4 * count,
         "optimizer": 12 * count / (run.dp if run.distributed_optimizer else 1),
@@ -212,6 +193,8 @@ def _stage_bytes(job: Job, arm: str, index: int) -> dict[str, float]:
         "working": working,
         "flux_workspace": flux_workspace(tokens, hidden) if arm == "flux" and tp > 1 else 0.0,
     }
+    gb = {name: nbytes / 1e9 for name, nbytes in found.items()}
+    return gb | {"total": sum(gb.values())}
 
 
 def stage_parameters(job: Job, index: int) -> int:

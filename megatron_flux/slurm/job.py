@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from pydantic import BaseModel, Field
 
 from megatron_flux.bench.shapes import MODELS, Model
@@ -28,8 +29,7 @@ from megatron_flux.train.presets import parameters
 Mode = Literal["baseline", "flux", "compare"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step", "other_data"}
-_OWN = {"preset", "tp", "pp", "nproc", "flux", "exit_signal", *_FOLDERS}
-"""Options that the job or its script decides."""
+_OWN = {"preset", "tp", "pp", "nproc", "flux", "exit_signal", *_FOLDERS}  # options that the job or its script decides
 
 
 class Job(FromYaml):
@@ -41,14 +41,11 @@ class Job(FromYaml):
     nodes: Annotated[int, Field(ge=1, le=4096)]
     tp: Annotated[int, Field(ge=1)]
     pp: Annotated[int, Field(ge=1)]
-    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Of a comparison: array tasks, one after the other."""
+    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3  # of a comparison: array tasks, one after the other
     retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
-    training: dict[Name, Value] = Field({})
-    """Options of ``megatron-flux train``, by their names with underscores."""
-    compare: dict[Name, Value] = Field({})
-    """What is different in a comparison."""
+    training: dict[Name, Value] = Field({})  # options of `megatron-flux train`, by their names with underscores
+    compare: dict[Name, Value] = Field({})  # what is different in a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +65,9 @@ class Resolved:
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
-    """Combine and check. ``settings`` win over the job's options, and those over the profile's.
+    """Combine and check: ``settings`` win over the job's options, and those over the profile's.
 
-    Raises:
-        UserError: an option that there is not or that does not fit, or a model that cannot fit into the GPUs.
+    A :class:`UserError`: no such option, one that does not fit, or a model that cannot fit into the GPUs.
     """
     special = CompareOptions if mode == "compare" else CheckpointOptions
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
@@ -106,11 +102,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` words as options; a name whose option is a list may come again.
-
-    Raises:
-        UserError: a word without a ``=``, or a name twice.
-    """
+    """``NAME=VALUE`` words as options; a name whose option is a list may come again, any other is an error then."""
     fields = {**TrainOptions.model_fields, **CheckpointOptions.model_fields, **CompareOptions.model_fields}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -168,21 +160,15 @@ def _words(name: str, value: Any) -> list[str]:
     return [f"--{option}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
 
 
-class _Safe(str):
-    """Text that was made for its place in a script."""
-
-    __slots__ = ()
-
-
-def _one_line(value: Any) -> _Safe:
+def _one_line(value: Any) -> Markup:
     """The rest of a line that no shell reads. Values are checked long before."""
     if not str(value).isprintable():
         raise ValueError(f"{value!r} is not one line")
-    return _Safe(value)
+    return Markup(value)  # noqa: S704 - here and below: text that was made for its place in a script
 
 
 def _only_safe(value: Any) -> Any:
-    if isinstance(value, _Safe) or (isinstance(value, int) and not isinstance(value, bool)):
+    if isinstance(value, Markup) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise TypeError(f"{value!r} is put into a script without a filter")
 
@@ -196,8 +182,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["q"] = lambda value: _Safe(shlex.quote(str(value)))
-    environment.filters["qq"] = lambda values: _Safe(shlex.join(map(str, values)))
+    environment.filters["q"] = lambda value: Markup(shlex.quote(str(value)))  # noqa: S704
+    environment.filters["qq"] = lambda values: Markup(shlex.join(map(str, values)))  # noqa: S704
     environment.filters["line"] = _one_line
     return environment
 

@@ -41,11 +41,7 @@ class Checked(BaseModel):
 
 
 def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
-    """``model(**values)``; ``what`` says in an error what the values are.
-
-    Raises:
-        UserError: the first thing wrong with them, in one line.
-    """
+    """``model(**values)``, or a :class:`UserError`: the first thing wrong with ``what``, in one line."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -68,11 +64,7 @@ class FromYaml(Checked):
 
     @classmethod
     def load(cls, given: str, overrides: dict[str, Any] | None = None) -> Self:
-        """The one of this name, or in the file of this path, with ``overrides`` in place of what it says.
-
-        Raises:
-            UserError: no such file, not YAML, or not what is allowed: the first problem, with file and field.
-        """
+        """The one of this name or path, with ``overrides``; a :class:`UserError` names file and field."""
         kind, packaged = cls.__name__.lower(), cls.packaged()
         if given not in packaged and Path(given).suffix not in (".yaml", ".yml"):
             raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(packaged)}, or the path of a .yaml file")
@@ -194,8 +186,7 @@ class Floors(Checked):
     """GB/s of bus bandwidth, as NCCL's tests count it, of an all_reduce and an all_gather among a node's GPUs."""
     network_gbps: PositiveFloat | None = None
     """The same among the GPUs of two neighbouring nodes, while all other pairs of nodes do the same."""
-    peer_access: bool = False
-    """Every pair of a node's GPUs has it. With ``link: nvlink`` it is asked for anyway."""
+    peer_access: bool = False  # every pair of a node's GPUs has it. With `link: nvlink` it is asked for anyway
     pcie_width: PositiveInt | None = None  # lanes of each GPU, beside what GPU and slot can do
     pcie_generation: PositiveInt | None = None
     infiniband_ports: int = Field(0, ge=0)  # active ports of a node, where a job has several nodes
@@ -226,8 +217,7 @@ class Container(Checked):
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """Pyxis is Slurm's plugin for enroot; apptainer is called by its command."""
     image: Place  # pyxis unpacks it once on each node, for all steps of a job
-    mounts: tuple[Place, ...] = ()
-    """``HOST:CONTAINER`` or a path for both. The folder of submission is always mounted."""
+    mounts: tuple[Place, ...] = ()  # `HOST:CONTAINER` or a path for both. The folder of submission is always mounted
 
 
 class Gpu(Checked):
@@ -257,8 +247,7 @@ class Profile(FromYaml):
     gpu: Gpu | None = None
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 
-    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """The option of sbatch that asks for GPUs."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # the option of sbatch that asks for GPUs
     cpus_per_task: PositiveInt | None = None
     """CPUs of the one task on each node. Default: not asked for; ``exclusive`` gives all of them."""
     exclusive: bool = True

@@ -41,8 +41,7 @@ class Known:
 
     states: dict[str, str]
     """By a task's index, an ordinary job's under ``""``; with the reason of waiting, or the nodes. Empty: nothing."""
-    source: str
-    """Who said so, ``scontrol`` or ``sacct``; or in words why nothing is known."""
+    source: str  # who said so, `scontrol` or `sacct`; or in words why nothing is known
 
     @property
     def active(self) -> dict[str, str]:
@@ -54,9 +53,7 @@ class Known:
 def slurm(*words: str, cwd: Path | None = None) -> str:
     """Run one of Slurm's commands, in the folder ``cwd``, and return what it printed.
 
-    Raises:
-        UserError: there is no such command here.
-        FluxError: it refused; with its own words.
+    A :class:`UserError` where there is no such command, a :class:`FluxError` with its own words where it refused.
     """
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
@@ -91,9 +88,7 @@ def checked_dependency(given: str) -> str:
 def known(job: str) -> Known:
     """What the controller knows of a job, and where it has forgotten it, the accounting.
 
-    Raises:
-        UserError: Slurm's commands are not here.
-        FluxError: the controller does not answer, which says nothing of the job.
+    Errors as :func:`slurm`: a controller that does not answer says nothing of the job.
     """
     try:
         shown = slurm("scontrol", "show", "job", job, "--oneliner")

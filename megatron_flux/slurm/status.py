@@ -40,10 +40,8 @@ from megatron_flux.run.folder import CONFIG, ENDED
 from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT, COLLECTOR = "resumed", "submitted", "job.sbatch", "collect.sbatch"
-START_S = 900.0
-"""So long a start may be without a record: pre-flight, tuning, compilation, a big checkpoint."""
-_TAIL = 1 << 18
-"""Bytes of a growing file that are read from its end."""
+START_S = 900.0  # so long a start may be without a record: pre-flight, tuning, compilation, a big checkpoint
+_TAIL = 1 << 18  # bytes of a growing file that are read from its end
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
@@ -55,8 +53,7 @@ class Repetition:
     index: str
     iterations: dict[str, int]  # the last recorded step of each arm that has begun
     steps: int | None  # what it trains to; None before it has begun
-    state: str
-    """``finished``, ``stopped`` (on a signal, to be continued), or ``not ended``."""
+    state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
     logs: Path | None  # of the newest start
 
@@ -67,11 +64,7 @@ class Repetition:
 
 
 def split(root: Path) -> tuple[str, str]:
-    """The job's name and id.
-
-    Raises:
-        UserError: ``root`` is no folder of a job.
-    """
+    """The name and the id of the job whose folder is ``root``; a :class:`UserError` where it is none."""
     found = _FOLDER.fullmatch(root.resolve().name)
     if found is None or not root.is_dir():
         raise UserError(f"{root} is no folder of a job; give runs/NAME-JOB as the job's script made it")
@@ -85,11 +78,7 @@ def all_jobs(runs: Path) -> list[Path]:
 
 
 def jobs(root: Path) -> list[str]:
-    """The ids of the jobs that have written into the folder or will: the first, and those that resumed it.
-
-    Raises:
-        UserError: as :func:`split`.
-    """
+    """The ids of the jobs that have written into the folder or will: the first, and those that resumed it."""
     return [split(root)[1], *_text(root / RESUMED).split()]
 
 
@@ -116,11 +105,7 @@ def _repetition(folder: Path, index: str) -> Repetition:
 
 
 def describe(root: Path, now: float) -> list[str]:
-    """The lines for the job whose folder is ``root`` at the Unix time ``now``.
-
-    Raises:
-        UserError: ``root`` is no folder of a job, or Slurm's commands are not here.
-    """
+    """The lines for the job whose folder is ``root`` at the Unix time ``now``."""
     name, first = split(root)
     number = jobs(root)[-1]
     try:
@@ -232,15 +217,11 @@ def _text(file: Path) -> str:
 
 
 def collect(root: Path) -> dict[str, Any]:
-    """Write each repetition's report, and ``collected.json`` and ``collected.md`` of all.
+    """Write each repetition's report, and ``collected.json`` and ``collected.md`` of all; what the first one holds.
 
-    Returns:
-        What ``collected.json`` holds: ``name``, ``job``, ``repetitions`` (index, state, and of each arm the median step
-        time; speed-up, its interval, loss difference and report of a comparison), and over the finished comparisons
-        ``speedup_median``, ``speedup_min``, ``speedup_max``, null where there is none.
-
-    Raises:
-        UserError: ``root`` is no folder of a job, or no repetition has recorded anything.
+    That is ``name``, ``job``, ``repetitions`` (index, state, and of each arm the median step time; speed-up, its
+    interval, loss difference and report of a comparison), and over the finished comparisons ``speedup_median``,
+    ``speedup_min``, ``speedup_max``, null where there is none. A :class:`UserError` where nothing is recorded.
     """
     name, job = split(root)
     found = [_collected(repetition) for repetition in repetitions(root) if any(repetition.iterations.values())]

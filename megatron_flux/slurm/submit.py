@@ -20,8 +20,7 @@ from megatron_flux.slurm.job import check_time
 from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
 from megatron_flux.train.checkpoint_folder import TRACKER
 
-FOLDER = "MEGATRON_FLUX_JOB_FOLDER"
-"""The variable by which a job's script is told to go on in a folder that is there."""
+FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is told to go on in a folder that is there
 
 
 def environment(runs: Path, root: Path | None = None) -> str:
@@ -94,22 +93,17 @@ class Resumption:
 
 
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
-    """What it takes to let the job of the folder ``root`` go on from its checkpoints.
+    """What it takes to let the job of the folder ``root`` go on from its checkpoints, with ``changes``.
 
-    ``changes`` may say what :class:`Changes` has; with ``from_start``, repetitions without a checkpoint begin anew.
-
-    Raises:
-        UserError: the job has not ended or has done all its work, has nothing to go on from, or its script is missing.
-        FluxError: Slurm does not say whether the job has ended.
+    With ``from_start``, repetitions without a checkpoint begin anew. A :class:`UserError`: the job has not ended or has
+    done all its work, has nothing to go on from, or its script is missing; a :class:`FluxError`: Slurm does not say.
     """
     root = root.absolute()
-    numbers = status.jobs(root)
-    given = validated(Changes, "resume", changes).model_dump()
+    numbers, given = status.jobs(root), validated(Changes, "resume", changes).model_dump()
     for number in numbers:
         for state in queue.known(number).active.values():
-            raise UserError(
-                f"job {number} of {root} has not ended, it is {state}; wait for it, or scancel {number} first"
-            )
+            what = f"job {number} of {root} has not ended, it is {state}"
+            raise UserError(f"{what}; wait for it, or scancel {number} first")
     try:
         script = (root / status.SCRIPT).read_text()
         submitted, *site_lines = (root / status.SUBMITTED).read_text().splitlines()
@@ -135,14 +129,10 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:
-    """Submit it; the ids of the job and of the one that collects it, None where there was none.
-
-    Errors: as :func:`queue.slurm`.
-    """
-    root = what.root
+    """Submit it; the ids of the job and of the one that collects it, None where there was none."""
+    root, second = what.root, None
     exported = environment(root.parent, root)
     number = queue.submit(root / status.SCRIPT, options=[exported, *what.options], cwd=what.cwd)
-    second = None
     with _beside(number):
         with (root / status.RESUMED).open("a") as resumed:
             resumed.write(f"{number}\n")
@@ -159,18 +149,13 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
     indices = [str(i) for i in range(int(array[1]) + 1)] if array else ["0"]
     unfinished = [index for index in indices if index not in there or there[index].state != "finished"]
     if not unfinished:
-        raise UserError(
-            f"{root} has completed, all of its {len(indices)} repetition(s) are finished; nothing is left to resume"
-        )
+        done = f"all of its {len(indices)} repetition(s) are finished"
+        raise UserError(f"{root} has completed, {done}; nothing is left to resume")
     is_comparison = directive(script, "job-name").endswith("-compare")
     steps = {index: _checkpoint(root / f"rep-{index}" / "checkpoints", is_comparison) for index in unfinished}
-    # In a job of several repetitions, one that has not begun has nothing to lose.
-    begun = {
-        index: any(there[index].iterations.values()) if index in there else len(indices) == 1 for index in unfinished
-    }
-    anew = [index for index in unfinished if steps[index] is None and begun[index]]
-    if not any(steps.values()):
-        anew = unfinished
+    anew = [index for index in unfinished if steps[index] is None]
+    if any(steps.values()):  # a repetition that has not begun has nothing to lose
+        anew = [index for index in anew if index in there and any(there[index].iterations.values())]
     if anew and not from_start:
         which = ", ".join(f"rep-{index}" for index in anew)
         raise UserError(

@@ -23,10 +23,7 @@ from megatron_flux.run.node import node_name
 from megatron_flux.slurm.preflight import rules
 
 _ASKED_OF_DRIVER = (
-    "index",
-    "memory.used",
-    "clocks.max.sm",
-    "clocks_throttle_reasons.hw_slowdown",
+    *("index", "memory.used", "clocks.max.sm", "clocks_throttle_reasons.hw_slowdown"),
     "ecc.errors.uncorrected.volatile.total",
 )
 _XID = re.compile(rb"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
@@ -34,9 +31,7 @@ _XID = re.compile(rb"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 
 def main() -> int:
     """Examine, report, and say what is wrong."""
-    expected = rules.Expected.parse()
-    name = node_name()
-    began = time.monotonic()
+    expected, name, began = rules.Expected.parse(), node_name(), time.monotonic()
     expected.folder.mkdir(parents=True, exist_ok=True)
     try:
         found = examine(expected)
@@ -57,30 +52,18 @@ def main() -> int:
 
 
 def examine(expected: rules.Expected) -> dict[str, Any]:
-    """What this node is and has: ``doctor``'s findings, its network ports, and of each GPU memory, state and speed.
-
-    ``unknown`` names what could not be asked.
-    """
+    """What this node is and has: ``doctor``'s findings, network ports, each GPU; ``unknown`` could not be asked."""
     import torch
 
     from megatron_flux.telemetry import doctor
 
-    unknown: list[str] = []
-    found: dict[str, Any] = {
-        "node": node_name(),
-        "doctor": doctor.examine(),
-        "gpus": [],
-        "xids": [],
-        "unknown": unknown,
-    }
-    found["numactl"] = shutil.which("numactl") is not None
-    found["infiniband"] = infiniband()
+    gpus, xids, unknown = [], [], []
+    found = {"node": node_name(), "doctor": doctor.examine(), "gpus": gpus, "xids": xids, "unknown": unknown}
+    found |= {"numactl": shutil.which("numactl") is not None, "infiniband": infiniband()}
     if expected.device != "cuda":
         return found
     found["driver"] = _ask_driver()
-    count = torch.cuda.device_count()
-    watched: list[nvml.Gpu] = []
-    watch = None
+    count, watch, watched = torch.cuda.device_count(), None, []
     try:
         watched = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]  # in CUDA's order
         watch = nvml.XidWatch(watched)
@@ -93,17 +76,17 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(index)
         gpu = {"name": torch.cuda.get_device_name(index), "memory_gib": round(total / 2**30, 2)}
         gpu |= {"used_by_others_gib": round((total - free) / 2**30, 2), "gemm_tflops": speed}
-        found["gpus"].append(gpu | (states[index] if states else {}))
+        gpus.append(gpu | (states[index] if states else {}))
     try:
-        found["xids"] += logged_xids()
+        xids += logged_xids()
     except LookupError as error:
         unknown.append(f"earlier Xid errors: {error}")
     try:  # those since the watch began
         seen = watch.seen() if watch else []
-        found["xids"] += [{"bus_id": bus, "xid": xid, "hours_ago": None} for bus, xid in seen]
+        xids += [{"bus_id": bus, "xid": xid, "hours_ago": None} for bus, xid in seen]
     except LookupError as error:
         unknown.append(str(error))
-    unknown += missing_facts(found["gpus"])
+    unknown += missing_facts(gpus)
     return found
 
 
@@ -115,21 +98,15 @@ def _state(gpu: nvml.Gpu) -> dict[str, Any]:
 
 def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the driver did not say of some GPU, in words."""
-    asked = [gpu for gpu in gpus if "pcie" in gpu]
-    found = [
-        f"the {what} of PCIe links"
-        for what in ("width", "generation")
-        if any(None in (gpu["pcie"][what], gpu["pcie"][f"max_{what}"]) for gpu in asked)
-    ]
+    asked, found = [gpu for gpu in gpus if "pcie" in gpu], []
+    for what in ("width", "generation"):
+        if any(None in (gpu["pcie"][what], gpu["pcie"][f"max_{what}"]) for gpu in asked):
+            found.append(f"the {what} of PCIe links")
     return found + ["remapped rows of memory"] * any(gpu["rows"] is None for gpu in asked)
 
 
 def logged_xids(log: Path = Path("/dev/kmsg")) -> list[dict[str, Any]]:
-    """Xid errors in the kernel's log: ``bus_id``, ``xid`` and ``hours_ago``.
-
-    Raises:
-        LookupError: the log cannot be read; the message says why.
-    """
+    """Xid errors in the kernel's log; a :class:`LookupError` that says why it cannot be read."""
     try:
         lines = _records(log).splitlines()
     except OSError as error:
@@ -218,10 +195,7 @@ def _ask_driver() -> list[dict[str, str]] | None:
 
 
 def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, repeats: int = 20) -> list[float]:
-    """bf16 TFLOP/s of every GPU with all of them at work: one that is throttled or damaged falls behind.
-
-    ``meanwhile`` is called once, while they compute.
-    """
+    """bf16 TFLOP/s of every GPU, all at work: a throttled one falls behind. ``meanwhile`` is called as they compute."""
     import torch
 
     operands, events = [], []
@@ -237,11 +211,9 @@ def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, re
                     a @ b
                 end.record()
     meanwhile()
-    speeds = []
-    for index, (begin, end) in enumerate(events):
+    for index in range(count):
         torch.cuda.synchronize(index)
-        speeds.append(round(2 * size**3 * repeats / begin.elapsed_time(end) / 1e9, 1))
-    return speeds
+    return [round(2 * size**3 * repeats / begin.elapsed_time(end) / 1e9, 1) for begin, end in events]
 
 
 if __name__ == "__main__":

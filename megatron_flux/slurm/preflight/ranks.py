@@ -29,11 +29,7 @@ _Pair = tuple[str, str]
 
 
 def main() -> None:
-    """Run the checks as one rank.
-
-    Raises:
-        FluxError: on rank 0, with the first problem.
-    """
+    """Run the checks as one rank; rank 0 fails with the first problem."""
     expected = rules.Expected.parse()
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     timeout = timedelta(seconds=expected.timeout)
@@ -135,8 +131,7 @@ def _between_neighbours(
 def _gbps(what: str, group: dist.ProcessGroup, device: torch.device) -> float:
     """Bus bandwidth of a collective as NCCL's tests define it: bytes x (n - 1) / n / time, of an all_reduce twice that.
 
-    Raises:
-        FluxError: a wrong result arrived on this rank.
+    A wrong result is a :class:`FluxError` on the rank that it arrived on.
     """
     n, size = group.size(), _MIB[device.type] * 2**20 // 4
     mine, best = float(dist.get_rank(group) + 1), float("inf")

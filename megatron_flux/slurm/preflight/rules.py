@@ -18,8 +18,7 @@ from typing import Any, Literal
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, Rule, validated
 
-Finding = tuple[Rule, str]
-"""A line about something that falls short, by a rule that can be waived."""
+Finding = tuple[Rule, str]  # a line about something that falls short, by a rule that can be waived
 
 HARDWARE_XIDS = {
     48: "uncorrectable memory error",
@@ -36,8 +35,7 @@ HARDWARE_XIDS = {
 }
 """Of the kernel's log, these speak of the machine; others (such as 13, 31, 43) mostly of a program that ran there."""
 
-_OTHERS_GIB = 2.0
-"""Device memory that drivers, displays and this process itself may hold on an empty GPU."""
+_OTHERS_GIB = 2.0  # device memory that drivers, displays and this process itself may hold on an empty GPU
 _NETWORK = (
     "NCCL may have fallen back to TCP: run with NCCL_DEBUG=INFO and look for NET/Socket, at NCCL_IB_HCA, "
     "NCCL_IB_DISABLE and NCCL_SOCKET_IFNAME, `ibstat`, and whether libibverbs is where the job runs"

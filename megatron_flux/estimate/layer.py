@@ -28,13 +28,10 @@ from megatron_flux.bench.shapes import Model, layer_cases
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
 from megatron_flux.estimate.rates import Pair, Rates
 
-FLOOR = "floor"
-"""An arm beside ``baseline`` and ``flux``: no communication at all, as bench layer's floor. Not a training run."""
-
 
 @dataclass(frozen=True)
 class Phase:
-    """One direction. ``exposed`` is what it takes beyond the same work without communication."""
+    """One direction. ``exposed`` is what it takes beyond the same work without communication, ``compute``."""
 
     compute: float = 0.0
     exposed: float = 0.0
@@ -84,8 +81,6 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     """
     wgrad = rates.gemm(n, k, m)
     compute = dgrad.gemm + wgrad
-    if arm == FLOOR:
-        return Phase(compute)
     nbytes = 2 * (tp - 1) * (m // tp) * k
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
@@ -97,8 +92,6 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
 
 def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
     """A collective and its GEMM, of which the second waits for the first."""
-    if arm == FLOOR:
-        return Phase(pair.gemm)
     total = pair.serial
     if arm == "flux":
         # Where the tuner keeps stock's call, there is nothing to disturb.
@@ -106,10 +99,10 @@ def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
     return Phase(pair.gemm, total - pair.gemm, pair.collective)
 
 
-def predict_layer(
+def predict(
     rates: Rates, arm: str, model: Model, seq: int, micro_batch: int, tp: int, recompute: str = "none"
 ) -> Layer:
-    """Predict one layer of whole-model sizes ``model`` in the arm ``baseline``, ``flux`` or ``floor``."""
+    """Predict one layer of whole-model sizes ``model`` in the arm ``baseline`` or ``flux``."""
     m = seq * micro_batch
     dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", model, m, "dgrad", tp)}
     flops = 2 * seq * seq * model.heads * model.head_dim * micro_batch / tp
@@ -147,7 +140,7 @@ def streamed_bytes(model: Model, m: int, tp: int) -> tuple[float, float]:
     return 2 * (5 * rows + 2 * mlp), 2 * (6 * rows + 4 * mlp + 3 * wide)
 
 
-def layer_activations(model: Model, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:
+def activations(model: Model, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:
     """Bytes that a layer keeps of a micro-batch of ``tokens`` on one rank."""
     h = model.hidden
     if recompute == "full":
@@ -158,7 +151,7 @@ def layer_activations(model: Model, tokens: int, tp: int, recompute: str = "none
     return tokens * (4 * h + attention + mlp + (2 * h if dropout else 0)) / tp
 
 
-def layer_parameters(model: Model, tp: int, *, bias: bool, norms: int) -> int:
+def parameters(model: Model, tp: int, *, bias: bool, norms: int) -> int:
     """Parameters of a layer on one rank: linears split over tp, each norm with ``norms`` vectors on every rank."""
     h, fc1 = model.hidden, model.ffn * (2 if model.gated else 1)
     wide = (model.heads + 2 * model.groups) * model.head_dim

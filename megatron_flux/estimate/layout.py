@@ -27,7 +27,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.prediction import why_stock
 from megatron_flux.estimate.step import stage_parameters
-from megatron_flux.ops.kernel_config import ag_plan, rs_plan
+from megatron_flux.ops.kernel_config import ag_config, rs_config
 from megatron_flux.train.config import RunConfig
 
 MAX_RANKS = 1024  # each rank is initialised in turn, in a time that grows with their number
@@ -142,7 +142,7 @@ def linears(job: Job) -> list[dict[str, Any]]:
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
-        plan = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
+        plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
         call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
         found.append(call | {"kernel": "hopper" if hopper else "triton", "plan": plan})
     return found

@@ -17,15 +17,8 @@ from typing import Any
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.errors import UserError
+from megatron_flux.estimate import layer
 from megatron_flux.estimate.job import Job, PlanOptions, device
-from megatron_flux.estimate.layer import (
-    flux_workspace,
-    layer_activations,
-    layer_parameters,
-    predict_layer,
-    streamed_bytes,
-    working_memory,
-)
 from megatron_flux.estimate.rates import Calibration, Device, Rates, read_ops, read_summary
 
 LARGEST_ERROR = 0.099
@@ -117,7 +110,9 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
         found = {}
         for arm in (arm for arm in measured if arm in ARMS):
             ms = measured[arm]["ms_per_layer"]
-            predicted = predict_layer(own, ARMS[arm], LAYER_MODELS[name], seq, micro_batch, layers.tp).total
+            kind = "baseline" if ARMS[arm] == "floor" else ARMS[arm]
+            one = layer.predict(own, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
+            predicted = one.both.compute if ARMS[arm] == "floor" else one.total  # the floor does not communicate
             found[arm] = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
             found[arm] |= {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
         rows += found.values()
@@ -155,7 +150,7 @@ def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibrat
             continue
         model, m, tp = LAYER_MODELS[workload[0]], workload[1] * workload[2], layers.tp
         parts, per_ms = floor["breakdown"], layers.device.memory_gb_per_s * 1e6
-        streamed = sum(streamed_bytes(model, m, tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
+        streamed = sum(layer.streamed_bytes(model, m, tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
         lost = max(0.0, busy["ms_per_layer"] - floor["ms_per_layer"])
         # Bytes that a rank receives in both directions of a layer: of its pairs, and of x for wgrad.
         forward = layer_cases("", model, m, "forward", tp)
@@ -180,9 +175,11 @@ def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
         if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
             continue
         model, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
-        count = layer_parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
-        total = row["layers"] * (6 * count + layer_activations(model, tokens, tp)) + working_memory(model, tokens, tp)
-        total += flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
+        count = layer.parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
+        total = row["layers"] * (6 * count + layer.activations(model, tokens, tp)) + layer.working_memory(
+            model, tokens, tp
+        )
+        total += layer.flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
         measured, predicted = row["peak_memory_gb"], total / 1e9
         found = {"workload": f"{row['model']} {row['seq']} x {row['micro_batch']}", "arm": row["arm"]}
         checks.append(found | {"measured_gb": measured, "predicted_gb": predicted, "error": predicted / measured - 1})

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.train.flops import device_peak
+from megatron_flux.train.presets import device_peak
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_flux.bench.shapes import Case
+from megatron_flux.estimate import layer
 from megatron_flux.estimate.job import Job
-from megatron_flux.estimate.layer import (
-    Layer,
-    Phase,
-    column_backward,
-    flux_workspace,
-    layer_activations,
-    layer_parameters,
-    pair_phase,
-    predict_layer,
-    working_memory,
-)
+from megatron_flux.estimate.layer import Layer, Phase
 from megatron_flux.estimate.measured import MeasuredLayers
 from megatron_flux.estimate.rates import Rates
-from megatron_flux.train.flops import step_flops
+from megatron_flux.train.presets import step_flops
 
 BYTES_PER_LOGIT = 44  # read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back
 OPTIMIZER_BYTES = 42
@@ -55,7 +46,7 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
     Measured ``layers`` are used where they are of this very layer without recomputation.
     """
     run, count = job.run, job.layers_per_stage
-    one = predict_layer(rates, arm, job.layer, run.shape.seq_length, run.micro_batch_size, run.tp, run.recompute)
+    one = layer.predict(rates, arm, job.layer, run.shape.seq_length, run.micro_batch_size, run.tp, run.recompute)
     if layers is not None and run.recompute == "none":
         one = _measured(one, layers, arm, job)
     late = count * max(0.0, rates.host_ms_per_layer - one.total)
@@ -96,8 +87,8 @@ def _output(job: Job, rates: Rates, arm: str) -> Layer:
     small = Phase(rates.streamed(BYTES_PER_LOGIT * m * columns) / 2 + rates.streamed(2 * m / tp * h * 5) / 2)
     logits = rates.pair(Case("all_gather_gemm", "", "output", "forward", m, columns, h), tp)
     dgrad = rates.pair(Case("gemm_reduce_scatter", "", "output", "dgrad", m, h, columns), tp)
-    backward = column_backward(rates, arm, m, columns, h, tp, dgrad)
-    return Layer(pair_phase(rates, logits, arm) + small, backward + small)
+    backward = layer.column_backward(rates, arm, m, columns, h, tp, dgrad)
+    return Layer(layer.pair_phase(rates, logits, arm) + small, backward + small)
 
 
 def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
@@ -177,21 +168,21 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
     if chunks > 1:
         held = (2 * (run.pp - index - 1) + (chunks - 1) * run.pp + 1) / chunks
     held = min(held, run.micro_batches)
-    activations = held * job.layers_per_stage * layer_activations(model, tokens, tp, run.recompute, run.dropout > 0)
+    activations = held * job.layers_per_stage * layer.activations(model, tokens, tp, run.recompute, run.dropout > 0)
     if index == 0 and run.dropout > 0:
         activations += held * tokens * hidden / tp
     if index == run.pp - 1:
         activations += tokens * (4 * hidden + 8 * run.padded_vocab_size) / tp
-    working = working_memory(model, tokens, tp)
+    working = layer.working_memory(model, tokens, tp)
     if run.recompute == "full":
-        working += layer_activations(model, tokens, tp, dropout=run.dropout > 0)
+        working += layer.activations(model, tokens, tp, dropout=run.dropout > 0)
     found = {
         "parameters": 2 * count,
         "gradients": 4 * count,
         "optimizer": 12 * count / (run.dp if run.distributed_optimizer else 1),
         "activations": activations,
         "working": working,
-        "flux_workspace": flux_workspace(tokens, hidden) if arm == "flux" and tp > 1 else 0.0,
+        "flux_workspace": layer.flux_workspace(tokens, hidden) if arm == "flux" and tp > 1 else 0.0,
     }
     gb = {name: nbytes / 1e9 for name, nbytes in found.items()}
     return gb | {"total": sum(gb.values())}
@@ -201,7 +192,7 @@ def stage_parameters(job: Job, index: int) -> int:
     """Parameters of one rank of stage ``index``."""
     shape, tp, pp = job.run.shape, job.run.tp, job.run.pp
     h, norms = shape.hidden_size, 2 if shape.normalization == "LayerNorm" else 1
-    count = job.layers_per_stage * layer_parameters(job.layer, tp, bias=shape.bias, norms=norms)
+    count = job.layers_per_stage * layer.parameters(job.layer, tp, bias=shape.bias, norms=norms)
     table = job.run.padded_vocab_size * h // tp
     if index == 0:
         count += table + (shape.seq_length * h if shape.position_embedding == "learned_absolute" else 0)

@@ -12,14 +12,8 @@ from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.layer import (
-    Layer,
-    Phase,
-    column_backward,
-    flux_workspace,
-    layer_activations,
-    predict_layer,
-)
+from megatron_flux.estimate.layer import Layer, Phase, activations, column_backward, flux_workspace
+from megatron_flux.estimate.layer import predict as predict_layer
 from megatron_flux.estimate.prediction import predict_options, why_stock
 from megatron_flux.estimate.rates import DEVICES, Calibration, Rates, device_named
 from megatron_flux.estimate.report import PARTS
@@ -104,8 +98,8 @@ def test_replicas_in_a_node_share_its_link() -> None:
 
 
 def test_activations_are_the_papers_34_sbh() -> None:
-    assert layer_activations(GPT, 8192, 8, dropout=True) == 34 * 8192 * 12288 / 8
-    assert layer_activations(GPT, 8192, 8, "full") == 2 * 8192 * 12288 / 8
+    assert activations(GPT, 8192, 8, dropout=True) == 34 * 8192 * 12288 / 8
+    assert activations(GPT, 8192, 8, "full") == 2 * 8192 * 12288 / 8
 
 
 @pytest.mark.parametrize(("distributed", "per_parameter"), [(True, 6 + 12 / 4), (False, 18)])
@@ -144,9 +138,8 @@ def test_workspace_is_within_its_bound_and_flux_alone_pays_it() -> None:
 def test_without_communication_the_arms_are_equal() -> None:
     fast = replace(H100, step_us=0.0)
     rates = Rates(device=fast, link_gb_per_s=1e12, calibration=Calibration(traffic=0.0))
-    totals = {arm: predict_layer(rates, arm, GPT, 2048, 4, 8).total for arm in ("baseline", "flux", "floor")}
-    assert totals["baseline"] == pytest.approx(totals["floor"], rel=1e-6)
-    assert totals["flux"] == pytest.approx(totals["floor"], rel=1e-6)
+    for layer in (predict_layer(rates, arm, GPT, 2048, 4, 8) for arm in ("baseline", "flux")):
+        assert layer.total == pytest.approx(layer.both.compute, rel=1e-6)
 
 
 def test_the_baseline_exposes_six_collectives_and_pays_for_four() -> None:
@@ -224,11 +217,9 @@ def test_calls_are_within_their_bounds_and_layers_cost_communication(device: str
             for case in layer_cases(model, LAYER_MODELS[model], 2048 * micro_batch, "forward", tp):
                 pair = rates.pair(case, tp)
                 assert max(pair.gemm, pair.collective) <= pair.fused <= pair.serial
-            base, flux, floor = (
-                predict_layer(rates, arm, LAYER_MODELS[model], 2048, micro_batch, tp).total
-                for arm in ("baseline", "flux", "floor")
-            )
-            assert floor < min(flux, base)
+            for arm in ("baseline", "flux"):
+                layer = predict_layer(rates, arm, LAYER_MODELS[model], 2048, micro_batch, tp)
+                assert layer.both.compute < layer.total
 
 
 def test_recomputation_runs_the_forward_again() -> None:

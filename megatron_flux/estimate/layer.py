@@ -1,23 +1,9 @@
 """One transformer layer and one micro-batch on one rank: milliseconds of forward and backward, and bytes of memory.
 
-Stock Megatron with sequence parallelism (arXiv 2205.05198, section 4.2.2; megatron-core's
-``linear_with_grad_accumulation_and_async_allreduce``): in forward, and in backward of proj and FC2, each collective
-and its GEMM in turn (``serial``); in backward of QKV and FC1, dgrad beside the all-gather of x and wgrad beside the
-reduce-scatter of dx (``overlapped``).
-
-Flux: every pair of collective and GEMM is one ``fused`` call. The copy engine prefetches x for the wgrad of QKV and FC1
-(:mod:`megatron_flux.layers.prefetch`) while work that does not use the link runs before their backward: proj's wgrad
-and attention's backward, FC2's wgrad. What is left of the gather then shares the link with dgrad's own reduce-scatter.
-The output layer has no row-parallel layer before its backward, so that all of its gather does.
-
-Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
-(FlashAttention recomputes the scores, arXiv 2307.08691). Flux pays the disturbance of what it receives while it
-computes, which can make it slower than stock. Full recomputation runs the forward once more, selective the attention
-(arXiv 2205.05198, section 5).
-
-Activations with FlashAttention, which keeps no s x s matrix: arXiv 2205.05198, equation 4 without its 5 a s/h, added up
-by the tensors of section 4.1, so that GQA, gated MLPs and no dropout count as they are. Selective recomputation keeps
-the same as none.
+The formulae and their sources are in slurm/PLAN.md. In stock Megatron (megatron-core's
+``linear_with_grad_accumulation_and_async_allreduce``) each collective and its GEMM run in turn (``serial``), but in
+backward of QKV and FC1, where dgrad runs beside the all-gather of x and wgrad beside the reduce-scatter of dx
+(``overlapped``). In flux every pair of collective and GEMM is one ``fused`` call.
 """
 
 from __future__ import annotations

@@ -35,19 +35,13 @@ HOPPER = (9, 0)
 
 
 def check(job: Job) -> dict[str, Any]:
-    """Visit every rank of ``job``; what was found is ready for JSON.
+    """Visit every rank of ``job``; what was found is ready for JSON. ``problems`` is empty when everything fits.
 
-    Returns:
-        ``ranks``: ``rank``, ``node``, ``gpu``, its ``places`` within its ``groups`` (global ranks), the ``link`` of its
-        tensor-parallel group as :mod:`megatron_flux.comm.links` would find it, its ``backend`` (``tuned``: the fastest
-        of stock, async-TP and fused per shape; ``reference``: stock's collectives and GEMMs) and the ``reason`` why it
-        is not tuned. ``stages``: ``layers`` of each in the job, ``parameters`` of one rank with all of them, shape of
-        the ``output`` (rows of the rank, or its columns of the logits), and the linears that ran flux and their
-        ``calls`` in one forward and backward. ``linears``: :func:`linears`. ``problems``: empty when everything fits.
-
-    Raises:
-        UserError: too many ranks, or a process that has process groups already.
-        FluxError: a stage that cannot be built or run; names rank and stage.
+    Of each rank: its ``places`` within its ``groups`` (global ranks), the ``link`` of its tensor-parallel group as
+    :mod:`megatron_flux.comm.links` would find it, its ``backend`` and the ``reason`` why that is not ``tuned``. Of each
+    stage: its ``layers`` in the job, ``parameters`` of one rank with all of them, the shape of its ``output``, and the
+    linears that ran flux and their ``calls`` in one forward and backward. A :class:`FluxError` names a rank and stage
+    that cannot be built or run.
     """
     if job.gpus > MAX_RANKS:
         raise UserError(

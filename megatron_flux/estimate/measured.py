@@ -113,8 +113,8 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
             kind = "baseline" if ARMS[arm] == "floor" else ARMS[arm]
             one = layer.predict(own, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
             predicted = one.both.compute if ARMS[arm] == "floor" else one.total  # the floor does not communicate
-            found[arm] = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
-            found[arm] |= {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
+            row = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
+            found[arm] = row | {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
         rows += found.values()
         if "te" in found and "flux_te" in found:
             gains = {of: found["te"][f"{of}_ms"] / found["flux_te"][f"{of}_ms"] for of in ("measured", "predicted")}

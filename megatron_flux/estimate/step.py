@@ -1,18 +1,6 @@
 """A training step from its layers: time (pipeline stages, data parallelism, optimizer) and memory of the fullest GPU.
 
-The formulae and their sources are in slurm/PLAN.md. What they take for granted:
-
-* Embedding: rows are looked up on every rank and reduce-scattered, which nothing hides; backward gathers. Output layer:
-  a column-parallel linear of padded vocabulary / tp columns, final norm, and the cross entropy over fp32 logits, whose
-  three all-reduces of one number per token are left out. Its x is not prefetched.
-* 1F1B waits for the sends between stages twice in every micro-batch. Interleaved with v chunks, what is no steady state
-  is divided by v (arXiv 2104.04473, section 2.2.2), and sends are hidden but while the pipeline fills and drains.
-* A data-parallel ring runs over the link if it is in one node; else at the network's rate, as often as members share a
-  node and with it adapters. Overlapped, the reduction hides behind the last micro-batch's backward and the gather
-  behind the first one's forward, but for one bucket (Megatron Core: at least 40 million parameters).
-* The last stage's memory holds logits in bf16 and fp32 and their gradient, and the inputs of norm and output layer
-  (arXiv 2205.05198, section 4.3).
-* Not in the memory: CUDA's context, NCCL's buffers and fragmentation; leave some GB for them.
+The formulae, their sources and what they take for granted are in slurm/PLAN.md.
 """
 
 from __future__ import annotations

@@ -97,12 +97,9 @@ def known(job: str) -> Known:
     found = {}
     for line in shown.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        state = fields.get("JobState", "UNKNOWN")
-        if state == "PENDING" and fields.get("Reason", "None") != "None":
-            state += f" ({fields['Reason']})"
-        elif state == "RUNNING":
-            state += f" on {fields.get('NodeList', '?')}"
-        found[fields.get("ArrayTaskId", "")] = state
+        state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
+        why = {"RUNNING": f" on {fields.get('NodeList', '?')}", "PENDING": f" ({reason})" * (reason != "None")}
+        found[fields.get("ArrayTaskId", "")] = state + why.get(state, "")
     return Known(states=found, source="scontrol")
 
 

@@ -45,7 +45,7 @@ _TAIL = 1 << 18  # bytes of a growing file that are read from its end
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Repetition:
     """One run of a job."""
 
@@ -84,24 +84,19 @@ def jobs(root: Path) -> list[str]:
 
 def repetitions(root: Path) -> list[Repetition]:
     """The runs of a job so far, in order."""
-    found = {path.name.removeprefix("rep-"): path for path in root.glob("rep-*") if path.is_dir()}
-    order = sorted(found, key=lambda index: (int(index) if index.isdigit() else -1, index))
-    return [_repetition(found[index], index) for index in order]
-
-
-def _repetition(folder: Path, index: str) -> Repetition:
-    run = folder / "run"
-    last = {arm: _recent(run / arm / "metrics.jsonl")[-1:] for arm in ARMS if (run / arm).is_dir()}
-    starts = sorted((path for path in (folder / "logs").glob("*") if path.name.isdigit()), key=lambda p: int(p.name))
-    return Repetition(
-        folder=folder,
-        index=index,
-        iterations={arm: records[0]["iteration"] if records else 0 for arm, records in last.items()},
-        steps=read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None,
-        state=read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended",
-        starts=len(starts),
-        logs=starts[-1] if starts else None,
-    )
+    found = []
+    for folder in (path for path in root.glob("rep-*") if path.is_dir()):
+        run, index = folder / "run", folder.name.removeprefix("rep-")
+        last = {arm: _recent(run / arm / "metrics.jsonl")[-1:] for arm in ARMS if (run / arm).is_dir()}
+        iterations = {arm: records[0]["iteration"] if records else 0 for arm, records in last.items()}
+        steps = read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None
+        state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
+        starts = sorted(
+            (path for path in (folder / "logs").glob("*") if path.name.isdigit()), key=lambda p: int(p.name)
+        )
+        logs = starts[-1] if starts else None
+        found.append(Repetition(folder, index, iterations, steps, state, len(starts), logs))
+    return sorted(found, key=lambda one: (int(one.index) if one.index.isdigit() else -1, one.index))
 
 
 def describe(root: Path, now: float) -> list[str]:
@@ -110,9 +105,9 @@ def describe(root: Path, now: float) -> list[str]:
     number = jobs(root)[-1]
     try:
         known = queue.known(number)
-    except UserError:
-        raise
     except FluxError as error:
+        if isinstance(error, UserError):
+            raise
         known = queue.Known(states={}, source=f"state unknown: {error}")
     states = ", ".join(dict.fromkeys(known.states.values())) or known.source
     if known.states and known.source != "scontrol":
@@ -126,11 +121,12 @@ def describe(root: Path, now: float) -> list[str]:
         lines.append(f"  rep-{repetition.index}: {', '.join([*said, task] if task else said)}")
         if without := [line.split()[-1] for line in _text(repetition.folder / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")
-        state = (task or known.states.get("", "")).split(" ")[0]
+        state, more = (task or known.states.get("", "")).split(" ")[0], []
         if state == "RUNNING":
-            lines += [f"    {line}" for line in [stale(repetition, now)] if line]
+            more = [line for line in [stale(repetition, now)] if line]
         elif repetition.state == "not ended" and state != "PENDING":
-            lines += [f"    {line}" for line in cause(repetition)]
+            more = cause(repetition)
+        lines += [f"    {line}" for line in more]
     return lines
 
 
@@ -228,14 +224,9 @@ def collect(root: Path) -> dict[str, Any]:
     if not found:
         raise UserError(f"{root} has no records yet; see the logs in {root}/rep-*/logs")
     speedups = [one["speedup"] for one in found if one["speedup"] is not None and one["state"] == "finished"]
-    collected = {
-        "name": name,
-        "job": job,
-        "repetitions": found,
-        "speedup_median": statistics.median(speedups) if speedups else None,
-        "speedup_min": min(speedups, default=None),
-        "speedup_max": max(speedups, default=None),
-    }
+    collected = {"name": name, "job": job, "repetitions": found}
+    collected["speedup_median"] = statistics.median(speedups) if speedups else None
+    collected |= {"speedup_min": min(speedups, default=None), "speedup_max": max(speedups, default=None)}
     text = strict_json.dumps(collected, indent=2)
     try:
         strict_json.write_atomically(root / "collected.json", text + "\n")
@@ -258,11 +249,9 @@ def _collected(repetition: Repetition) -> dict[str, Any]:
         **{name: getattr(repetition, name) for name in ("index", "state", "starts", "iterations")},
         "step_time_ms": {arm: summary["arms"][arm]["step_time_ms"]["median"] for arm in ARMS},
         "final_loss": {arm: summary["arms"][arm]["final_loss"] for arm in ARMS},
-        "speedup": summary["speedup"],
-        "speedup_ci95": summary["speedup_ci95"],
+        **{name: summary[name] for name in ("speedup", "speedup_ci95")},
         "max_relative_loss_difference": summary["max_relative_loss_difference"] if all(records.values()) else None,
-        "flux_active_layers": summary["flux_active_layers"],
-        "flux_fallbacks": summary["flux_fallbacks"],
+        **{name: summary[name] for name in ("flux_active_layers", "flux_fallbacks")},
         "link": read_json_object(run / CONFIG).get("link"),
         "report": str(write_report(run).relative_to(repetition.folder.parent)),
     }

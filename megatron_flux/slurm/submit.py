@@ -10,8 +10,8 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics import ARMS
@@ -81,8 +81,7 @@ class Changes(Checked):
     exclude: NodeList | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumption:
+class Resumption(NamedTuple):
     """A job that is to go on in its folder."""
 
     root: Path
@@ -125,7 +124,7 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
     words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
     array = [f"--array={','.join(begins)}%1"] if directive(script, "array") else []
     shared = tuple(words[name] for name in site if name in words)
-    return Resumption(root=root, options=(*words.values(), *array), site=shared, cwd=Path(submitted), begins=begins)
+    return Resumption(root, (*words.values(), *array), shared, Path(submitted), begins)
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:

@@ -76,9 +76,10 @@ def _decide(
     findings = rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
     more, notes = rules.judge(findings, expected.floors)
     lines = [f"all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)"]
-    for where, by_what, join in (("within nodes", within, str), ("between neighbouring nodes", between, " with ".join)):
+    named = {what: {" with ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
+    for where, by_what in (("within nodes", within), ("between neighbouring nodes", named)):
         for what, speeds in by_what.items():
-            listed = ", ".join(f"{join(who)} {value:.2f}" for who, value in speeds.items())
+            listed = ", ".join(f"{who} {value:.2f}" for who, value in speeds.items())
             lines.append(f"{what} {where}, GB/s (bus): {listed}")
     for line in [*lines, *notes]:
         print(f"megatron-flux: pre-flight: {line}", flush=True)

@@ -59,18 +59,14 @@ class MeasuredLayers:
 
 def read_layers(paths: list[Path]) -> MeasuredLayers:
     """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
-    rows: list[dict[str, Any]] = []
-    kinds: dict[tuple[str, int], Device] = {}
-    seen: dict[Workload, Path] = {}
+    rows, kinds, seen = [], {}, {}
     for path in paths:
         summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
         kinds[found.key, summary["tp"]] = found
         here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
-        for model, seq, micro_batch in here.keys() & seen.keys():
-            raise UserError(
-                f"--layers {seen[model, seq, micro_batch]} and {path} both have {model} {seq} x {micro_batch}, whose "
-                "arms count within one run; leave one out"
-            )
+        for one in here.keys() & seen.keys():
+            both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}"
+            raise UserError(f"{both}, whose arms count within one run; leave one out")
         seen |= here
         rows += summary["rows"]
     if len(kinds) > 1:
@@ -119,25 +115,19 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
         if "te" in found and "flux_te" in found:
             gains = {of: found["te"][f"{of}_ms"] / found["flux_te"][f"{of}_ms"] for of in ("measured", "predicted")}
             speedups.append({"workload": f"{name} {seq} x {micro_batch}", **gains})
-    errors: dict[str, list[float]] = {kind: [] for kind in sorted({*ARMS.values()})}
-    for row in rows:
-        errors[ARMS[row["arm"]]].append(abs(row["error"]))
-    every = [abs(row["error"]) for row in rows]
-    gained = [abs(row["predicted"] - row["measured"]) for row in speedups]
+    off = [(ARMS[row["arm"]], abs(row["error"])) for row in rows]
+    kinds = {kind: [error for of, error in off if of == kind] for kind in sorted({kind for kind, _ in off})}
+    every, gained = ([error for _, error in off], [abs(row["predicted"] - row["measured"]) for row in speedups])
     return {
         "kind": "Prediction",
         "rows": rows,
         "mean_absolute_error": statistics.mean(every),
         "largest_absolute_error": max(every),
-        "errors": {kind: _mean_and_largest(values) for kind, values in errors.items() if values},
+        "errors": {kind: {"mean": statistics.mean(values), "largest": max(values)} for kind, values in kinds.items()},
         "speedups": speedups,
-        "speedup_errors": _mean_and_largest(gained) if gained else None,
+        "speedup_errors": {"mean": statistics.mean(gained), "largest": max(gained)} if gained else None,
         "memory": _validate_memory(layers),
     }
-
-
-def _mean_and_largest(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "largest": max(values)}
 
 
 def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibration:

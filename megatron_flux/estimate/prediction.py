@@ -37,10 +37,8 @@ def predict_options(options: PlanOptions) -> dict[str, Any]:
     job = resolve(options, found.device if found else None)
     for measured, option in ((calls, "--ops"), (layers, "--layers")):
         if measured and measured.device.key != job.device.key:
-            raise UserError(
-                f"{option} was measured on {measured.device.key}, the job is for {job.device.key}; leave out --device "
-                "or the file"
-            )
+            both = f"{option} was measured on {measured.device.key}, the job is for {job.device.key}"
+            raise UserError(f"{both}; leave out --device or the file")
     network = options.network_gb_per_s or job.device.network_gb_per_s
     rates = Rates(
         device=job.device,
@@ -101,10 +99,8 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
 
 
 def _sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
-    """Step times over the rate that NCCL reaches between the GPUs of a node, measured layers left aside.
-
-    Everything else stays: GEMMs, network, memory. ``flux`` keeps the overlap efficiency it has, ``flux_low`` has
-    :data:`LOW_OVERLAP` (or the own one, if that is lower).
+    """Step times over the rate that NCCL reaches in a node, all else as it is, but for measured layers. ``flux_low``
+    has :data:`LOW_OVERLAP`, or its own overlap efficiency if that is lower.
     """
     own, rows = rates.reached, []
     low = min(LOW_OVERLAP, rates.overlap if rates.overlap is not None else job.device.overlap)

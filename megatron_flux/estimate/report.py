@@ -54,7 +54,7 @@ def show(plan: dict[str, Any], console: Console) -> None:
     """Print the tables of :func:`~megatron_flux.estimate.prediction.predict`."""
     kind, arms, used = plan["kind"], plan["arms"], plan["inputs"]
     console.print(title(plan))
-    steps = [arm["step"] for arm in arms.values()]
+    steps, memory = ([arm[kind] for arm in arms.values()] for kind in ("step", "memory"))
     cells = [step | {f"{name}_share": value / step["total"] for name, value in step.items()} for step in steps]
     rows = [(name, *(cell.format_map(step) for step in cells)) for name, cell in STEP_ROWS.items()]
     console.print(_table(("", *arms), rows))
@@ -62,7 +62,6 @@ def show(plan: dict[str, Any], console: Console) -> None:
         f"{kind}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden communication "
         "did not slow the rest down)"
     )
-    memory = [arm["memory"] for arm in arms.values()]
     rows = [(name.replace("_", " "), *(f"{of[name]:.1f}" for of in memory)) for name in memory[0]]
     console.print(_table((f"{kind}: memory per GPU, GB", *arms), rows))
     if plan["sensitivity"]:
@@ -84,10 +83,9 @@ def show_validation(found: dict[str, Any], console: Console) -> None:
     line = "speed-up of flux, {workload}: measured {measured:.3f}, predicted {predicted:.3f}"
     for speedup in found["speedups"]:
         console.print(line.format_map(speedup))
-    for arm, errors in found["errors"].items():
+    every = {"mean": found["mean_absolute_error"], "largest": found["largest_absolute_error"]}
+    for arm, errors in (found["errors"] | {"all": every}).items():
         console.print(f"error, {arm}: mean {errors['mean']:.1%}, largest {errors['largest']:.1%}")
-    mean, largest = found["mean_absolute_error"], found["largest_absolute_error"]
-    console.print(f"error, all: mean {mean:.1%}, largest {largest:.1%}")
     if gains:
         console.print(f"error, speed-up of flux: mean {gains['mean']:.3f}, largest {gains['largest']:.3f}")
     console.print(f"{kind} beside its peak memory, GB")
@@ -149,24 +147,19 @@ def _step_figure(plan: dict[str, Any]) -> Any:
     """What a step is made of."""
     import plotly.graph_objects as go
 
-    steps = [arm["step"] for arm in plan["arms"].values()]
-    bars = [
-        go.Bar(name=name, y=list(plan["arms"]), x=list(map(part, steps)), orientation="h")
-        for name, part in PARTS.items()
-    ]
-    made = go.Figure(bars)
-    heading = {"text": title(plan), "font": {"size": 13}}
-    made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
-    return made
+    steps, heading = [arm["step"] for arm in plan["arms"].values()], {"text": title(plan), "font": {"size": 13}}
+    made = go.Figure()
+    for name, part in PARTS.items():
+        made.add_bar(name=name, y=list(plan["arms"]), x=list(map(part, steps)), orientation="h")
+    return made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
 
 
 def _link_figure(plan: dict[str, Any]) -> Any:
     """Step time and speed-up over the link."""
-    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
     rows, low = plan["sensitivity"], f"flux, overlap efficiency {LOW_OVERLAP:.2f}"
-    made = make_subplots(rows=1, cols=2)
+    rates, made = [row["reached_gb_per_s"] for row in rows], make_subplots(rows=1, cols=2)
     for column, name, key, colour, dash in (
         (1, "baseline", "baseline_ms", "#9aa0a6", "solid"),
         (1, "flux", "flux_ms", "#188038", "solid"),
@@ -174,17 +167,14 @@ def _link_figure(plan: dict[str, Any]) -> Any:
         (2, "flux", "speedup", "#188038", "solid"),
         (2, low, "speedup_low", "#188038", "dot"),
     ):
-        x, y = [row["reached_gb_per_s"] for row in rows], [row[key] for row in rows]
-        line, legend = {"color": colour, "dash": dash}, column == 1
-        trace = go.Scatter(name=name, x=x, y=y, mode="lines+markers", line=line, showlegend=legend)
-        made.add_trace(trace, row=1, col=column)
+        shown = {"name": name, "mode": "lines+markers", "line": {"color": colour, "dash": dash}}
+        made.add_scatter(x=rates, y=[row[key] for row in rows], showlegend=column == 1, **shown, row=1, col=column)
     heading = {"text": f"{plan['kind']}: the same job on other links within a node", "font": {"size": 13}}
+    ticks = {"type": "log", "autorange": "reversed", "tickvals": list(map(round, rates))}
     made.update_layout(title=heading, height=420)
-    ticks = [round(row["reached_gb_per_s"]) for row in rows]
-    made.update_xaxes(title="GB/s that NCCL reaches per GPU", type="log", autorange="reversed", tickvals=ticks)
+    made.update_xaxes(title="GB/s that NCCL reaches per GPU", **ticks)
     made.update_yaxes(title="ms per step", type="log", row=1, col=1)
-    made.update_yaxes(title="speed-up of flux", row=1, col=2)
-    return made
+    return made.update_yaxes(title="speed-up of flux", row=1, col=2)
 
 
 def write(plan: dict[str, Any], folder: Path) -> None:

@@ -21,6 +21,7 @@ the ones in :data:`WAITED_FOR` (norms, losses, gradients of norms, and what only
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.comm.group_state import Beside, Link, state_of
 
 
@@ -44,8 +46,7 @@ def _probe(group: dist.ProcessGroup, device: torch.device) -> Link:
         return Link("none", f"{device.type} tensors have no peer access")
     index = device.index if device.index is not None else torch.cuda.current_device()
     mine = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid), index)
-    everyone: list[tuple[str, str, int]] = [mine] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = of_all_ranks(mine, group)
     if len({host for host, _, _ in everyone}) > 1:
         return _agree(Link("none", "the group spans several hosts"), group)
     if len({uuid for _, uuid, _ in everyone}) < len(everyone):
@@ -62,11 +63,11 @@ def _probe(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 def _unseen(uuids: list[str]) -> Link:
     """``nvlink`` or ``p2p``, for GPUs of this machine that this process cannot all see."""
-    unseen = "peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES)"
     linked = nvml.linked(uuids)
     if linked:
         return Link("nvlink", "")
-    return Link("p2p", f"{unseen}, and NVML {'cannot tell' if linked is None else 'finds no NVLink between some'}")
+    found = "cannot tell" if linked is None else "finds no NVLink between some"
+    return Link("p2p", f"peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES), and NVML {found}")
 
 
 def between(devices: list[int]) -> Link:
@@ -78,18 +79,14 @@ def between(devices: list[int]) -> Link:
         matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
     except (ImportError, RuntimeError) as error:
         return Link("p2p", f"NVLink could not be asked for: {error}")
-    for a in devices:
-        for b in devices:
-            if a != b and not matrix[a][b]:
-                return Link("p2p", f"no NVLink between GPU {a} and GPU {b}")
-    return Link("nvlink", "")
+    missing = ((a, b) for a, b in itertools.permutations(devices, 2) if not matrix[a][b])
+    a, b = next(missing, (None, None))
+    return Link("nvlink", "") if a is None else Link("p2p", f"no NVLink between GPU {a} and GPU {b}")
 
 
 def _agree(link: Link, group: dist.ProcessGroup) -> Link:
     """The weakest link that any rank sees."""
-    links = [link] * group.size()
-    dist.all_gather_object(links, link, group=group)
-    return min(links, key=lambda seen: ("none", "p2p", "nvlink").index(seen.kind))
+    return min(of_all_ranks(link, group), key=lambda seen: ("none", "p2p", "nvlink").index(seen.kind))
 
 
 WAITED_FOR = frozenset(
@@ -107,9 +104,6 @@ WAITED_FOR = frozenset(
 )
 """``group_desc`` of groups whose collectives the compute stream waits for, where they span the same ranks."""
 
-TRUE = ("1", "t", "true", "y", "yes")
-
-
 ALONE = Beside(others=False, high_priority=False)
 
 
@@ -117,10 +111,7 @@ def beside(group: dist.ProcessGroup) -> Beside:
     """The same on all ranks of ``group``; collective on first use, so call it on all of them at the same point."""
     state = state_of(group)
     if state.beside is None:
-        mine = seen(group)
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        state.beside = Beside(*(any(column) for column in zip(*everyone, strict=True)))
+        state.beside = Beside(*(any(column) for column in zip(*of_all_ranks(seen(group), group), strict=True)))
     return state.beside
 
 
@@ -134,7 +125,7 @@ def seen(group: dist.ProcessGroup) -> Beside:
         and not (other.group_desc in WAITED_FOR and set(dist.get_process_group_ranks(other)) == mine)
         for other in groups
     )
-    every = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in TRUE
+    every = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in ("1", "t", "true", "y", "yes")
     return Beside(others, bool(groups) and (every or any(map(_has_high_priority, groups))))
 
 

@@ -48,7 +48,7 @@ class Dispositions:
     """What this process does on some signals, as the C library has it. Works in any thread, for one at a time."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """Read them; ``numbers``: the signals'."""
+        """Of the signals ``numbers``, as of now."""
         self._numbers = [int(number) for number in numbers] if _LINUX else []
         self._held = (ctypes.c_uint64 * (_WORDS * len(self._numbers)))()
         self._now = (ctypes.c_uint64 * (_WORDS * len(self._numbers)))()

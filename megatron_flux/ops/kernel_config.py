@@ -35,32 +35,23 @@ class KernelConfig:
     bn: int = 256
     bk: int = 64
     stages: int = 4
-    warps: int = 8
-    """Plain kernels."""
-    split: bool = True
-    """Plain kernels: store a tile as two halves, which needs half the shared memory."""
-    group: int = 8
-    """all_gather_gemm: row blocks per raster group."""
+    warps: int = 8  # plain kernels
+    split: bool = True  # plain kernels: store a tile as two halves, which needs half the shared memory
+    group: int = 8  # all_gather_gemm: row blocks per raster group
     span: int = 1
     """all_gather_gemm by copy engine, ``ws``: shards, after the first to come, whose row blocks are done together."""
     comm: int = 0
     """all_gather_gemm, ``ws``: more than 0 has every SM push; 0 is the copy engine, as always with plain kernels."""
-    chunks: int = 1
-    """all_gather_gemm pushed by SMs: chunks of columns of a block, each with its own flag."""
+    chunks: int = 1  # all_gather_gemm pushed by SMs: chunks of columns of a block, each with its own flag
     early: bool = False
     """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
     late: bool = False
     """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the last shard to come comes by itself."""
-    band: int = 1
-    """gemm_reduce_scatter: row blocks per destination and step."""
-    reducers: int = 4
-    """gemm_reduce_scatter, plain: CTAs that only add partials."""
-    ws: bool = False
-    """The warp-specialised kernels (Hopper only)."""
-    ring: int = 2
-    """``ws``: pieces of 64 columns that wait to be stored."""
-    spread: int = 0
-    """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
+    band: int = 1  # gemm_reduce_scatter: row blocks per destination and step
+    reducers: int = 4  # gemm_reduce_scatter, plain: CTAs that only add partials
+    ws: bool = False  # the warp-specialised kernels (Hopper only)
+    ring: int = 2  # ``ws``: pieces of 64 columns that wait to be stored
+    spread: int = 0  # gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent
 
     def __post_init__(self) -> None:
         """Hash once: a configuration is part of the key of every call."""
@@ -91,10 +82,8 @@ _EARLIER = {"skip": 0, "pace": False, "block": 0}
 
 
 def label_of(kept: Mapping[str, Any]) -> str:
-    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them.
-
-    Raises:
-        TypeError: a field that no version so far has had.
+    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them. Raises
+    TypeError: a field that no version so far has had.
     """
     base: dict[str, Any] = {}
     for known in fields(KernelConfig):
@@ -110,14 +99,8 @@ def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
 
 
 def within_flags(config: KernelConfig, m: int) -> KernelConfig:
-    """No more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
-
-    Args:
-        config: of an all_gather_gemm.
-        m: gathered rows.
-
-    Raises:
-        UserError: there are more rows than flags.
+    """Of an all_gather_gemm with ``m`` gathered rows: no more chunks than there are flags, of which every row of a
+    chunk has its own where SMs push. Raises UserError: there are more rows than flags.
     """
     if not config.ws or config.comm == 0 or m * config.chunks <= CALL_FLAGS:
         return config

@@ -34,8 +34,7 @@ class Backend(Protocol):
     """
 
     name: str
-    automatic: bool
-    """``auto`` may choose it. Otherwise it runs only when it is asked for by name."""
+    automatic: bool  # ``auto`` may choose it. Otherwise it runs only when it is asked for by name.
     needs_cuda: bool
     """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
 
@@ -57,12 +56,8 @@ _warned: set[tuple[str, str]] = set()
 
 
 def register_backend(backend: Backend) -> None:
-    """Make ``backend`` known under its name.
-
-    ``auto`` tries the one registered last first, but not those that are not ``automatic``: they run when asked for.
-
-    Raises:
-        UserError: if the name is taken.
+    """Make ``backend`` known under its name. ``auto`` tries the one registered last first, but not those that are not
+    ``automatic``: they run when asked for. Raises UserError: if the name is taken.
     """
     if backend.name == "auto" or backend.name in _backends:
         raise UserError(f"backend name {backend.name!r} is taken; registered: {', '.join(backend_names())}")
@@ -77,11 +72,7 @@ def backend_names() -> list[str]:
 
 
 def get_backend(name: str) -> Backend:
-    """The registered backend of this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The registered backend of this name. Raises UserError: there is none."""
     if name not in _backends:
         raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
     return _backends[name]
@@ -92,10 +83,8 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
 
     On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x``, contiguity of ``weight``
     and mode (eager, or for CUDA graphs); settings of the process must be made before. Where ``auto`` has to take a
-    slower backend, that is logged once with the reason, and every call is counted.
-
-    Raises:
-        UserError: unknown name, or a backend asked for by name that cannot take these operands.
+    slower backend, that is logged once with the reason, and every call is counted. Raises UserError: unknown name, or a
+    backend asked for by name that cannot take these operands.
     """
     if not x.is_cuda:
         return _select(name, x, weight, group)[0]

@@ -61,8 +61,7 @@ CLOSE, FINALISTS = 1.08, 6
 class Decisions:
     """What a tuner has decided for a group."""
 
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the key of the cache file."""
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the key of the cache file
     choices: dict[tuple[Any, ...], tuple[str, KernelConfig | None]] = field(default_factory=dict)
     """By what calls with one choice have in common: the backend's name, and the configuration of ``fused``."""
 
@@ -227,10 +226,8 @@ class TunedBackend:
         return group
 
     def _tried(self, call: OperatorCall, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
-        """``way`` itself after a first call; None if that failed on all ranks. Collective.
-
-        Raises:
-            OperatorError: it failed on some ranks only.
+        """``way`` itself after a first call; None if that failed on all ranks. Collective. Raises OperatorError: it
+        failed on some ranks only.
         """
         error = None
         try:

@@ -22,14 +22,12 @@ from megatron_flux.ops.kernel_config import cdiv
 from megatron_flux.ops.launch import DTYPES, SlabCall, kernel_key
 
 PIECE = 64
-SM_FLOP_PER_NS = 5300
-"""What one SM of an H200 multiplies in a nanosecond, in the long run."""
+SM_FLOP_PER_NS = 5300  # what one SM of an H200 multiplies in a nanosecond, in the long run
 
 
 def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
-    """Fill ``call.out``; the rows of x must be a multiple of the tile's.
-
-    Without ``return_gathered`` the rank's own rows are not copied into ``gathered``: the kernel reads them from x.
+    """Fill ``call.out``; the rows of x must be a multiple of the tile's. Without ``return_gathered`` the rank's own
+    rows are not copied into ``gathered``: the kernel reads them from x.
     """
     made, work, turn, config = call.made, call.work, call.turn, call.config
     x, weight, bias = made.x, made.weight, made.bias

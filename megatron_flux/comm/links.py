@@ -12,11 +12,9 @@ none       anything else: several hosts, no peer access, no GPU
 
 Why it matters what runs beside: a fused kernel holds every SM and waits for its peers. An NCCL kernel of another group
 that is started in the other order on two ranks waits there for SMs, and for each other, without end. torch.distributed
-cannot be asked whether a group's collectives are waited for by the stream of the layers or run on one of their own, so
-whatever is not known to be waited for counts. Groups that are made after the first question are not seen.
-
-Known to be waited for: the default group's, and of those that Megatron makes over the very ranks of tensor parallelism
-the ones in :data:`WAITED_FOR` (norms, losses, gradients of norms, and what only says who is who).
+cannot be asked whether a group's collectives are waited for by the stream of the layers, so whatever is not known to be
+counts. Known are the default group's, and those over the very ranks of tensor parallelism in :data:`WAITED_FOR` (norms,
+losses, gradients of norms, and what only says who is who). Groups made after the first question are not seen.
 """
 
 from __future__ import annotations

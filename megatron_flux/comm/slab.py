@@ -306,20 +306,11 @@ def assemble(
     def table(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
+    ctrl, epochs = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     slab = Slab(
-        tp=group.size(),
-        rank=group.rank(),
-        half_bytes=half_bytes,
-        captured=captured,
-        data=data,
-        flags=flags,
-        data_table=table(data),
-        flag_table=table(flags),
-        ctrl=torch.zeros(2, dtype=torch.int32, device=device),
-        epochs=torch.tensor([1, 1], dtype=torch.int32, device=device),
-        alarm=watch.Alarm(group, device),
-        keep=keep,
-    )
+        group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
+        epochs.to(device), watch.Alarm(group, device), keep,
+    )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier(group=group)  # nobody writes a flag before everybody's are zero

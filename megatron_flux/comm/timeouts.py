@@ -1,22 +1,20 @@
 """Time-outs of device-side waits, for people; and calls that were broken off, for the calls after them.
 
 A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and
-traps. The trap ends the process with a CUDA error at its next synchronization; a daemon thread reads the alarm
-meanwhile and prints what was waited for, and the next operator call raises it as an OperatorError.
+traps. The trap ends the process with a CUDA error at its next synchronization; meanwhile a daemon thread prints what
+was waited for, and the next operator call raises it as an OperatorError.
 
-How long is too long
-    ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group waits in its own
-    collectives: that of ``new_group(timeout=...)``, in Megatron ``--distributed-timeout-minutes``, 10 minutes with NCCL
-    if nobody said anything. So a peer that is late (a checkpoint, a compilation, a slow disk) is waited for as long as
-    stock waits. It is taken when a slab is made; a time-out that the group is given later does not change it.
+How long is too long: ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group
+waits in its own collectives (``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes
+with NCCL). So a peer that is late (a checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It
+is taken when a slab is made; a time-out that the group is given later does not change it.
 
-What a user sees when a peer never comes
-    The group's watchdog knows nothing of these waits, only of the collectives queued behind them, each from when it was
-    enqueued. With the default the two end at about the same time. The alarm's line names operator, peer and epoch, then
-    comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process with its own
-    "Watchdog caught collective operation timeout" of a collective that has not begun: it is the kernel before it that
-    waits. Set the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits in
-    NCCL for one of those ranks, the watchdog is all there is.
+What a user sees when a peer never comes: the group's watchdog knows only of the collectives queued behind these waits,
+each from when it was enqueued, so with the default both end at about the same time. The alarm's line names operator,
+peer and epoch, then comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process
+with its own "Watchdog caught collective operation timeout" of a collective that has not begun: it is the kernel before
+it that waits. Set the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits
+in NCCL for one of those ranks, the watchdog is all there is.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ The rules come from measurements on four H200s. Warp-specialised kernels (result
 so what counts is the number of rounds of tiles; a tile's pieces are best sent over three quarters of the next tile's
 time. In long runs the power limit counts too, and with it how much memory a round of tiles reads: 16 row blocks at a
 time are up to 1.6 % faster than 8 (one H200, results/power-h200). Partial tiles for the own rank, on which no peer
-waits, are best done in between: kept for the end, as one round of their own, they leave the link without work (two GPUs
-in place of eight, results/stand-in-8-h200x2: 0.596 ms instead of 0.575 for m=8192, n=12288, k=1536, 0.455 instead of
-0.445 for m=2048, k=6144; as four it is even).
+waits, are best done in between: as a last round of their own they leave the link without work (two GPUs in place of
+eight, results/stand-in-8-h200x2: 0.596 ms instead of 0.575 for m=8192, n=12288, k=1536; as four it is even).
 Plain kernels (results/ops-h200x4-nvlink-triton): with 128 x 256 tiles the usual shapes make multiples of 128 tiles, so
 four of 132 SMs are free for adding partials at no cost in rounds.
 """

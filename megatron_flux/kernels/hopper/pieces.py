@@ -108,16 +108,22 @@ def rings(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def load_block(
-    a, b, row, col, k0, full, sa, sb, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, TRANSPOSED: gl.constexpr
-):
-    """Start loading one k block of both operands into a slot."""
-    mbarrier.expect(full, (BM + BN) * BK * 2)
-    copy_in(a, [row, k0], full, sa)
-    if TRANSPOSED:
-        copy_in(b, [k0, col], full, sb)
-    else:
-        copy_in(b, [col, k0], full, sb)
+def load_blocks(
+    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase."""
+    for ki in range(first, last):
+        mbarrier.wait(empty.index(slot), phase)
+        loaded = full.index(slot)
+        mbarrier.expect(loaded, (BM + BN) * BK * 2)
+        copy_in(a, [row, ki * BK], loaded, sa.index(slot))
+        if TRANSPOSED:
+            copy_in(b, [ki * BK, col], loaded, sb.index(slot))
+        else:
+            copy_in(b, [col, ki * BK], loaded, sb.index(slot))
+        slot, phase = advance(slot, phase, STAGES)
+    return slot, phase
 
 
 @gluon.jit

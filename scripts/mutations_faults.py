@@ -89,7 +89,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "90 % interval for 95 %",
-        "megatron_flux/metrics/statistics.py",
+        "megatron_flux/metrics/summary.py",
         "[2.5, 97.5]",
         "[5, 95]",
         ("tests/unit/metrics/test_statistics.py::test_the_interval_is_a_95_percent_one",),

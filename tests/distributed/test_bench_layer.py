@@ -218,7 +218,7 @@ def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "-m", "megatron_flux.run.worker", "megatron_flux.bench.layer", str(tmp_path)],
+        [sys.executable, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", str(tmp_path)],
         capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -32,31 +32,33 @@ from megatron_flux.comm.group_state import Beside, Link, state_of
 
 
 def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """The link of ``group``; collective on first use, so call it on all ranks at the same point."""
+    """The weakest link that any rank of ``group`` sees; collective on first use, at the same point on all ranks."""
     state = state_of(group)
-    if state.link is None:
-        state.link = _probe(group, device)
+    if state.link is None and device.type != "cuda":
+        state.link = Link("none", f"{device.type} tensors have no peer access")
+    elif state.link is None:
+        links = of_all_ranks(_link(group, device), group)
+        state.link = min(links, key=lambda link: ("none", "p2p", "nvlink").index(link.kind))
     return state.link
 
 
-def _probe(group: dist.ProcessGroup, device: torch.device) -> Link:
-    if device.type != "cuda":
-        return Link("none", f"{device.type} tensors have no peer access")
+def _link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """What this rank sees. Collective."""
     index = device.index if device.index is not None else torch.cuda.current_device()
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid), index)
-    everyone = of_all_ranks(mine, group)
-    if len({host for host, _, _ in everyone}) > 1:
-        return _agree(Link("none", "the group spans several hosts"), group)
-    if len({uuid for _, uuid, _ in everyone}) < len(everyone):
-        return _agree(Link("none", "two ranks share a GPU"), group)
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid))
+    hosts, uuids = zip(*of_all_ranks(mine, group), strict=True)
+    if len(set(hosts)) > 1:
+        return Link("none", "the group spans several hosts")
+    if len(set(uuids)) < len(uuids):
+        return Link("none", "two ranks share a GPU")
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for _, uuid, _ in everyone:
+    for uuid in uuids:
         if uuid not in visible:
             # One GPU visible per process: CUDA cannot be asked, symmetric memory still maps the peer's.
-            return _agree(_unseen([uuid for _, uuid, _ in everyone]), group)
+            return _unseen(list(uuids))
         if uuid != mine[1] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
-            return _agree(Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}"), group)
-    return _agree(between([visible[uuid] for _, uuid, _ in everyone]), group)
+            return Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}")
+    return between([visible[uuid] for uuid in uuids])
 
 
 def _unseen(uuids: list[str]) -> Link:
@@ -80,11 +82,6 @@ def between(devices: list[int]) -> Link:
     missing = ((a, b) for a, b in itertools.permutations(devices, 2) if not matrix[a][b])
     a, b = next(missing, (None, None))
     return Link("nvlink", "") if a is None else Link("p2p", f"no NVLink between GPU {a} and GPU {b}")
-
-
-def _agree(link: Link, group: dist.ProcessGroup) -> Link:
-    """The weakest link that any rank sees."""
-    return min(of_all_ranks(link, group), key=lambda seen: ("none", "p2p", "nvlink").index(seen.kind))
 
 
 WAITED_FOR = frozenset(

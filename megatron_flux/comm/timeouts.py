@@ -19,6 +19,7 @@ in NCCL for one of those ranks, the watchdog is all there is.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -44,7 +45,6 @@ _alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 _lock = threading.Lock()
 """Around changes of the set and walks through it: one beside the other would end the watching thread."""
 _timeouts = 0
-_thread: threading.Thread | None = None
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -52,10 +52,8 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     ``MEGATRON_FLUX_TIMEOUT_S`` is no time.
     """
     given = settings.timeout_s()
-    return _group_timeout_s(group, device) if given is None else given
-
-
-def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    if given is not None:
+        return given
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError) as error:  # a backend of another kind, or of another torch
@@ -155,8 +153,6 @@ def _watch() -> None:
             alarm.tell()
 
 
+@functools.cache
 def _start() -> None:
-    global _thread
-    if _thread is None:
-        _thread = threading.Thread(target=_watch, name="megatron-flux-watch", daemon=True)
-        _thread.start()
+    threading.Thread(target=_watch, name="megatron-flux-watch", daemon=True).start()

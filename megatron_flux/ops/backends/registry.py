@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, Protocol
 
@@ -52,7 +53,6 @@ class Backend(Protocol):
 
 
 _backends: dict[str, Backend] = {}
-_warned: set[tuple[str, str]] = set()
 
 
 def register_backend(backend: Backend) -> None:
@@ -121,11 +121,14 @@ def _select(
     if reason is not None:
         raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
     reason = _untested(backend, x, group)
-    if reason is not None and (name, reason) not in _warned:
-        _warned.add((name, reason))
-        if group.rank() == 0:
-            logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
+    if reason is not None and group.rank() == 0:
+        _warn_once(name, reason)
     return backend, []
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
 
 
 def _untested(backend: Any, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:

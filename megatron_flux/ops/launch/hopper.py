@@ -45,20 +45,11 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
             *work.arguments(turn), turn.half * (work.half_bytes // x.element_size()),
             n, k, mp, chunk_k, work.rank,
         )  # fmt: skip
-        constants = {
-            **call.constants(),
-            "GROUP": config.group,
-            "KCH": cdiv(k, chunk_k),
-            "WIDTH": 1024,
-            "PUSH": pushes,
-            "SPAN": config.span,
-            "EARLY": edges.early,
-            "LATE": edges.late,
-            "KEEP": made.return_gathered,
-            "STAGES": config.stages,
-            "RING": config.ring,
-            "BIAS": bias is not None,
-        }
+        constants = call.constants() | {
+            "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "PUSH": pushes, "SPAN": config.span,
+            "EARLY": edges.early, "LATE": edges.late, "KEEP": made.return_gathered, "STAGES": config.stages,
+            "RING": config.ring, "BIAS": bias is not None,
+        }  # fmt: skip
         return kernel_launch.by_triton(hopper_ag_gemm_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
     operands = {"xd": x, "b": weight, "c": call.out, "x": x} | ({} if bias is None else {"bias": bias})
@@ -82,13 +73,8 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
             n, cdiv(k, config.bk), mp, work.rank,
             2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS),
         )  # fmt: skip
-        constants = {
-            **call.constants(),
-            "BAND": config.band,
-            "STAGES": config.stages,
-            "RING": config.ring,
-            "PIECES": 4,
-        }
+        own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4}
+        constants = call.constants() | own
         return kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
     _launch(call, launch, {"a": x, "b": weight, "out": call.out})

@@ -39,7 +39,7 @@ MODULES = (
     "megatron_flux.run.launcher",
     "megatron_flux.train.trainer",
     "megatron_flux.train.loop",
-    "megatron_flux.train.distributed",
+    "megatron_flux.train.worker",
     "megatron_flux.train.shims",
     "megatron_flux.train.checkpoint",
     "torch.distributed.run",

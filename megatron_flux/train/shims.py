@@ -42,7 +42,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
-    """``device="cuda"`` literals and ``Tensor.cuda()`` mean the CPU: schedules, clip_grads, optimizer, DDP, rope ask."""
+    """``device="cuda"`` literals and ``Tensor.cuda()`` mean the CPU: schedules, optimizer, DDP and others ask."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

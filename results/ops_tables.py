@@ -19,7 +19,7 @@ def named(row: Row) -> list[str]:
 
 def efficiency(row: Row, method: str) -> str:
     """FLUX's overlap efficiency of a method; ``-`` where there is none."""
-    found = ops_report.efficiency(dict(row), f"{method}_ms")
+    found = ops_report.efficiency(row, method)
     return "-" if found is None else percent(found)
 
 

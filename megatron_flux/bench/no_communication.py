@@ -24,68 +24,40 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.pending import Pending
-from megatron_flux.ops import backend_names, register_backend
-from megatron_flux.ops.backends.reference import gemm
+from megatron_flux.ops.backends.reference import ReferenceBackend
 
 
-class NoCommunication:
-    """A :class:`megatron_flux.ops.backends.base.Backend` whose collectives take no time."""
+class NoCommunication(ReferenceBackend):
+    """The reference backend with collectives that take no time."""
 
     name = "floor"
     automatic = False
-    needs_cuda = False
 
     def __init__(self) -> None:
         """No buffer is made before the first call."""
         self._buffers: dict[tuple[torch.Size, torch.dtype, torch.device, int], torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Free the gather buffers."""
+        """Free all buffers. Only when every rank has finished with them."""
         self._buffers.clear()
-
-    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Nothing is refused."""
-        return None
-
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``([m, n], made-up gathered x [m, k])``."""
-        gathered = self._gathered(x, group)
-        return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
-
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """``[m/tp, n]``: the own rows of the own product."""
-        return Pending(self._scattered(gemm(x, weight, transposed=transposed), group))
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """Made-up ``[m, k]``."""
-        return Pending(self._gathered(x, group))
-
-    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        rows = y.shape[0] // group.size()
-        return y.narrow(0, group.rank() * rows, rows)
-
-    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         key = (x.shape, x.dtype, x.device, group.size())
         if key not in self._buffers:
             generator = torch.Generator(device=x.device).manual_seed(1)
             shape = (x.shape[0] * group.size(), *x.shape[1:])
             self._buffers[key] = torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
-        return self._buffers[key]
+        return Pending(self._buffers[key])
+
+    def reduce_scatter(self, y: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """``[m/tp, n]``: the own rows of the own product."""
+        rows = y.shape[0] // group.size()
+        return Pending(y.narrow(0, group.rank() * rows, rows))
 
 
 class Unsynchronised(NoCommunication):
-    """A backend that starts every collective's copies and waits for none."""
+    """Collectives whose copies are started and never waited for."""
 
     name = "busy-floor"
 
@@ -100,15 +72,17 @@ class Unsynchronised(NoCommunication):
         super().clear()
         self._targets.clear()
 
-    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """Made-up ``[m, k]``, while ``x`` goes to every peer."""
         self._send([x] * (group.size() - 1), group)
-        return super()._gathered(x, group)
+        return super().all_gather(x, group, async_op=async_op)
 
-    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def reduce_scatter(self, y: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """The own rows of the own product, while the others go to their ranks."""
         size, rank = group.size(), group.rank()
         parts = y.chunk(size)
         self._send([parts[(rank - step) % size] for step in range(1, size)], group)
-        return super()._scattered(y, group)
+        return super().reduce_scatter(y, group, async_op=async_op)
 
     def _send(self, shards: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Start copying a shard to each peer, step ``d`` to rank ``r - d``, behind what the stream was given so far."""
@@ -139,9 +113,3 @@ class Unsynchronised(NoCommunication):
 
 FLOORS: dict[str, NoCommunication] = {"floor": NoCommunication(), "busy_floor": Unsynchronised()}
 """By the arm that runs it."""
-
-
-def register(backend: NoCommunication) -> None:
-    """Make ``backend`` known under its name; harmless the second time."""
-    if backend.name not in backend_names():
-        register_backend(backend)

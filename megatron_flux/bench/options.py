@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_flux.bench.shapes import LAYERS, MODELS, Case, cases
+from megatron_flux.bench.shapes import DIRECTIONS, LAYERS, MODELS, Case, cases
 from megatron_flux.errors import UserError
 
 
-class CallOptions(BaseModel):
-    """Which calls, on how many GPUs; for both commands. The descriptions are the help texts."""
+class Options(BaseModel):
+    """What cannot change and has no other fields. Of options as given, the descriptions are the help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CallOptions(Options):
+    """Which calls, on how many GPUs; for both commands."""
 
     models: str = Field(",".join(MODELS), description="Models whose linear layers are called, separated by commas.")
     tokens: str = Field("1024,2048,4096,8192,16384", description="Rows m of the whole group, separated by commas.")
@@ -26,10 +31,8 @@ class CallOptions(BaseModel):
     dtype: Literal["bf16", "fp16"] = Field("bf16", description="Of operands and results.")
 
 
-class OpsOptions(BaseModel):
+class OpsOptions(Options):
     """Options of ``bench ops`` alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
     burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
@@ -45,10 +48,8 @@ class OpsOptions(BaseModel):
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
 
-class TuneOptions(BaseModel):
+class TuneOptions(Options):
     """Options of ``tune`` alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seconds_per_shape: float = Field(30.0, gt=0, description="Begin no further candidate after this long.")
     force: bool = Field(False, description="Measure again what is kept already.")
@@ -58,10 +59,8 @@ class TuneOptions(BaseModel):
     )
 
 
-class Calls(BaseModel):
+class Calls(Options):
     """The calls of a run, checked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     models: list[str]
     tokens: list[int]
@@ -69,6 +68,27 @@ class Calls(BaseModel):
     directions: list[str]
     tp: int
     dtype: Literal["bf16", "fp16"]
+
+    @classmethod
+    def of(cls, options: CallOptions, tp: int) -> Calls:
+        """What ``options`` mean on ``tp`` ranks.
+
+        Raises:
+            UserError: an unknown name, a number that is none, or sizes that ``tp`` does not divide.
+        """
+        tokens = [word.strip() for word in options.tokens.split(",") if word.strip()]
+        if not tokens or not all(word.isdecimal() and int(word) for word in tokens):
+            raise UserError(f"--tokens {options.tokens}: give whole numbers greater than 0, separated by commas")
+        found = cls(
+            models=named("model", options.models, MODELS),
+            tokens=list(dict.fromkeys(map(int, tokens))),
+            layers=named("layer", options.layers, LAYERS),
+            directions=named("direction", options.directions, DIRECTIONS),
+            tp=tp,
+            dtype=options.dtype,
+        )
+        found.cases()
+        return found
 
     def cases(self) -> list[Case]:
         """One for every layer, direction, size and model."""
@@ -90,39 +110,11 @@ class TuneRun(Calls, TuneOptions):
     cache: Path
 
 
-def calls(options: CallOptions, tp: int) -> Calls:
-    """The calls that ``options`` mean on ``tp`` ranks.
-
-    Raises:
-        UserError: an unknown model, layer or direction, a number that is none, or sizes that ``tp`` does not divide.
-    """
-    unknown = [layer for layer in _words("--layers", options.layers) if layer not in LAYERS]
-    if unknown:
-        raise UserError(f"unknown layer {unknown[0]!r}; use one or more of: {', '.join(LAYERS)}")
-    found = Calls(
-        models=_words("--models", options.models),
-        tokens=_numbers("--tokens", options.tokens),
-        layers=_words("--layers", options.layers),
-        directions=_words("--directions", options.directions),
-        tp=tp,
-        dtype=options.dtype,
-    )
-    found.cases()
-    return found
-
-
-def _words(option: str, text: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not words:
-        raise UserError(f"{option} {text!r} names nothing; give names separated by commas")
-    return words
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in _words(option, text)]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} {text}: give whole numbers greater than 0, separated by commas")
-    return numbers
+def named(kind: str, text: str, known: Collection[str]) -> list[str]:
+    """The names in the option ``--{kind}s``, each once; refuses one that is not ``known``, and none at all."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        problem = f"unknown {kind} {unknown[0]!r}" if unknown else f"--{kind}s {text!r} names nothing"
+        raise UserError(f"{problem}; use one or more of: {', '.join(known)}")
+    return names

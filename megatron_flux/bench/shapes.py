@@ -1,7 +1,8 @@
-"""The linear layers of the models the operators are measured on."""
+"""The linear layers of the models that benchmarks and the cost model know, and the operator calls they make."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_flux.errors import UserError
@@ -31,6 +32,13 @@ class Model:
             gated=shape.activation == "swiglu",
         )
 
+    def check_divides(self, name: str, tp: int, **more: int) -> None:
+        """Refuse sizes, and ``more`` of them by their names, that ``tp`` does not divide."""
+        sizes: Mapping[str, int] = {"heads": self.heads, "key/value heads": self.groups, "MLP columns": self.ffn}
+        for what, size in {**sizes, **more}.items():
+            if size % tp:
+                raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another --nproc")
+
 
 MODELS = {
     "gpt3-175b": Model.of(PRESETS["gpt3-175b"].shape),
@@ -38,6 +46,7 @@ MODELS = {
     "llama-405b": Model.of(LLAMA3_405B),
 }
 LAYERS = ("qkv", "proj", "fc1", "fc2")
+DIRECTIONS = ("forward", "dgrad")
 
 
 @dataclass(frozen=True)
@@ -64,43 +73,31 @@ class Case:
 
 
 def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) -> list[Case]:
-    """All calls of the chosen models: QKV and FC1 gather, proj and FC2 scatter; in dgrad the other way round.
+    """All calls of the chosen models.
 
     Raises:
-        UserError: an unknown model or direction, or tokens or a layer that ``tp`` does not divide.
+        UserError: tokens or a layer that ``tp`` does not divide.
     """
     found = []
     for name in models:
-        if name not in MODELS:
-            raise UserError(f"unknown model {name!r}; use one of: {', '.join(MODELS)}")
-        model = MODELS[name]
-        for size, what in ((model.heads, "heads"), (model.groups, "key/value heads"), (model.ffn, "MLP columns")):
-            if size % tp:
-                raise UserError(f"{name} has {size} {what}, which are not divisible by the group size {tp}")
         for m in tokens:
-            if m % tp:
-                raise UserError(f"{m} tokens are not divisible by the group size {tp}")
+            MODELS[name].check_divides(name, tp, tokens=m)
             for direction in directions:
-                found += layer_cases(name, model, m, direction, tp)
+                found += layer_cases(name, MODELS[name], m, direction, tp)
     return found
 
 
 def layer_cases(name: str, model: Model, m: int, direction: str, tp: int) -> list[Case]:
-    """The four calls of one layer in one direction; sizes are not checked.
+    """The four calls of one layer in one direction, sizes unchecked: QKV and FC1 gather, proj and FC2 scatter.
 
-    Raises:
-        UserError: a direction other than forward and dgrad.
+    In dgrad it is the other way round.
     """
-    h = model.hidden
-    qkv = (model.heads + 2 * model.groups) * model.head_dim // tp
-    fc1 = model.ffn * (2 if model.gated else 1) // tp
-    proj, fc2 = model.heads * model.head_dim // tp, model.ffn // tp
-    if direction == "forward":
-        sizes = [("all_gather_gemm", "qkv", qkv, h), ("gemm_reduce_scatter", "proj", h, proj),
-                 ("all_gather_gemm", "fc1", fc1, h), ("gemm_reduce_scatter", "fc2", h, fc2)]  # fmt: skip
-    elif direction == "dgrad":
-        sizes = [("gemm_reduce_scatter", "qkv", h, qkv), ("all_gather_gemm", "proj", proj, h),
-                 ("gemm_reduce_scatter", "fc1", h, fc1), ("all_gather_gemm", "fc2", fc2, h)]  # fmt: skip
-    else:
-        raise UserError(f"unknown direction {direction!r}; use forward or dgrad")
-    return [Case(op, name, layer, direction, m, n, k) for op, layer, n, k in sizes]
+    qkv = (model.heads + 2 * model.groups) * model.head_dim
+    widths = (qkv, model.heads * model.head_dim, model.ffn * (2 if model.gated else 1), model.ffn)
+    found = []
+    for layer, width in zip(LAYERS, widths, strict=True):
+        if (layer in ("qkv", "fc1")) == (direction == "forward"):
+            found.append(Case("all_gather_gemm", name, layer, direction, m, width // tp, model.hidden))
+        else:
+            found.append(Case("gemm_reduce_scatter", name, layer, direction, m, model.hidden, width // tp))
+    return found

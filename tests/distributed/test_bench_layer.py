@@ -37,7 +37,7 @@ def config(tp: int, **changes: Any) -> LayerConfig:
 
 def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dict[str, Any]:
     from megatron_flux.bench import layer
-    from megatron_flux.ops.backends.reference import ReferenceBackend
+    from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
 
     layer_config.LAYER_MODELS.update(SMALL)
     stock = ReferenceBackend.gemm_reduce_scatter
@@ -46,7 +46,7 @@ def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dic
         def own_part_only(self, x, weight, group, *, transposed, async_op):
             from megatron_flux.bench.no_communication import NoCommunication
 
-            return NoCommunication().gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
+            return NoCommunication().reduce_scatter(gemm(x, weight, transposed=transposed), group, async_op=async_op)
 
         ReferenceBackend.gemm_reduce_scatter = own_part_only
     try:
@@ -143,8 +143,8 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
     import torch
     import torch.distributed as dist
 
-    from megatron_flux.bench.collectives import Collectives
-    from megatron_flux.bench.layer_rounds import interleave
+    from megatron_flux.bench.layer_steps import interleave
+    from megatron_flux.bench.process_group import Collectives
 
     order: list[str] = []
     arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
@@ -159,7 +159,7 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
         deadline=time.monotonic() + (-1 if late == (dist.get_rank() == 0) else 1000),
     )
     turns = ["".join(order[i : i + 9 : 3]) for i in range(0, len(order), 9)]
-    return turns, {name: len(s.step_ms) for name, s in samples.items()}
+    return turns, {name: len(s["step_ms"]) for name, s in samples.items()}
 
 
 class Gpu:
@@ -177,8 +177,8 @@ def clocks() -> list[float | None]:
     import torch
     import torch.distributed as dist
 
-    from megatron_flux.bench.collectives import Collectives
-    from megatron_flux.bench.layer_rounds import interleave
+    from megatron_flux.bench.layer_steps import interleave
+    from megatron_flux.bench.process_group import Collectives
 
     found = interleave(
         {"a": (lambda: time.sleep(0.05), nullcontext)},
@@ -189,7 +189,7 @@ def clocks() -> list[float | None]:
         burst=2,
         gpu=Gpu(),
     )
-    return found["a"].sm_clock_mhz
+    return found["a"]["sm_clock_mhz"]
 
 
 def test_clocks_are_the_slowest_gpus_from_the_second_round_on(world2: WorkerPool) -> None:
@@ -236,7 +236,7 @@ def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
 def attempt(fails_on: int) -> tuple[Any, Any]:
     import torch.distributed as dist
 
-    from megatron_flux.bench.collectives import Collectives
+    from megatron_flux.bench.process_group import Collectives
 
     def action() -> str:
         if dist.get_rank() == fails_on:

@@ -44,21 +44,25 @@ class ReferenceBackend:
         return_gathered: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        gathered = collectives.all_gather(x, group).wait()
+        gathered = self.all_gather(x, group, async_op=False).wait()
         return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
 
     def gemm_reduce_scatter(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
     ) -> Pending:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return collectives.reduce_scatter(gemm(x, weight, transposed=transposed), group, async_op=async_op)
+        return self.reduce_scatter(gemm(x, weight, transposed=transposed), group, async_op=async_op)
 
     def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
         """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         return collectives.all_gather(x, group, async_op=async_op)
 
+    def reduce_scatter(self, y: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """Partial sums ``[m, n]`` to the own rows of the sum, ``[m/tp, n]``."""
+        return collectives.reduce_scatter(y, group, async_op=async_op)
 
-class GemmOnly:
+
+class GemmOnly(ReferenceBackend):
     """The reference backend without communication, for measuring: its time is the GEMM's, its results are wrong."""
 
     def __init__(self) -> None:
@@ -73,28 +77,11 @@ class GemmOnly:
             return False
         return True
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GEMM over this rank's rows, repeated to the gathered size."""
+    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """The own rows, repeated to the gathered size."""
         assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
+        return Pending(self._gathered)
 
-    def gemm_reduce_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        async_op: bool = False,
-    ) -> Pending:
-        """The GEMM, nothing summed."""
-        return Pending(gemm(x, weight, transposed=transposed))
+    def reduce_scatter(self, y: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+        """Nothing is summed."""
+        return Pending(y)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.bench import async_tp, ops, tune
+from megatron_flux.bench import async_tp, ops, process_group, tune
 from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.cli import main as cli
 from megatron_flux.run import launcher
@@ -83,11 +83,11 @@ def test_without_gpus(run: Run, command: list[str], works: list[str]) -> None:
         (["--models", ","], ["--models", "names nothing"]),
         (["--tokens", "1k"], ["--tokens 1k", "whole numbers"]),
         (["--tokens", "1024,0"], ["--tokens 1024,0", "greater than 0"]),
-        (["--tokens", "1025"], ["1025 tokens", "group size 8"]),
+        (["--tokens", "1025"], ["1025 tokens", "8 GPUs"]),
         (["--layers", "qkv,mlp"], ["'mlp'", "qkv, proj, fc1, fc2"]),
-        (["--directions", "back"], ["'back'", "forward or dgrad"]),
+        (["--directions", "back"], ["direction 'back'", "forward, dgrad"]),
         (["--nproc", "1"], ["--nproc 1", "greater than or equal to 2"]),
-        (["--nproc", "16"], ["llama-70b has 8 key/value heads", "group size 16"]),
+        (["--nproc", "16"], ["llama-70b: 8 key/value heads", "16 GPUs"]),
     ],
 )
 @pytest.mark.parametrize("command", [["bench", "ops"], ["tune"]], ids=["ops", "tune"])
@@ -292,8 +292,8 @@ def test_the_log_says_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RANK", raising=False)
 
     def work() -> None:
-        with ops._logged_to(tmp_path / "log.txt"):
-            ops.logger.warning("a line")
+        with process_group.logged_to(tmp_path / "log.txt"):
+            process_group.logger.warning("a line")
             raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
@@ -301,4 +301,4 @@ def test_the_log_says_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert lines[0].endswith(" a line")
     assert lines[1] == "ended by ValueError: boom"
-    assert not any("log.txt" in str(handler) for handler in ops.logger.handlers)
+    assert not any("log.txt" in str(handler) for handler in process_group.logger.handlers)

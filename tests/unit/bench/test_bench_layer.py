@@ -14,9 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_flux.bench import layer_arms, layer_report
-from megatron_flux.bench.layer_blocks import prepare_gradients, share, shared_name
+from megatron_flux.bench.layer_arms import prepare_gradients, share, shared_name
 from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
-from megatron_flux.bench.layer_rounds import Samples
 from megatron_flux.bench.layer_workload import complete, row
 from megatron_flux.cli.main import app
 from megatron_flux.errors import FluxError, UserError
@@ -71,11 +70,15 @@ def test_overrides_and_order() -> None:
     ("options", "tp", "said"),
     [
         ({"models": "gpt4"}, 8, "unknown model 'gpt4'; use one or more of: gpt3-175b, llama-70b, llama-405b, tiny"),
-        ({"models": " ,"}, 8, "no model given"),
+        ({"models": " ,"}, 8, "--models .* names nothing; use one or more of: gpt3"),
         ({"arms": "te,flux"}, 8, "unknown arm 'flux'; use one or more of: te, local, te_ub"),
         ({"backend": "floor7"}, 8, "unknown backend 'floor7'"),
-        ({"models": "llama-70b"}, 16, "llama-70b-4096x2: key/value groups 8 is not divisible by 16"),
-        ({"models": "gpt3-175b", "seq": 100}, 8, "gpt3-175b-100x4: seq 100 is not divisible by 8"),
+        ({"models": "llama-70b"}, 16, "llama-70b-4096x2: 8 key/value heads cannot be divided among 16 GPUs"),
+        (
+            {"models": "gpt3-175b", "seq": 100},
+            8,
+            "gpt3-175b-100x4: 100 tokens a sequence cannot",
+        ),
         ({}, 1, "needs tensor parallelism"),
         ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
     ],
@@ -106,13 +109,13 @@ def test_quartiles() -> None:
 
 
 def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
-    made = layer_arms.Arm(arm, "local", step=lambda: None, active=lambda: None, facts={"peak_memory_gb": 7.0})
-    samples = Samples(
-        step_ms=[ms * 4 * f for f in (0.9, 1.0, 1.1)],
-        host_ms=[8.0, 9.0, 10.0],
-        sm_clock_mhz=[None, 1500.0, 1400.0],
-        throttle_reasons=[[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
-    )
+    made = layer_arms.Arm(arm, step=lambda: None, active=lambda: None, facts={"peak_memory_gb": 7.0})
+    samples = {
+        "step_ms": [ms * 4 * f for f in (0.9, 1.0, 1.1)],
+        "host_ms": [8.0, 9.0, 10.0],
+        "sm_clock_mhz": [None, 1500.0, 1400.0],
+        "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
+    }
     agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
     return row(GPT, made, samples, agreement, **more)
 

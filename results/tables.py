@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron_flux.bench.ops_report import chosen
+from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import cases
 from megatron_flux.metrics.statistics import relative_differences, spread
 from results.ops_tables import beside, named, operators

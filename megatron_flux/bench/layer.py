@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.bench import layer_report
+from megatron_flux.bench import report
 from megatron_flux.bench.layer_config import LayerConfig
 from megatron_flux.bench.layer_workload import WorkloadBench
 from megatron_flux.bench.process_group import Collectives, logged_to
@@ -115,7 +115,7 @@ def measure(config: LayerConfig, out: Path) -> None:
     with logged_to(out / "log.txt"), cpu_shims(), process_groups(config):
         summary = run(config, out, log=logger.info)
         if rank.is_first():
-            (out / "plot.svg").write_text(layer_report.svg(summary))
+            (out / "plot.svg").write_text(report.layers_svg(summary))
             with (out / "log.txt").open("a", encoding="utf-8") as file:
-                layer_report.print_summary(summary, file)
-            layer_report.print_summary(summary)
+                report.show_layers(summary, file)
+            report.show_layers(summary)

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_flux.bench.options import Options, named
-from megatron_flux.bench.shapes import MODELS, Model
+from megatron_flux.bench.shapes import MODELS, Model, Options, named
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 

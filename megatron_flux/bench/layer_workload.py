@@ -22,7 +22,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,9 @@ TOLERANCE = 0.05
 """Of every difference between arms, relative."""
 
 
-class Result(NamedTuple):
-    """What one step left on this rank, and its norms over all ranks."""
-
-    tensors: list[torch.Tensor]
-    """Output and input gradient without the residual's share, then one product per weight gradient."""
-    norms: list[float]
+Result = list[torch.Tensor]
+"""What one step left on this rank: output and input gradient without the residual's share, then one product per weight
+gradient."""
 
 
 @dataclass
@@ -78,15 +75,9 @@ class WorkloadBench:
                 for arm in arms:
                     self._capture(arm, results[arm.name])
             samples = interleave(
-                {arm.name: (arm.step, arm.active) for arm in arms},
-                self.group,
-                self.collectives,
-                self.device,
-                rounds=self.config.rounds,
-                burst=self.config.burst,
-                deadline=deadline,
-                gpu=self._gpu(),
-            )
+                {arm.name: (arm.step, arm.active) for arm in arms}, self.group, self.collectives, self.device,
+                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=_gpu(self.device),
+            )  # fmt: skip
             rows = [self._row(arm, samples[arm.name], results) for arm in arms]
             complete(rows)
             # Userbuffers and graphs must be idle when they go.
@@ -139,13 +130,6 @@ class WorkloadBench:
                 self.skipped.append({**self.workload.model_dump(), "arm": name, "reason": reason})
                 self._tell(f"{name}: skipped: {reason}")
         return arms
-
-    def _gpu(self) -> nvml.Gpu | None:
-        """The GPU of this rank, where NVML tells of it."""
-        try:
-            return nvml.of_device(self.device)
-        except LookupError:
-            return None
 
     def _build(self, kind: layer_arms.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.group.size()
@@ -217,23 +201,19 @@ class WorkloadBench:
             parameter.main_grad.zero_()
         with arm.active():
             y, dx = arm.step()
-        tensors = [y.float() - self.x.detach().float(), dx.float() - self.dy.float()]
-        tensors += [_product(self.weights[name].main_grad) for name in sorted(self.weights)]
-        return Result(tensors, self._norms(tensors))
+        products = [_product(self.weights[name].main_grad) for name in sorted(self.weights)]
+        return [y.float() - self.x.detach().float(), dx.float() - self.dy.float(), *products]
 
     def _compare(self, result: Result, reference: Result) -> dict[str, Any]:
-        """Relative differences, and whether all are within the tolerance (NaN is not). A collective call.
-
-        Returns:
-            ``y``, ``dx``: norm of the difference; ``wgrad``: the same of the weight that differs most; ``y_norm``,
-            ``dx_norm``: difference of the norms; ``ok``.
+        """Norms of the differences, relative to the reference's, of ``y``, ``dx`` and the weight gradient that differs
+        most (``wgrad``), and whether all are within the tolerance (NaN is not: ``ok``). A collective call.
         """
-        differences = self._norms([a - b for a, b in zip(result.tensors, reference.tensors, strict=True)])
-        y, dx, *wgrads = (_ratio(d, norm) for d, norm in zip(differences, reference.norms, strict=True))
-        y_norm, dx_norm = (_ratio(abs(a - b), b) for a, b in zip(result.norms[:2], reference.norms[:2], strict=True))
+        differences = self._norms([a - b for a, b in zip(result, reference, strict=True)])
+        norms = self._norms(reference)
+        y, dx, *wgrads = (d / norm if norm else math.nan for d, norm in zip(differences, norms, strict=True))
         # max() would pass over a NaN.
         wgrad = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
-        found = {"y": y, "dx": dx, "wgrad": wgrad, "y_norm": y_norm, "dx_norm": dx_norm}
+        found = {"y": y, "dx": dx, "wgrad": wgrad}
         ok = all(value <= TOLERANCE for value in found.values())
         # JSON has no NaN.
         return {**{name: float(f"{v:.3g}") if math.isfinite(v) else None for name, v in found.items()}, "ok": ok}
@@ -268,6 +248,14 @@ class WorkloadBench:
             torch.cuda.synchronize(self.device)
 
 
+def _gpu(device: torch.device) -> nvml.Gpu | None:
+    """The GPU of this rank, where NVML tells of it."""
+    try:
+        return nvml.of_device(device)
+    except LookupError:
+        return None
+
+
 def _product(gradient: torch.Tensor) -> torch.Tensor:
     """A matrix times a fixed random vector; a vector as it is."""
     if gradient.dim() == 1:
@@ -275,10 +263,6 @@ def _product(gradient: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator(device=gradient.device).manual_seed(2)
     vector = torch.randn(gradient.shape[1], generator=generator, device=gradient.device, dtype=gradient.dtype)
     return gradient @ vector
-
-
-def _ratio(difference: float, norm: float) -> float:
-    return difference / norm if norm else math.nan
 
 
 def row(

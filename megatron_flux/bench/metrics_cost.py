@@ -17,8 +17,6 @@ all ranks is compared as well: on a machine that others use, too, it says what w
     between_steps_ms        median and mean of flux/metrics_ms: rank 0's host time behind a step, with the wait for the
                             slowest rank
     between_steps_percent   100 * mean of it / recorded_ms
-    sampled_step_ms, other_step_ms   median iteration-time of sampled and of other steps
-    first_sample_ms         flux/metrics_ms of the first sampled step, which measures GEMMs alone; in no other figure
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from megatron_flux.bench.options import Options
+from megatron_flux.bench.shapes import Options
 from megatron_flux.metrics import read_records, strict_json
 from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.run.folder import CONFIG
@@ -98,48 +96,32 @@ def measure(config: RunConfig, options: CostOptions) -> None:
 def _timed(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
     """Wall seconds of the slowest rank and processor seconds of all together, from one idle device to the next."""
 
-    def clocks() -> tuple[float, float]:
+    def clocks() -> torch.Tensor:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter(), time.process_time()
+        return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
     clocks()
     dist.barrier()
     before = clocks()
     run()
-    wall, cpu = torch.tensor(clocks(), dtype=torch.float64, device=device).sub(
-        torch.tensor(before, dtype=torch.float64, device=device)
-    )
+    wall, cpu = (clocks() - before).to(device)
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
     dist.all_reduce(cpu)
     return wall.item(), cpu.item()
 
 
 def summarize(blocks: list[dict[str, Any]], records: list[dict[str, Any]], warm: int) -> dict[str, Any]:
-    """``summary.json``.
-
-    Args:
-        blocks: ``kind``, ``steps`` and ``seconds`` of every block, in order; pairs are neighbours.
-        records: of the recorded steps.
-        warm: iterations up to this one are in no figure, but for the first sample.
-    """
+    """``summary.json`` of blocks in order (pairs are neighbours), and of records from behind iteration ``warm``."""
     # A record holds what recording the one before took.
-    took = {record["iteration"] - 1: record.get("flux/metrics_ms") for record in records}
-    between = [value for iteration, value in took.items() if iteration > warm and value is not None]
-    times = {
-        sampled: [1e3 * r["iteration-time"] for r in records if r["iteration"] > warm and r["flux/sampled"] == sampled]
-        for sampled in (True, False)
-    }
-    first = next((r["iteration"] for r in records if r["flux/sampled"]), None)
+    times = [r.get("flux/metrics_ms") for r in records if r["iteration"] > warm + 1]
+    taken = [value for value in times if value is not None]
     found = {**_compared(blocks, "seconds", ""), **_compared(blocks, "cpu_seconds", "cpu_")}
-    mean = statistics.fmean(between) if between else None
+    mean = statistics.fmean(taken) if taken else None
     return {
         **found,
-        "between_steps_ms": {"median": _median(between), "mean": mean},
+        "between_steps_ms": {"median": statistics.median(taken) if taken else None, "mean": mean},
         "between_steps_percent": None if mean is None else 100 * mean / found["recorded_ms"],
-        "sampled_step_ms": _median(times[True]),
-        "other_step_ms": _median(times[False]),
-        "first_sample_ms": None if first is None else took.get(first),
     }
 
 
@@ -162,21 +144,13 @@ def _compared(blocks: list[dict[str, Any]], clock: str, prefix: str) -> dict[str
     }
 
 
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def _log(summary: dict[str, Any]) -> None:
     for clock, prefix in (("wall", ""), ("processor", "cpu_")):
         interval = summary[f"{prefix}cost_percent_ci95"]
-        cost, bare, recorded = (
-            summary[f"{prefix}cost_percent"], summary[f"bare_{prefix}ms"], summary[f"recorded_{prefix}ms"]
-        )  # fmt: skip
         shown = "{:+.2f} to {:+.2f} %".format(*interval) if interval else "no interval: fewer than six pairs"
-        logger.info(
-            f"recording costs {cost:+.2f} % of a step's {clock} time ({shown}): {bare:.2f} ms bare, {recorded:.2f} ms "
-            "recorded"
-        )
+        bare, recorded = summary[f"bare_{prefix}ms"], summary[f"recorded_{prefix}ms"]
+        cost = f"recording costs {summary[f'{prefix}cost_percent']:+.2f} % of a step's {clock} time ({shown})"
+        logger.info(f"{cost}: {bare:.2f} ms bare, {recorded:.2f} ms recorded")
     if summary["between_steps_percent"] is not None:
         mean, share = summary["between_steps_ms"]["mean"], summary["between_steps_percent"]
         logger.info(f"between steps {mean:.3f} ms, {share:.2f} % of a step, waits for slower ranks included")

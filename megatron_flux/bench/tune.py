@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import ops_report, process_group, variants
-from megatron_flux.bench.options import TuneRun
-from megatron_flux.bench.shapes import Case
+from megatron_flux.bench import ops, process_group, report
+from megatron_flux.bench.shapes import Case, TuneRun
 from megatron_flux.comm import rank_errors
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.numbers import milliseconds
@@ -48,15 +47,15 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, _tuner_settings(wanted, Path(scratch, "tuned.json")):
         for number, case in enumerate(cases, 1):
-            x, weight = variants.operands(case, group, dtype, device)
-            key = variants.tuning_key(case, x, group.size(), link.kind)
+            x, weight = ops.operands(case, group, dtype, device)
+            key = ops.tuning_key(case, x, group.size(), link.kind)
             known = key in tuned.decisions(group).answers or rank_errors.first_rank(group, partial(_kept, key))
-            variants.call(case, x, weight, group, "tuned")()
+            ops.call(case, x, weight, group, "tuned")()
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
             rank_errors.first_rank(group, partial(_keep, wanted, key, answer))
             if group.rank() == 0:
-                name, ms = ops_report.chosen(answer), answer["ms"]
+                name, ms = report.chosen(answer), answer["ms"]
                 log(
                     f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
                     f"{case.direction} m={case.m} n={case.n} k={case.k}: {name} {milliseconds(ms.get(name))} ms, "
@@ -105,5 +104,5 @@ def work(text: str) -> None:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
         names = [(f"{case.model} {case.layer} {case.direction}", key) for case, key, _ in done]
-        ops_report.show_choices({key: answer for _, key, answer in done}, calls=names)
+        report.show_choices({key: answer for _, key, answer in done}, calls=names)
         logger.info("choices: %s", wanted.cache)

@@ -12,7 +12,7 @@ import typer
 
 from megatron_flux.bench.layer_config import LayerOptions, resolve
 from megatron_flux.bench.metrics_cost import CostOptions
-from megatron_flux.bench.options import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun
+from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun
 from megatron_flux.cli import start
 from megatron_flux.cli.start import DryRun, with_options
 from megatron_flux.cli.train import resolved
@@ -47,34 +47,28 @@ def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
         return
     run = run.model_copy(update={"out": made})
     about = f"{len(run.cases())} calls on {run.tp} GPUs, run folder {made}"
-    left = f"what was recorded is in {made}"
+    left = f"what was measured is in {made}"
     start.on_ranks(run.command, about, module, run.model_dump_json(), run.tp, left=left)
-    _measure_async_tp(run)
-
-
-def _measure_async_tp(run: OpsRun) -> None:
-    """Once more async-TP, in processes with a ``CUDA_DEVICE_MAX_CONNECTIONS`` that suits it."""
-    from megatron_flux.bench import async_tp, ops_report
-
-    value = async_tp.wanted(run)
-    if value is None:
+    queues = module.own_queues(run)
+    if queues is None:
         return
     if launcher.launched():
         if rank.is_first():
             typer.echo(
-                f"async-TP was not measured with {async_tp.VARIABLE}={value}: a launcher has started these processes; "
+                f"async-TP was not measured with {module.QUEUES}={queues}: a launcher has started these processes; "
                 "run bench ops without one",
                 err=True,
             )
         return
-    before = os.environ[async_tp.VARIABLE]
-    os.environ[async_tp.VARIABLE] = value
+    again = run.model_copy(update={"command": "async-TP"})
+    before = os.environ[module.QUEUES]
+    os.environ[module.QUEUES] = queues
     try:
-        left = f"all else was measured and is in {run.out}"
-        launcher.launch(async_tp.__name__, run.model_dump_json(), run.tp, left=left)
+        launcher.launch(
+            module.__name__, again.model_dump_json(), run.tp, left=f"all else was measured and is in {made}"
+        )
     finally:
-        os.environ[async_tp.VARIABLE] = before
-    ops_report.show_async_tp(async_tp.join(run.out))
+        os.environ[module.QUEUES] = before
 
 
 @with_options
@@ -135,14 +129,14 @@ def _require_writable(cache: Path) -> None:
 
 
 def _show(cache: Path, *, asked: bool) -> None:
-    from megatron_flux.bench import ops_report
+    from megatron_flux.bench import report
     from megatron_flux.ops.backends import tuning_cache
 
     if asked and not cache.exists():
         raise UserError(f"--cache {cache} does not exist; give a file that `megatron-flux tune` has written")
     kept = tuning_cache.load(cache)
     if kept:
-        ops_report.show_choices(kept)
+        report.show_choices(kept)
     typer.echo(f"choices: {cache}" if kept else f"nothing has been tuned yet: no choices in {cache}")
 
 

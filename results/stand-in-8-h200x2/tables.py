@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.bench.ops_report import chosen
+from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import Case, cases
 from results.readme_tables import SHORT, X, between_marks, percent, table
 

@@ -16,11 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import async_tp, ops, ops_report, process_group, tune
-from megatron_flux.bench import variants as ways_of
-from megatron_flux.bench.options import OpsRun, TuneRun
-from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.variants import BACKENDS, call, operands, variants
+from megatron_flux.bench import ops, process_group, report, tune
+from megatron_flux.bench.ops import BACKENDS, call, operands, variants
+from megatron_flux.bench.shapes import Case, OpsRun, TuneRun
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import registry
@@ -81,7 +79,7 @@ def without_gpus() -> Iterator[Tuned]:
         patch.setattr(tuner.links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(ops, "_link_rate", lambda *_: 100.0)
-        patch.setattr(ways_of, "timed", timed)
+        patch.setattr(ops, "timed", timed)
         pipelined, fused = Named("pipelined"), Named("fused")
         tuned = Tuned(ReferenceBackend(), pipelined, fused)  # type: ignore[arg-type]
         for backend in (pipelined, fused, tuned):
@@ -143,25 +141,26 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert [line["layer"] for line in rounds] == ["fc1", "fc2", "fc1", "fc2"]
     assert set(rounds[0]["ms"]) == set(TIMES)
     assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
-    ops_report.show(summary)
+    report.show_ops(summary)
 
 
-def bench_async_tp(out: Path) -> list[dict[str, Any]]:
-    with without_gpus():
-        return async_tp.measured(run_of(out), CASES, dist.group.WORLD, CPU)
+def bench_async_tp(out: Path) -> dict[str, Any]:
+    with without_gpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+        return ops.add_async_tp(run_of(out), dist.group.WORLD)
 
 
-def test_async_tp_by_itself_has_the_calls_of_the_main_pass(world2: WorkerPool, tmp_path: Path) -> None:
+def test_async_tp_by_itself_has_the_calls_of_the_main_pass(
+    world2: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary, _ = world2.run(bench, tmp_path / "run", tmp_path / "tuned.json")[0]
-    first, second = world2.run(bench_async_tp, tmp_path)
-    assert first == second
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "rows": first[:-1]}
-    (tmp_path / "run" / "async-tp.json").write_text(json.dumps(found))
-    joined = async_tp.join(tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == joined
+    first, second = world2.run(bench_async_tp, tmp_path / "run")
+    assert first == second == json.loads((tmp_path / "run" / "summary.json").read_text())
     own = {"gemm_ms": 1.0, "serial_ms": 1.5, "async_tp_ms": 1.3}
-    assert [row.pop("async_tp_own") for row in joined["rows"]] == [own, own, own, None]
-    assert {**joined, "async_tp_connections": None} == {**summary, "async_tp_connections": None}
+    expected = [{**row, "async_tp_own": own} for row in summary["rows"]]
+    assert first == {**summary, "async_tp_connections": "8", "rows": expected}
+    report.show_async_tp(first)
+    assert "40%" in capsys.readouterr().out
 
 
 def test_time_that_is_up_ends_all_ranks_at_the_same_call(world2: WorkerPool, tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], in
         calls = run_of(cache).model_dump(include={"models", "tokens", "layers", "directions", "tp", "dtype"})
         wanted = TuneRun(**calls, cache=cache, force=force)
         done = tune.run(wanted, [*CASES, CASES[0]], dist.group.WORLD, said.append)
-        return [(key, ops_report.chosen(answer)) for _, key, answer in done], said, tuned.measured
+        return [(key, report.chosen(answer)) for _, key, answer in done], said, tuned.measured
 
 
 def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:

@@ -139,6 +139,12 @@ def test_a_wrong_arm_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None
     assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
 
 
+def test_a_run_in_which_no_arm_can_run_says_why(world2: WorkerPool, tmp_path: Path) -> None:
+    summary = world2.run(run, 2, tmp_path, {"arms": ("te",)})[0]
+    assert summary["rows"] == []
+    assert [s["reason"] for s in summary["skipped"]] == ["TransformerEngine needs a GPU"] * len(SMALL)
+
+
 def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]]:
     import torch
     import torch.distributed as dist

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from megatron_flux.bench import layer, layer_report, no_communication, ops, ops_report, process_group, variants
+from megatron_flux.bench import layer, no_communication, ops, process_group, report
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
 from megatron_flux.bench.layer_workload import WorkloadBench
-from megatron_flux.bench.options import CallOptions, Calls, OpsOptions, OpsRun
+from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank, worker
 from megatron_flux.telemetry import environment
@@ -42,7 +42,7 @@ class EmulatedUnsynchronised(no_communication.Unsynchronised):
 def timing(group: EmulatedGroup) -> Iterator[None]:
     """Inside, collectives are for timing, but for those of what is compared, and the benchmarks run on ``group``."""
     observe, forget, link_rate = WorkloadBench._observe, WorkloadBench._forget, ops._link_rate
-    every = variants.variants
+    every = ops.variants
 
     def exact(bench: WorkloadBench, arm: Any) -> Any:
         group.exact = True
@@ -66,7 +66,7 @@ def timing(group: EmulatedGroup) -> Iterator[None]:
         with (
             patch.object(environment, "device_name", lambda: f"{name} (2 standing in for {group.size()})"),
             patch.object(ops, "_link_rate", lambda group, device: link_rate(group.pair, device)),
-            patch.object(variants, "variants", without_torchs),
+            patch.object(ops, "variants", without_torchs),
             patch.object(WorkloadBench, "_observe", exact),
             patch.object(WorkloadBench, "_forget", forgotten),
             patch.dict(no_communication.FLOORS, floors),
@@ -93,7 +93,7 @@ def bench_ops(run: OpsRun, group: EmulatedGroup, log: Callable[[str], None] = pr
     if dist.get_rank() == 0:
         lines.write_text(raw)
         (run.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (run.out / "plot.svg").write_text(ops_report.svg(summary))
+        (run.out / "plot.svg").write_text(report.ops_svg(summary))
     return summary
 
 
@@ -158,7 +158,7 @@ def main() -> None:
             device = torch.device("cuda", torch.cuda.current_device())
             summary = bench_ops(run, opened(pair, given.size, device))
             if rank.is_first():
-                ops_report.show(summary)
+                report.show_ops(summary)
         return
     from megatron_flux.train.distributed import process_groups
     from megatron_flux.train.shims import cpu_shims
@@ -171,8 +171,8 @@ def main() -> None:
     ):
         summary = bench_layer(config, group, out)
         if rank.is_first():
-            (out / "plot.svg").write_text(layer_report.svg(summary))
-            layer_report.print_summary(summary)
+            (out / "plot.svg").write_text(report.layers_svg(summary))
+            report.show_layers(summary)
 
 
 if __name__ == "__main__":

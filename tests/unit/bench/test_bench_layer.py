@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_flux.bench import layer_arms, layer_report
+from megatron_flux.bench import layer_arms, report
 from megatron_flux.bench.layer_arms import prepare_gradients, share, shared_name
 from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
 from megatron_flux.bench.layer_workload import complete, row
@@ -40,14 +40,14 @@ def test_defaults_are_the_documented_workloads() -> None:
 def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
     found = json.loads((STAND_IN.parent / "layer-h200x4-ahead" / "bursts" / "gpt3" / "summary.json").read_text())
     text = io.StringIO()
-    layer_report.print_summary(found, text)
+    report.show_layers(found, text)
     said = "NVLink multicast off (NCCL_NVLS_ENABLE 0), TE's userbuffers without it too (UB_SKIPMC 1)"
     assert said in text.getvalue()
     assert FUSED_WAITS in " ".join(text.getvalue().split())
-    assert said.replace("'", "&#x27;") in layer_report.svg(found)
-    assert "without the waiting inside fused kernels" in layer_report.svg(found)
+    assert said.replace("'", "&#x27;") in report.layers_svg(found)
+    assert "without the waiting inside fused kernels" in report.layers_svg(found)
     found["environment"]["NCCL_NVLS_ENABLE"] = None
-    assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in layer_report.svg(found)
+    assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in report.layers_svg(found)
 
 
 def test_the_users_switches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,16 +161,16 @@ def test_without_te_or_a_faster_floor_nothing_is_made_up() -> None:
 def test_table_and_picture(summary: dict[str, Any]) -> None:
     summary["rows"][1]["flux_fallbacks"] = {"row: [fp8]": 4}
     text = io.StringIO()
-    layer_report.print_summary(summary, text)
+    report.show_layers(summary, text)
     said = text.getvalue()
     for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x", "60%", "NO", "floor, no training",
                  "te_ub skipped: <it> [did] not start", "5.000", "1450", "4 calls ran stock: row: [fp8]"):  # fmt: skip
         assert part in said
-    drawn = layer_report.svg(summary)
+    drawn = report.layers_svg(summary)
     ElementTree.fromstring(drawn)
     assert "17.00 ms  1.18x" in drawn
     assert "floor, no training" in drawn
-    ElementTree.fromstring(layer_report.svg({**summary, "rows": []}))
+    ElementTree.fromstring(report.layers_svg({**summary, "rows": []}))
 
 
 def test_arms_without_their_packages() -> None:
@@ -213,11 +213,11 @@ def test_dry_run_works_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_what_stood_in_is_named_in_table_and_picture() -> None:
     found = json.loads((STAND_IN / "layer" / "summary.json").read_text())
     text = io.StringIO()
-    layer_report.print_summary(found, text)
+    report.show_layers(found, text)
     assert text.getvalue().startswith(
         "NVIDIA H200 (2 standing in for 8), tp 8, nvlink stand-in, NVLink multicast off (NCCL_"
     )
-    assert "NVIDIA H200 (2 standing in for 8), tp = 8" in layer_report.svg(found)
+    assert "NVIDIA H200 (2 standing in for 8), tp = 8" in report.layers_svg(found)
 
 
 def test_arms_share_parameters_and_their_gradients() -> None:

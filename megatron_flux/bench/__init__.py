@@ -1,5 +1,5 @@
 """Benchmarks of operators (``bench ops``, ``tune``), transformer layers (``bench layer``) and recording
-(``bench metrics``), above training: the commands start them, :mod:`megatron_flux.run.worker` runs them on every rank.
+(``bench metrics``), above training: the commands start them, :mod:`megatron_flux.run.rank` runs them on every rank.
 
 * Operators: shapes (calls and options), ops, tune.
 * Layers: layer_config, layer_arms (what is compared), layer_steps, layer_workload, layer; no_communication: the floors.

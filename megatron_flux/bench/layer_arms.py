@@ -43,7 +43,7 @@ from megatron_flux.bench.layer_config import Workload
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import NotHereError
 from megatron_flux.errors import FluxError
-from megatron_flux.train.memory import workspace_bytes
+from megatron_flux.train.measurements import workspace_bytes
 from megatron_flux.train.shims import SequenceParallelNorm
 
 BlockKind = Literal["te", "te_ub", "local"]

@@ -37,7 +37,7 @@ from megatron_flux.bench.process_group import Collectives
 from megatron_flux.comm import group_state
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry.trace_categories import breakdown
-from megatron_flux.train.memory import forget_dummy_gradients
+from megatron_flux.train.measurements import forget_dummy_gradients
 
 TOLERANCE = 0.05
 """Of every difference between arms, relative."""

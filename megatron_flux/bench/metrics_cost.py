@@ -36,10 +36,9 @@ from pydantic import Field
 
 from megatron_flux.bench.shapes import Options
 from megatron_flux.metrics import read_records, strict_json
-from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
+from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.telemetry.baseline_times import ROUNDS
-from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")
@@ -62,6 +61,7 @@ def work(folder: str) -> None:
 
 def measure(config: RunConfig, options: CostOptions) -> None:
     """Train on this rank; the first one writes ``blocks.jsonl`` and ``summary.json``, and logs the figures."""
+    from megatron_flux.train.arm import Arm  # with megatron-core, which the command's options do without
     from megatron_flux.train.worker import world
 
     blocks: list[dict[str, Any]] = []

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.pending import Pending
-from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
+from megatron_flux.ops.checks import OperatorCall
 
 
 class NoCommunication(ReferenceBackend):
-    """The reference backend with collectives that take no time."""
+    """A :class:`megatron_flux.ops.backends.registry.Backend` whose collectives take no time."""
 
     name = "floor"
     automatic = False
@@ -38,26 +39,37 @@ class NoCommunication(ReferenceBackend):
         self._buffers: dict[tuple[torch.Size, torch.dtype, torch.device, int], torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Free all buffers. Only when every rank has finished with them."""
+        """Free the gather buffers."""
         self._buffers.clear()
 
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """``([m, n], made-up gathered x [m, k])``."""
+        gathered = self._gathered(call.x, call.group)
+        return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
+
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        """``[m/tp, n]``: the own rows of the own product."""
+        return Pending(self._scattered(gemm(call.x, call.weight, transposed=call.transposed), call.group))
+
+    def all_gather(self, call: OperatorCall) -> Pending:
         """Made-up ``[m, k]``."""
+        return Pending(self._gathered(call.x, call.group))
+
+    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        rows = y.shape[0] // group.size()
+        return y.narrow(0, group.rank() * rows, rows)
+
+    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         key = (x.shape, x.dtype, x.device, group.size())
         if key not in self._buffers:
             generator = torch.Generator(device=x.device).manual_seed(1)
             shape = (x.shape[0] * group.size(), *x.shape[1:])
             self._buffers[key] = torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
-        return Pending(self._buffers[key])
-
-    def reduce_scatter(self, y: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """``[m/tp, n]``: the own rows of the own product."""
-        rows = y.shape[0] // group.size()
-        return Pending(y.narrow(0, group.rank() * rows, rows))
+        return self._buffers[key]
 
 
 class Unsynchronised(NoCommunication):
-    """Collectives whose copies are started and never waited for."""
+    """A backend that starts every collective's copies and waits for none."""
 
     name = "busy-floor"
 
@@ -72,17 +84,15 @@ class Unsynchronised(NoCommunication):
         super().clear()
         self._targets.clear()
 
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """Made-up ``[m, k]``, while ``x`` goes to every peer."""
+    def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         self._send([x] * (group.size() - 1), group)
-        return super().all_gather(x, group, async_op=async_op)
+        return super()._gathered(x, group)
 
-    def reduce_scatter(self, y: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """The own rows of the own product, while the others go to their ranks."""
+    def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         size, rank = group.size(), group.rank()
         parts = y.chunk(size)
         self._send([parts[(rank - step) % size] for step in range(1, size)], group)
-        return super().reduce_scatter(y, group, async_op=async_op)
+        return super()._scattered(y, group)
 
     def _send(self, shards: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Start copying a shard to each peer, step ``d`` to rank ``r - d``, behind what the stream was given so far."""

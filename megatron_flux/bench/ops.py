@@ -40,7 +40,6 @@ from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.run import folder, rank
-from megatron_flux.run.worker import set_environment
 from megatron_flux.telemetry import environment
 
 LINK_BYTES = 64 << 20
@@ -257,7 +256,7 @@ def add_async_tp(wanted: OpsRun, group: dist.ProcessGroup) -> dict[str, Any]:
 def work(text: str) -> None:
     """Measure on this rank what an :class:`OpsRun` as JSON says; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
-    set_environment()
+    rank.set_environment()
     log = wanted.out / "log.txt"
     with process_group.logged_to(log), process_group.opened() as group:
         second = wanted.command == "async-TP"

@@ -15,10 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.numbers import milliseconds, number, percent
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
-from megatron_flux.metrics.statistics import overlap_efficiency
-from megatron_flux.metrics.table import connections, multicast
+from megatron_flux.metrics.summary import overlap_efficiency
+from megatron_flux.metrics.table import connections, multicast, number
 from megatron_flux.ops.kernel_config import label_of
 
 Row = Mapping[str, Any]
@@ -90,10 +89,11 @@ def efficiency(row: Row, variant: str) -> float | None:
 
 def line(row: Row) -> str:
     """One call in one line."""
-    times = " ".join(f"{shown} {milliseconds(row[f'{name}_ms'])}" for name, shown in NAMES.items())
+    times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in NAMES.items())
     return (
         f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
-        f"k={row['k']:<5} {times} E {percent(row['e_overlap'])} bound {row['bound_ms']:.3f} [{row['tuned_choice']}]"
+        f"k={row['k']:<5} {times} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
+        f"[{row['tuned_choice']}]"
     )
 
 
@@ -105,8 +105,8 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
         times = {name: row[f"{name}_ms"] for name in NAMES}
         return [
             *_call(row),
-            *(Text(milliseconds(ms), "bold" if name in WHOLE and ms == fastest else "") for name, ms in times.items()),
-            *(percent(efficiency(row, name)) for name in COLOURS),
+            *(Text(number(ms), "bold" if name in WHOLE and ms == fastest else "") for name, ms in times.items()),
+            *(number(efficiency(row, name), ".0%") for name in COLOURS),
             row["tuned_choice"],
         ]
 
@@ -132,8 +132,8 @@ def show_async_tp(summary: Row, file: IO[str] | None = None) -> None:
     def cells(row: Row) -> list[str]:
         found = _call(row)
         for one in (row, row["async_tp_own"]):
-            found += [milliseconds(one[name]) for name in ("gemm_ms", "serial_ms", "async_tp_ms")]
-            found.append(percent(efficiency(one, "async_tp")))
+            found += [number(one[name]) for name in ("gemm_ms", "serial_ms", "async_tp_ms")]
+            found.append(number(efficiency(one, "async_tp"), ".0%"))
         return found
 
     _print_table(
@@ -232,7 +232,7 @@ def _choice(key: str, answer: Row) -> list[str | Text]:
     before, after = ms.get("reference"), ms.get(name)
     return [
         *shape,
-        *map(milliseconds, (before, ms.get("pipelined"), fused, after)),
+        *map(number, (before, ms.get("pipelined"), fused, after)),
         number(before / after if before and after else None, ".2f", "x"),
         Text(name, style="" if name == "reference" else "bold"),
     ]
@@ -267,9 +267,9 @@ def _layer_cells(row: Row) -> tuple[str, ...]:
         _label(row),
         f"{row['ms_per_layer']:.3f} ({row['ms_per_layer_low']:.3f}-{row['ms_per_layer_high']:.3f})",
         number(row["speedup_vs_te"], ".3f", "x"),
-        percent(row["hidden_share"]),
-        milliseconds(parts.get("communication_exposed_ms")),
-        milliseconds(parts.get("idle_ms")),
+        number(row["hidden_share"], ".0%"),
+        number(parts.get("communication_exposed_ms")),
+        number(parts.get("idle_ms")),
         f"{row['host_ms_per_step']:.2f}",
         number(row.get("sm_clock_mhz"), ".0f"),  # absent from earlier runs
         number(row["peak_memory_gb"], ".2f"),

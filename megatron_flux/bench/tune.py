@@ -17,13 +17,11 @@ import torch.distributed as dist
 
 from megatron_flux.bench import ops, process_group, report
 from megatron_flux.bench.shapes import Case, TuneRun
-from megatron_flux.comm import rank_errors
+from megatron_flux.comm import collectives
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.numbers import milliseconds
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import rank
-from megatron_flux.run.worker import set_environment
 
 logger = logging.getLogger("megatron_flux")
 
@@ -49,17 +47,17 @@ def run(
         for number, case in enumerate(cases, 1):
             x, weight = ops.operands(case, group, dtype, device)
             key = ops.tuning_key(case, x, group.size(), link.kind)
-            known = key in tuned.decisions(group).answers or rank_errors.first_rank(group, partial(_kept, key))
+            known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
             ops.call(case, x, weight, group, "tuned")()
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
-            rank_errors.first_rank(group, partial(_keep, wanted, key, answer))
+            collectives.first_rank(group, partial(_keep, wanted, key, answer))
             if group.rank() == 0:
                 name, ms = report.chosen(answer), answer["ms"]
                 log(
                     f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
-                    f"{case.direction} m={case.m} n={case.n} k={case.k}: {name} {milliseconds(ms.get(name))} ms, "
-                    f"reference {milliseconds(ms.get('reference'))} ms{' (kept)' if known else ''}"
+                    f"{case.direction} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
+                    f"reference {number(ms.get('reference'))} ms{' (kept)' if known else ''}"
                 )
             del x, weight
             torch.cuda.empty_cache()
@@ -99,7 +97,7 @@ def _tuner_settings(wanted: TuneRun, scratch: Path) -> Iterator[None]:
 def work(text: str) -> None:
     """Tune on this rank what a :class:`TuneRun` as JSON says; the first one prints the table."""
     wanted = TuneRun.model_validate_json(text)
-    set_environment()
+    rank.set_environment()
     with process_group.opened() as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():

@@ -17,7 +17,7 @@ from megatron_flux.cli import start
 from megatron_flux.cli.start import DryRun, with_options
 from megatron_flux.cli.train import resolved
 from megatron_flux.errors import UserError
-from megatron_flux.run import folder, launcher, rank, worker
+from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
@@ -102,7 +102,7 @@ def _ready_for_gpus(command: str, otherwise: str) -> None:
     Raises:
         UserError: no GPU, or one alone; ``otherwise`` says what works all the same.
     """
-    worker.set_environment()
+    rank.set_environment()
     gpus = torch.cuda.device_count()
     ranks = launcher.started() or gpus
     if gpus == 0 or ranks < 2:
@@ -180,7 +180,7 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     )
     if out is None:
         return
-    worker.set_environment()
+    rank.set_environment()
     start.on_ranks(
         "bench layer",
         f"tp {config.tp}, run folder {out}",

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.comm.graph_capture import capture_id
+from megatron_flux.comm.slab import capture_id
 from megatron_flux.config import STOCK
 from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
 from megatron_flux.patch.layer_backends import backends_of

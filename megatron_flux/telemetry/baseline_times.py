@@ -34,6 +34,7 @@ from megatron_flux import nvml
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.call_events import Call
+from megatron_flux.ops.checks import OperatorCall
 
 ROUNDS = 5
 """Of every call; on GPUs one at each sample."""
@@ -121,12 +122,7 @@ def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
         return
     x, weight, gemm_only = operands
 
-    def run(backend: Any) -> Any:
-        if call.operator == "all_gather_gemm":
-            return backend.all_gather_gemm(x, weight, group, transposed=call.transposed)
-        if call.operator == "all_gather":
-            return backend.all_gather(x, group, async_op=True)
-        return backend.gemm_reduce_scatter(x, weight, group, transposed=call.transposed, async_op=False)
+    run = OperatorCall(call.operator, x, weight, group, call.transposed).run
 
     # The slowest rank's, so that all ranks make as many calls.
     once = timing.burst(lambda: run(reference), 1, group, call.device)

@@ -95,14 +95,9 @@ def _have_transformer_engine() -> bool:
 
 
 def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backend: str) -> Arm:
-    """An arm over built layers.
+    """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
 
-    Args:
-        arm: its name.
-        block: its layers.
-        x: the input ``[s/tp, b, h]``, a leaf that requires a gradient.
-        dy: the output's gradient, same shape.
-        backend: operator backend of the flux arms.
+    ``backend`` is the operator backend of the flux arms.
     """
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,14 +131,13 @@ def look_inside(arm: Arm) -> None:
         arm.step()
         seen = report()
     calls = ops.stats.calls - before
-    fallbacks = seen["fallbacks"]
     if not seen["active_layers"]:
-        why = "; ".join(fallbacks) or "patch() does not reach these layers"
+        why = "; ".join(seen["fallbacks"]) or "patch() does not reach these layers"
         raise NotHereError(f"no layer ran flux: {why}")
     arm.facts |= {
         "flux_layers": seen["active_layers"],
         "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(calls.items())},
-        "flux_fallbacks": fallbacks,
+        "flux_fallbacks": seen["fallbacks"],
     }
 
 

@@ -51,17 +51,8 @@ def interleave(
     """Time every arm ``rounds`` times (:func:`megatron_flux.ops.timing.rounds`); the samples are those of all ranks.
 
     Python's garbage collector runs between arms, not inside them. From the second round on each rank looks at its GPU's
-    clock in the middle of a burst: arms that move data while they multiply may be held at lower clocks.
-
-    Args:
-        arms: what to run, by name; the same on all ranks.
-        group: the ranks, which are those of ``collectives``.
-        collectives: for what they decide alike.
-        device: where the steps run.
-        rounds: rounds at most; at least one is done.
-        burst: back-to-back steps per arm and round.
-        deadline: no round begins after this ``time.monotonic()`` of the first rank.
-        gpu: this rank's, for its clock; None looks at nothing.
+    clock in the middle of a burst (on nothing without ``gpu``): arms that move data while they multiply may be held at
+    lower clocks. No round but the first begins after the ``time.monotonic()`` ``deadline`` of the first rank.
     """
     seen: dict[str, list[nvml.Reading | None]] = {name: [] for name in arms}
     half: dict[str, float] = {}
@@ -103,19 +94,18 @@ def interleave(
     samples: dict[str, Samples] = {}
     ranks = collectives.all(seen)
     for name, one in found.items():
-        clocks: list[float | None] = []
-        reasons: list[list[str]] = []
-        for readings in zip(*(readings[name] for readings in ranks), strict=True):
-            known = [reading for reading in readings if reading is not None]
-            told = [reading.sm_clock_mhz for reading in known if reading.sm_clock_mhz is not None]
-            clocks.append(min(told, default=None))
-            reasons.append(sorted({why for reading in known for why in nvml.throttle_reasons(reading.throttle)}))
-        samples[name] = {
+        own = samples[name] = {
             "step_ms": one.ms,
             "host_ms": one.first_host_ms,
-            "sm_clock_mhz": clocks,
-            "throttle_reasons": reasons,
+            "sm_clock_mhz": [],
+            "throttle_reasons": [],
         }
+        for readings in zip(*(readings[name] for readings in ranks), strict=True):
+            known = [reading for reading in readings if reading is not None]
+            clocks = [reading.sm_clock_mhz for reading in known if reading.sm_clock_mhz is not None]
+            own["sm_clock_mhz"].append(min(clocks, default=None))
+            reasons = {reason for reading in known for reason in nvml.throttle_reasons(reading.throttle)}
+            own["throttle_reasons"].append(sorted(reasons))
     return samples
 
 
@@ -153,14 +143,8 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
     """Run ``step`` twice and record the second one; every rank must call it, since steps communicate.
 
     Only the GPU's side and the CUDA calls are recorded: recording every torch operator slows the host so much that
-    small layers would show gaps they do not have.
-
-    Args:
-        step: enqueues one step on the GPU.
-        path: where the trace goes (``.json.gz``); None on ranks that only take part.
-
-    Returns:
-        The trace, or None without ``path``.
+    small layers would show gaps they do not have. Returns the trace, which is also written to ``path`` (``.json.gz``);
+    None without one, on ranks that only take part.
     """
     if path is None:
         for _ in range(2):

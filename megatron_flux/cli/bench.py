@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -34,23 +35,24 @@ def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
 
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
-    out = more.out or folder.default_folder("bench", "ops")
-    run = OpsRun(**{**_calls(given), **more.model_dump(), "out": out})
-    made = start.benchmark_folder(
-        dry_run,
-        lambda out: _description(run.model_copy(update={"out": out})),
-        out,
-        default=more.out is None,
-        overwrite=run.overwrite,
+    run = OpsRun(**{**_calls(given), **more.model_dump(), "out": more.out or Path()})
+
+    def to(out: Path) -> OpsRun:
+        return run.model_copy(update={"out": out})
+
+    out = start.benchmark(
+        "bench ops",
+        module,
+        f"{len(run.cases())} calls on {run.tp} GPUs",
+        run.tp,
+        describe=lambda out: _description(to(out)),
+        argument=lambda out: to(out).model_dump_json(),
+        out=more.out,
+        overwrite=more.overwrite,
+        dry_run=dry_run,
     )
-    if made is None:
-        return
-    run = run.model_copy(update={"out": made})
-    about = f"{len(run.cases())} calls on {run.tp} GPUs, run folder {made}"
-    left = f"what was measured is in {made}"
-    start.on_ranks(run.command, about, module, run.model_dump_json(), run.tp, left=left)
     queues = module.own_queues(run)
-    if queues is None:
+    if out is None or queues is None:
         return
     if launcher.launched():
         if rank.is_first():
@@ -60,13 +62,12 @@ def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
                 err=True,
             )
         return
-    again = run.model_copy(update={"command": "async-TP"})
+    second = to(out).model_copy(update={"command": "async-TP"}).model_dump_json()
     before = os.environ[module.QUEUES]
     os.environ[module.QUEUES] = queues
     try:
-        launcher.launch(
-            module.__name__, again.model_dump_json(), run.tp, left=f"all else was measured and is in {made}"
-        )
+        left = f"all else was measured and is in {out}"
+        launcher.launch(module.__name__, second, run.tp, left=left)
     finally:
         os.environ[module.QUEUES] = before
 
@@ -122,10 +123,10 @@ def _require_writable(cache: Path) -> None:
     """Before an hour is spent on what could not be kept."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
     except OSError as error:
-        raise UserError(f"{cache}: its folder cannot be made: {error.strerror}; give another file as --cache") from None
-    if not os.access(cache.parent, os.W_OK):
-        raise UserError(f"{cache}: its folder cannot be written; give another file as --cache")
+        raise UserError(f"{cache}: its folder cannot be used: {error.strerror}; give another file as --cache") from None
 
 
 def _show(cache: Path, *, asked: bool) -> None:
@@ -171,24 +172,18 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
         "started": folder.started(),
         "command": folder.command_line(),
     }
-    out = start.benchmark_folder(
-        dry_run,
-        lambda _: description,
-        given.out or folder.default_folder("bench", "layer"),
-        default=given.out is None,
-        overwrite=given.overwrite,
-    )
-    if out is None:
-        return
-    rank.set_environment()
-    start.on_ranks(
+    if not dry_run:
+        rank.set_environment()
+    start.benchmark(
         "bench layer",
-        f"tp {config.tp}, run folder {out}",
         module,
-        str(out),
+        f"tp {config.tp}",
         config.tp,
-        left=f"what was measured is in {out}",
-        here=lambda: module.measure(config, out),
+        describe=lambda _: description,
+        here=lambda out: module.measure(config, out),
+        out=given.out,
+        overwrite=given.overwrite,
+        dry_run=dry_run,
     )
 
 
@@ -204,18 +199,20 @@ def metrics(given: TrainOptions, cost: CostOptions, dry_run: DryRun = False) -> 
     def describe(out: Path) -> dict[str, Any]:
         return {**run_folder.description(run.model_copy(update={"out": out})), "cost": cost.model_dump()}
 
-    out = start.benchmark_folder(dry_run, describe, run.out, default=given.out is None, overwrite=run.overwrite)
-    if out is None:
-        return
-    run = run.model_copy(update={"out": out})
-    if not launcher.launched():
+    def prepared(out: Path) -> str:
         data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
-    start.on_ranks(
+        return str(out)
+
+    start.benchmark(
         "bench metrics",
-        f"{run.world_size} {run.device} process(es), run folder {out}",
         module,
-        str(out),
+        f"{run.world_size} {run.device} process(es)",
         run.world_size,
-        left=f"what was measured is in {out}",
-        here=lambda: module.measure(run, cost),  # another rank may not have written the folder yet
+        describe=describe,
+        argument=prepared,
+        # Another rank may not have written the folder yet.
+        here=lambda out: module.measure(run.model_copy(update={"out": out}), cost),
+        out=given.out,
+        overwrite=run.overwrite,
+        dry_run=dry_run,
     )

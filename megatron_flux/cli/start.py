@@ -90,18 +90,36 @@ def described(
     return dry_run
 
 
-def benchmark_folder(dry_run: bool, describe: Describe, out: Path, *, default: bool, overwrite: bool) -> Path | None:
-    """The folder of a benchmark, made with its description; None in a dry run, which prints that.
+def benchmark(
+    command: str,
+    module: ModuleType,
+    about: str,
+    ranks: int,
+    *,
+    describe: Describe,
+    argument: Callable[[Path], str] = str,
+    here: Callable[[Path], None] | None = None,
+    out: Path | None,
+    overwrite: bool,
+    dry_run: bool,
+) -> Path | None:
+    """Run a benchmark in a folder of its own (``out``, or one that is named after it); None after a dry run.
 
-    Where ``out`` is the default, the folder may get another name.
+    ``argument`` of ``module.work`` is made behind all checks; the rest is as in :func:`described` and :func:`on_ranks`.
     """
-    if described(dry_run, describe, out, overwrite=overwrite):
+    made = out or folder.default_folder(*command.split())
+    if described(dry_run, describe, made, overwrite=overwrite):
         return None
-    if default and not launcher.launched():
-        out = folder.claim(out)
+    if out is None and not launcher.launched():
+        made = folder.claim(made)
     if rank.is_first():
-        folder.make(out, describe(out), overwrite=overwrite)
-    return out
+        folder.make(made, describe(made), overwrite=overwrite)
+    if launcher.launched() and here is not None:
+        here(made)
+    else:
+        left = f"what was measured is in {made}"
+        on_ranks(command, f"{about}, run folder {made}", module, argument(made), ranks, left=left)
+    return made
 
 
 def on_ranks(
@@ -117,15 +135,9 @@ def on_ranks(
 ) -> None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, be that rank.
 
-    Args:
-        command: its name.
-        about: what runs where, for the line that is printed ahead of it.
-        module: of the package.
-        argument: of its ``work``.
-        ranks: processes.
-        left: the last words of an error: what a failed run leaves, and where.
-        here: a rank's work under a launcher, instead of ``module.work(argument)``.
-        pass_on: as for :func:`megatron_flux.run.launcher.launch`.
+    ``about``, what runs where, is printed ahead of it. ``left`` are the last words of an error: what a failed run
+    leaves, and where. ``here`` is a rank's work under a launcher, instead of ``module.work(argument)``. ``pass_on`` is
+    as in :func:`megatron_flux.run.launcher.launch`.
     """
     if not launcher.launched():
         typer.echo(f"megatron-flux {command}: {about}", err=True)

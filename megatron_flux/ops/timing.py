@@ -73,15 +73,8 @@ def rounds(
 ) -> dict[str, Samples]:
     """Time a burst of ``count`` calls of every way in each round, of which there are one to ``most``.
 
-    Args:
-        ways: what to time.
-        group: the ranks that make the calls together.
-        device: where the calls run.
-        most: rounds at most.
-        count: timed calls in a burst.
-        around: opened around each burst of the way it is given.
-        barrier: instead of ``group``'s own; what it does last happens right before the burst.
-        go_on: whether to begin one more round; the same answer on all ranks.
+    ``around`` is opened around each burst of the way it is given. ``barrier`` replaces ``group``'s own; the last thing
+    that it does happens right before the burst. ``go_on`` says, alike on all ranks, whether to begin one more round.
     """
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for turn in range(most if ways else 0):

@@ -177,7 +177,7 @@ def test_a_folder_that_holds_other_files(run: Run, gpus: Callable[[int], list[An
 def test_a_cache_that_could_not_be_kept(run: Run, gpus: Callable[[int], list[Any]]) -> None:
     gpus(2)
     Path("file").write_text("")
-    assert "cannot be made" in refused(run, "tune", "--cache", Path("file", "below", "tuned.json"))
+    assert "its folder cannot be used" in refused(run, "tune", "--cache", Path("file", "below", "tuned.json"))
 
 
 def test_the_benchmark_starts_with_multicast_off(

@@ -162,8 +162,8 @@ def resume(
 @app.command()
 def collect(roots: Annotated[list[Path], typer.Argument(help="Folders of jobs: runs/NAME-JOB.")]) -> None:
     """Write the reports of a job's repetitions and put their figures side by side."""
-    from megatron_flux.slurm.collect import collect as collect_one
-    from megatron_flux.slurm.collect import table
+    from megatron_flux.slurm.status import collect as collect_one
+    from megatron_flux.slurm.status import table
 
     for root in roots:
         typer.echo(table(collect_one(root)))
@@ -180,8 +180,7 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     Raises:
         UserError: the job would not run.
     """
-    from megatron_flux.slurm import render
-    from megatron_flux.slurm.job import Job, parse_settings, resolve
+    from megatron_flux.slurm.job import Job, collect_script, job_script, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
     layout = options.model_dump(include={"nodes", "tp", "pp", "repetitions", "retries"}, exclude_none=True)
@@ -191,8 +190,8 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     words = ["megatron-flux", "slurm", "render", "--profile", options.profile]
     layout_words, site_words = ([f"--{name}={value}" for name, value in some.items()] for some in (layout, site))
     own = ["--job", options.job, "--mode", options.mode, *layout_words, *site_words]
-    script = render.job_script(resolved, shlex.join([*words, *own, *(f"--set={pair}" for pair in options.set)]))
-    return script, render.collect_script(profile, shlex.join([*words, "--collector", *site_words]))
+    script = job_script(resolved, shlex.join([*words, *own, *(f"--set={pair}" for pair in options.set)]))
+    return script, collect_script(profile, shlex.join([*words, "--collector", *site_words]))
 
 
 @app.command()
@@ -217,13 +216,14 @@ def plan(
     if check_topology and validate:
         raise UserError("--check-topology and --validate are two commands; give one of them")
     if check_topology:
-        checked = layout.check(job.resolve(given))
+        resolved = job.resolve(given)
+        checked = layout.check(resolved)
         if as_json:
-            typer.echo(json.dumps(checked.description(), indent=2))
+            typer.echo(json.dumps(checked, indent=2))
         else:
-            report.show_layout(checked, console)
-        if checked.problems:
-            raise FluxError(f"{len(checked.problems)} problem(s), the first: {checked.problems[0]}")
+            report.show_layout(checked, resolved, console)
+        if checked["problems"]:
+            raise FluxError(f"{len(checked['problems'])} problem(s), the first: {checked['problems'][0]}")
         return
     if validate:
         found, show = measured.validate_options(given), report.show_validation

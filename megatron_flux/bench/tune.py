@@ -44,7 +44,7 @@ def run(
     done = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, _tuner_settings(wanted, Path(scratch, "tuned.json")):
-        for number, case in enumerate(cases, 1):
+        for turn, case in enumerate(cases, 1):
             x, weight = ops.operands(case, group, dtype, device)
             key = ops.tuning_key(case, x, group.size(), link.kind)
             known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
@@ -55,7 +55,7 @@ def run(
             if group.rank() == 0:
                 name, ms = report.chosen(answer), answer["ms"]
                 log(
-                    f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
+                    f"[{turn}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
                     f"{case.direction} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
                     f"reference {number(ms.get('reference'))} ms{' (kept)' if known else ''}"
                 )

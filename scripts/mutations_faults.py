@@ -83,8 +83,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
-        "    ms = _slowest([[astuple(one) for one in bursts] for bursts in found.values()], group, device)\n",
-        "    ms = torch.tensor([[astuple(one) for one in bursts] for bursts in found.values()])\n",
+        "    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}\n",
+        "    ms = {name: torch.tensor(bursts) for name, bursts in found.items()}\n",
         (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
     ),
     _fault(

@@ -131,7 +131,9 @@ def linears(job: Job) -> list[dict[str, Any]]:
     does without a tuner, as differences from its defaults; the tuner tries others too.
     """
     tp, found = job.run.tp, []
-    for case in (c for way in ("forward", "dgrad") if tp > 1 for c in layer_cases("", job.layer, job.tokens, way, tp)):
+    for case in (
+        c for way in ("forward", "dgrad") if tp > 1 for c in layer_cases("", job.sizes[0], job.tokens, way, tp)
+    ):
         gathers, rows = case.op == "all_gather_gemm", case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)

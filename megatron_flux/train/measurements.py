@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +41,10 @@ class LocalStep(NamedTuple):
     """Before clipping; the same on every rank."""
     lr: float
     seconds: float
-    """Wall time, from reading the first batch to the end of the optimizer's step on an idle device."""
+    """From reading the first batch to the end of the optimizer's step on an idle device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step did; the same on every rank."""
 
     loss: float
@@ -190,11 +188,6 @@ class Peak(NamedTuple):
 
     allocated: int | None
     workspace: int
-
-    @property
-    def total(self) -> int | None:
-        """Both."""
-        return None if self.allocated is None else self.allocated + self.workspace
 
 
 class OwnMemory:

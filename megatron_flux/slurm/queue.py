@@ -92,8 +92,11 @@ def known(job: str) -> Known:
     for line in shown.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
-        why = {"RUNNING": f" on {fields.get('NodeList', '?')}", "PENDING": f" ({reason})" * (reason != "None")}
-        found[fields.get("ArrayTaskId", "")] = state + why.get(state, "")
+        if state == "PENDING" and reason != "None":
+            state += f" ({reason})"
+        elif state == "RUNNING":
+            state += f" on {fields.get('NodeList', '?')}"
+        found[fields.get("ArrayTaskId", "")] = state
     return Known(states=found, source="scontrol")
 
 

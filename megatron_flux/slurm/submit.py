@@ -119,9 +119,10 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         if given[name] is None and not directive(script, name):
             given[name] = earlier.get(name) or None
     words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
-    array = [f"--array={','.join(begins)}%1"] if directive(script, "array") else []
+    if directive(script, "array"):
+        words["array"] = f"--array={','.join(begins)}%1"
     shared = tuple(words[name] for name in site if name in words)
-    return Resumption(root, (*words.values(), *array), shared, Path(submitted), begins)
+    return Resumption(root, tuple(words.values()), shared, Path(submitted), begins)
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:

@@ -167,7 +167,9 @@ def _asked_for(device: str, port: str, chosen: str) -> bool | None:
     listed = any(
         (device == name if exactly else device.startswith(name)) and number in ("", port) for name, _, number in names
     )
-    return None if listed == bool(without) else listed
+    if without:
+        return None if listed else False
+    return True if listed else None
 
 
 def _ask_driver() -> list[dict[str, str]] | None:

@@ -19,6 +19,7 @@ from megatron_flux.bench import ops, process_group, report
 from megatron_flux.bench.shapes import Case, TuneRun
 from megatron_flux.comm import collectives
 from megatron_flux.errors import UserError
+from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import rank

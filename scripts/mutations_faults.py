@@ -150,8 +150,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "flag of a step goes to another peer than its data",
         "megatron_flux/comm/copy_engine.py",
-        "flag=work.flags[peer].data_ptr()",
-        "flag=work.flags[(rank + step) % tp].data_ptr()",
+        "flag = work.flags[peer].data_ptr()",
+        "flag = work.flags[(rank + step) % tp].data_ptr()",
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megatron_flux import nvml
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.call_events import Call
 from megatron_flux.ops.checks import OperatorCall
 
@@ -120,19 +120,19 @@ def measure(call: Call, rounds: _Rounds, gpu: nvml.Gpu | None) -> None:
     if not timing.all_agree(operands is not None, group, call.device) or operands is None:
         rounds.failed = True
         return
-    x, weight, gemm_only = operands
-
-    run = OperatorCall(call.operator, x, weight, group, call.transposed).run
-
+    made, alone = operands
     # The slowest rank's, so that all ranks make as many calls.
-    once = timing.burst(lambda: run(reference), 1, group, call.device)
+    once = timing.burst(lambda: made.run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
-    ways: list[tuple[Any, list[float]]] = [(reference, rounds.serial_ms), (gemm_only, rounds.gemm_ms)]
+    ways: list[tuple[Callable[[], Any], list[float]]] = [
+        (partial(made.run, reference), rounds.serial_ms),
+        (alone, rounds.gemm_ms),
+    ]
     if call.operator == "all_gather":
         ways.pop()
         rounds.gemm_ms.append(0.0)
-    for backend, times in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
-        taken, clock = _burst(partial(run, backend), count, group, call.device, gpu)
+    for way, times in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
+        taken, clock = _burst(way, count, group, call.device, gpu)
         times.append(taken)
         if clock is not None and times is ways[-1][1]:
             rounds.clocks.append(clock)
@@ -161,8 +161,8 @@ def _burst(
     return start.elapsed_time(end) / count, None if reading is None else reading.sm_clock_mhz
 
 
-def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmOnly] | None:
-    """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
+def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
+    """The call on operands (a weight of nothing for all_gather), and its GEMM alone; None where memory is short.
 
     Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
     """
@@ -173,15 +173,14 @@ def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmOnly] | None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=call.device, dtype=call.dtype)
 
-    gemm_only = GemmOnly()
     try:
         x = random(rows, call.k)
         weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
-        if call.operator == "all_gather_gemm" and not gemm_only.prepare(x, call.group):
-            return None
+        made = OperatorCall(call.operator, x, weight, call.group, call.transposed)
+        alone = gemm_only(made)
         # The reference backend's gathered operand, its result and the one before, which is dropped later.
         scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
         del scratch
     except torch.OutOfMemoryError:
         return None
-    return x, weight, gemm_only
+    return None if alone is None else (made, alone)

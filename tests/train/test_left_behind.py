@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import signal
@@ -61,8 +62,9 @@ def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterat
             time.sleep(0.005)
 
     try:
-        wait(lambda: len(list(saved.glob("*/latest_checkpointed_iteration.txt"))) == 2)
-        wait(lambda: list(saved.glob("*/*.partial/*.distcp")))
+        # Not Path.glob, which raises when a folder goes while it looks.
+        wait(lambda: len(glob.glob(f"{saved}/*/latest_checkpointed_iteration.txt")) == 2)
+        wait(lambda: glob.glob(f"{saved}/*/*.partial/*.distcp"))
         yield Endless(process, out, mark)
     finally:
         end(mark)

@@ -92,9 +92,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
     size = int.from_bytes(head, "big")
     content = b""
-    while len(content) < size:
-        content += connection.recv(size - len(content))
-    return json.loads(content), streams
+    while len(content) < size and (part := connection.recv(size - len(content))):
+        content += part
+    return (json.loads(content) if content and len(content) == size else {}), streams
 
 
 def _serve(address: str) -> None:
@@ -120,6 +120,11 @@ def _serve(address: str) -> None:
                 if key.data == "new":
                     connection, _ = listening.accept()
                     request, streams = _receive(connection)
+                    if not request:  # ended before it could ask
+                        for stream in streams:
+                            os.close(stream)
+                        connection.close()
+                        continue
                     process = os.fork()
                     if process == 0:
                         selector.close()
@@ -133,7 +138,8 @@ def _serve(address: str) -> None:
                         os.close(stream)
                     ended = os.pidfd_open(process)
                     forks[ended] = process, connection
-                    connection.sendall(process.to_bytes(4, "big"))
+                    with contextlib.suppress(OSError):
+                        connection.sendall(process.to_bytes(4, "big"))
                     selector.register(ended, selectors.EVENT_READ, "ended")
                     selector.register(connection, selectors.EVENT_READ, ended)
                 elif key.data == "ended":
@@ -188,16 +194,18 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 def _ask(address: str, python: str, words: list[str]) -> None:
     """The executable: have the warm process fork, and be that fork to whoever has started this."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
     request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "python": python}
     content = json.dumps(request).encode()
     waiting = array.array("i")  # signals that come before the fork is known
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: waiting.append(number))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
     socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
     connection.sendall(content)
     process = int.from_bytes(connection.recv(4), "big")
+    if process == 0:
+        sys.exit("the warm process is gone")
 
     def pass_on(number: int, _: object = None) -> None:
         with contextlib.suppress(ProcessLookupError):

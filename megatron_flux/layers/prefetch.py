@@ -105,10 +105,7 @@ class ColumnState(LinearState):
 def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:
     """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward.
 
-    Args:
-        ctx: of the layer's autograd function.
-        linear: of the layer.
-        saved: which of the saved tensors is the input; None if it is not to be prefetched.
+    ``saved``: which of the tensors that ``ctx`` saves is the input; None if it is not to be prefetched.
     """
     state = state_of(linear.group)
     state.column = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,8 @@ from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.patch import te_seam
-from megatron_flux.patch.layer_backends import backends_of
-from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
-from megatron_flux.patch.te_linears import COLUMN, NORM_COLUMN, ROW, TELinearPatch
+from megatron_flux.patch.linears import TE_KINDS, TE_ROW, LinearPatch, asks_for_graphs, backends_of
+from megatron_flux.patch.megatron_core import te_layers
 
 logger = logging.getLogger("megatron_flux")
 
@@ -45,15 +43,24 @@ class _Linear(NamedTuple):
     device: torch.device
 
 
-def tune(
-    chunks: Sequence[torch.nn.Module],
-    linears: LinearPatch,
-    te_linears: TELinearPatch | None,
-    sequence: int,
-    micro_batch_size: int,
-) -> int:
+class _Call(NamedTuple):
+    """What calls that need one answer have in common. ``n`` and ``k`` are the GEMM's."""
+
+    operator: str
+    rows: int
+    """Of the operand."""
+    n: int
+    k: int
+    transposed: bool
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    group: str
+
+
+def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int, micro_batch_size: int) -> int:
     """See :func:`megatron_flux.tune_model`."""
-    found = [linear for chunk in chunks for linear in _linears(chunk, linears, te_linears)]
+    found = [linear for chunk in chunks for linear in _linears(chunk, linears)]
     began, asked, answers = time.monotonic(), set(), 0
     # As the first call of such a layer does: from there on every call of the process is one for graphs.
     graphs = any(asks_for_graphs(linear.layer.config) for linear in found)
@@ -68,21 +75,6 @@ def tune(
     if answers and dist.get_rank() == 0:
         logger.info("megatron_flux: %d calls decided ahead in %.0f s", answers, time.monotonic() - began)
     return answers
-
-
-class _Call(NamedTuple):
-    """What calls that need one answer have in common. ``n`` and ``k`` are the GEMM's."""
-
-    operator: str
-    rows: int
-    """Of the operand."""
-    n: int
-    k: int
-    transposed: bool
-    backend: str
-    dtype: torch.dtype
-    device: torch.device
-    group: str
 
 
 def _calls(linear: _Linear, linears: LinearPatch, m: int) -> Iterator[_Call]:
@@ -115,65 +107,50 @@ def _decide(linear: _Linear, call: _Call) -> bool:
     return True
 
 
-def _linears(chunk: torch.nn.Module, linears: LinearPatch, te_linears: TELinearPatch | None) -> Iterable[_Linear]:
+def _linears(chunk: torch.nn.Module, linears: LinearPatch) -> Iterator[_Linear]:
     """The linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
-    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    te_layers = te_seam.in_use() if te_linears is not None else None
+    module = te_layers() if linears.te is not None else None
+    names = ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
+    kinds = {} if module is None else dict(zip(TE_KINDS, (getattr(module, name) for name in names), strict=True))
     for layer in chunk.modules():
-        if isinstance(layer, layers.ColumnParallelLinear | layers.RowParallelLinear):
-            found = _local(layer, isinstance(layer, layers.RowParallelLinear), linears)
-        elif te_layers is not None and te_linears is not None:
-            found = _over_te(layer, te_layers, te_linears, linears)
-        else:
-            continue
-        if found is not None:
-            yield found
+        kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
+        local = isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        if (local or kind is not None) and backends_of(layer, linears.config.backends) != STOCK:
+            row = kind == TE_ROW or isinstance(layer, RowParallelLinear)
+            found = _local(layer, row, linears) if local else _over_te(layer, kind, linears)
+            if found is not None:
+                yield found
 
 
 def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
-    if backends_of(layer, linears.config.backends) == STOCK:
-        return None
     weight = layer.weight
-    # Without one of its own it is the output layer, which computes in the model's dtype.
-    dtype = layer.config.params_dtype if weight is None else weight.dtype
     if weight is not None:
-        device = weight.device
-    else:
+        dtype, device = weight.dtype, weight.device
+    else:  # the output layer, which computes in the model's dtype
+        dtype = layer.config.params_dtype
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     like = torch.empty(0, dtype=dtype, device=device)
     if row:
         reason = linears.why_stock_row(layer, like, (), {})
-    else:
-        keywords = {
-            "bias": None if layer.skip_bias_add else layer.bias,
-            "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
-            "allreduce_dgrad": layer.allreduce_dgrad,
-            "sequence_parallel": layer.sequence_parallel,
-            "tp_group": layer.tp_group,
-        }
-        reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
-    if reason is not None:
-        return None
-    if row:
         shape = layer.output_size, layer.input_size_per_partition
     else:
+        names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group")
+        keywords = {name: getattr(layer, name) for name in names}
+        keywords["bias"] = None if layer.skip_bias_add else layer.bias
+        reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
         shape = layer.output_size_per_partition, layer.input_size
     # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
-    return _Linear(layer, row, weight, shape, None, dtype, device)
+    return _Linear(layer, row, weight, shape, None, dtype, device) if reason is None else None
 
 
-def _over_te(layer: Any, te_layers: Any, te_linears: TELinearPatch, linears: LinearPatch) -> _Linear | None:
-    kinds = {
-        NORM_COLUMN: te_layers.TELayerNormColumnParallelLinear,
-        COLUMN: te_layers.TEColumnParallelLinear,
-        ROW: te_layers.TERowParallelLinear,
-    }
-    kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
+def _over_te(layer: Any, kind: str, linears: LinearPatch) -> _Linear | None:
     weight = getattr(layer, "weight", None)  # none where parameters are split
-    if kind is None or weight is None or backends_of(layer, linears.config.backends) == STOCK:
+    if weight is None:
         return None
-    if te_linears.why_stock(kind, layer, torch.empty(0, dtype=weight.dtype, device=weight.device), weight, (), {}):
+    like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    if linears.why_stock_te(kind, layer, like, weight, (), {}):
         return None
-    bias = layer.bias if kind != ROW and layer.apply_bias else None
-    return _Linear(layer, kind == ROW, weight, tuple(weight.shape), bias, weight.dtype, weight.device)
+    bias = layer.bias if kind != TE_ROW and layer.apply_bias else None
+    return _Linear(layer, kind == TE_ROW, weight, tuple(weight.shape), bias, weight.dtype, weight.device)

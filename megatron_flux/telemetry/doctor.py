@@ -13,14 +13,13 @@ from megatron_flux import ops
 from megatron_flux.errors import FluxError
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.megatron_core import (
-    LAYERS,
     REPLACED,
     SUPPORTED_MEGATRON_CORE,
     SUPPORTED_TORCH,
-    TE_LAYERS,
     TE_REPLACED,
     checked_line,
     shown,
+    te_layers,
 )
 from megatron_flux.telemetry import environment
 
@@ -42,9 +41,9 @@ def examine() -> dict[str, Any]:
     except FluxError as error:
         problems.append(str(error))
         lines = None
-    would_patch = [] if problems else [f"{LAYERS}.{cls}.{method}" for cls, method in REPLACED]
-    if not problems and te_seam.in_use() is not None:
-        would_patch += [f"{TE_LAYERS}.{cls}.{method}" for cls, method in TE_REPLACED]
+    would_patch = [] if problems else [path.replace(":", ".") for path in REPLACED]
+    if not problems and te_layers() is not None:
+        would_patch += [path.replace(":", ".") for path in TE_REPLACED]
         try:
             te_seam.load()
         except FluxError as error:

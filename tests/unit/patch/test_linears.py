@@ -244,7 +244,7 @@ def test_dtypes_and_autocast(seam: SimpleNamespace) -> None:
 
 
 def test_attributes_of_a_line(seam: SimpleNamespace) -> None:
-    if not seam.line.neutral_attributes:
+    if not seam.line.added:
         seam.row(Layer(gtp_remat_size=2), X)
         assert len(seam.calls) == 1
         return

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +107,7 @@ def _watch(count: int, unknown: list[str]) -> tuple[nvml.XidWatch | None, list[n
 
 def _state(gpu: nvml.Gpu) -> dict[str, Any]:
     """Of a GPU that is at work; ``rows`` is null where the driver does not say."""
-    rows = gpu.remapped_rows()
-    return {"pcie": asdict(gpu.pcie()), "rows": None if rows is None else asdict(rows), "bus_id": gpu.bus_id()}
+    return {"pcie": gpu.pcie(), "rows": gpu.remapped_rows(), "bus_id": gpu.bus_id()}
 
 
 def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:

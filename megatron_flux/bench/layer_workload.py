@@ -27,7 +27,7 @@ from megatron_flux.bench.layer_steps import capture, trace_step
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.comm import group_state
 from megatron_flux.ops.timing import quartiles
-from megatron_flux.telemetry.trace_categories import breakdown
+from megatron_flux.telemetry import breakdown
 from megatron_flux.train.memory import forget_dummy_gradients
 
 WARMUP_STEPS = 3
@@ -203,7 +203,7 @@ class WorkloadBench:
             self.collectives.barrier()
             with arm.active():
                 trace = trace_step(arm.step, self.out / name if self.collectives.first else None)
-            parts = {"breakdown": breakdown(trace, self.workload.layers) if trace else {}, "trace": name}
+            parts = {"breakdown": breakdown.of_layers(trace, self.workload.layers) if trace else {}, "trace": name}
         return row(self.workload, arm, samples, agreement, **parts)
 
     def _seed(self) -> None:

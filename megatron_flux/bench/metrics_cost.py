@@ -38,7 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_flux.metrics import read_records, strict_json
 from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.run.folder import CONFIG
-from megatron_flux.telemetry.baseline_times import ROUNDS
+from megatron_flux.telemetry.call_sampler import ROUNDS
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
 

@@ -37,7 +37,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """Say what this machine has, what would be patched, and whether flux can run; exit code 1 if it cannot."""
     from rich.console import Console
 
-    from megatron_flux.telemetry.doctor import examine, show
+    from megatron_flux.telemetry.environment import examine, show
 
     found = examine()
     if as_json:

@@ -20,7 +20,7 @@ def root() -> None:
 @app.command()
 def merge(run: Annotated[Path, typer.Argument(help="Run folder of train or compare with --profile-steps.")]) -> None:
     """Put the traces of all ranks into one file per arm, aligned in time; open it at ui.perfetto.dev."""
-    from megatron_flux.telemetry.trace_merge import merge_run
+    from megatron_flux.telemetry.profiler import merge_run
 
     if not run.is_dir():
         raise UserError(f"{run} is no folder; give the run folder that was named as --out")

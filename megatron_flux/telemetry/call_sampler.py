@@ -6,24 +6,47 @@
     values = sampler.result(clock)   # None unless that step was sampled; the GPU's clock in it, in MHz, if known
 
 The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`. They are of this rank.
-:mod:`ops.call_events` says what exactly is timed, :mod:`telemetry.baseline_times` what it is compared with.
+:mod:`ops.call_events` says what exactly is timed.
+
+FLUX (arXiv 2406.06858, section 5.1) defines the effective communication time of a way to run a call as its time minus
+that of the unsplit GEMM, and overlap efficiency as
+
+    E_overlap = 1 - ECT(overlapped) / ECT(not overlapped) = (serial - overlapped) / (serial - GEMM)
+
+with ``serial`` the collective and the GEMM one after the other: here the ``reference`` backend.
+
+Both baselines are measured here, between steps: right behind a sampled step, while the GPU is as warm and its clock as
+low as training has made them, a short burst of each at every one of the first :data:`ROUNDS` samples that have the
+call. (The tuner's times would not do: its bursts of one GEMM run at the power limit, while a step with other work in
+between clocks higher, so that calls would seem to beat their GEMM.) The clock is read meanwhile, since even so it is
+not the step's: a GEMM takes longer by as much as the clock is lower, and where that could be much of what the
+collective takes, no efficiency is given.
+
+Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
+training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from megatron_flux.ops import call_events
+from megatron_flux import nvml
+from megatron_flux.ops import call_events, timing
+from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
 from megatron_flux.ops.kernel_config import label_of
-from megatron_flux.telemetry.baseline_times import Baseline, BaselineTimes
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -39,11 +62,16 @@ NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at
 OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
 FASTER = "the call took less than the GEMM alone, which must have run in another state"
 """Why a comparison is withheld."""
+NO_MEMORY = "not measured: no memory for the operands on some rank"
 
 TOLERANCE = 0.1
 """How much of what could be hidden may be due to clocks."""
 RESOLUTION = 0.005
 """Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
+ROUNDS = 5
+"""Measurements of every call's baselines; on GPUs one at each sample."""
+BURST_MS, MOST_CALLS = 2.0, 20
+"""Of one burst: about how long, and how many calls at most."""
 
 
 class Sampler:
@@ -56,7 +84,7 @@ class Sampler:
         self.interval = interval
         self._operators = operators
         self._timer = CallTimer()
-        self._baselines = BaselineTimes()
+        self._rounds: dict[Call, _Rounds] = {}
         self._sampling = False
 
     def due(self, iteration: int) -> bool:
@@ -80,7 +108,44 @@ class Sampler:
         if not self._operators:
             return dict.fromkeys(FIELDS)
         times = self._timer.collect()
-        return overlap(times, self._baselines.of(times), clock)
+        # One order for all ranks: two that are in two groups together must not measure them crosswise.
+        for call in sorted(times, key=_same_on_all_ranks):
+            rounds = self._rounds.setdefault(call, _Rounds())
+            for _ in range(_rounds_at_once(call.device)):
+                if not rounds.failed and len(rounds.serial_ms) < ROUNDS:
+                    _measure(call, rounds)
+        return overlap(times, {call: self._rounds[call].baseline() for call in times}, clock)
+
+
+def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
+    return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend, call.group_name
+
+
+class Baseline(NamedTuple):
+    """Of one call, medians over the rounds; None where they are not known."""
+
+    gemm_ms: float | None
+    serial_ms: float | None
+    source: str
+    """``measured``, or why there is none."""
+    sm_clock_mhz: float | None = None
+    """Of this rank's GPU while the GEMM ran; None where it is not known."""
+
+
+@dataclass
+class _Rounds:
+    """What has been measured of one call, a number per round."""
+
+    gemm_ms: list[float] = field(default_factory=list)
+    serial_ms: list[float] = field(default_factory=list)
+    clocks: list[float] = field(default_factory=list)
+    failed: bool = False
+
+    def baseline(self) -> Baseline:
+        if self.failed:
+            return Baseline(None, None, NO_MEMORY)
+        clock = statistics.median(self.clocks) if self.clocks else None
+        return Baseline(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
 
 
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
@@ -139,10 +204,7 @@ def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> d
     # Within the tolerance a call that was faster than its GEMM has hidden all; it has not gained time.
     exposed = None if baseline.gemm_ms is None or why is not None else max(taken - baseline.gemm_ms, 0.0)
     return {
-        "operator": call.operator,
-        "m": call.m,
-        "n": call.n,
-        "k": call.k,
+        **{name: getattr(call, name) for name in ("operator", "m", "n", "k")},
         "dtype": str(call.dtype).removeprefix("torch."),
         "transposed": call.transposed,
         "tp": call.group.size(),
@@ -188,3 +250,90 @@ def _tuner() -> TunedBackend:
     backend = get_backend(TunedBackend.name)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself
     return backend
+
+
+def _rounds_at_once(device: torch.device) -> int:
+    """Rounds at one sample. A GPU would be in another state after many; a processor has none that lasts."""
+    return 1 if device.type == "cuda" else ROUNDS
+
+
+@cache
+def _gpu(device: torch.device) -> nvml.Gpu | None:
+    try:
+        return nvml.of_device(device)
+    except LookupError:
+        return None
+
+
+def _measure(call: Call, rounds: _Rounds) -> None:
+    """Add a round of ``call`` on random operands of its shape. Collective over its group."""
+    group, reference = call.group, ReferenceBackend()
+    operands = _operands(call)
+    if not timing.all_agree(operands is not None, group, call.device) or operands is None:
+        rounds.failed = True
+        return
+    x, weight, gemm_only = operands
+
+    def run(backend: Any) -> Any:
+        if call.operator == "all_gather_gemm":
+            return backend.all_gather_gemm(x, weight, group, transposed=call.transposed)
+        if call.operator == "all_gather":
+            return backend.all_gather(x, group, async_op=True)
+        return backend.gemm_reduce_scatter(x, weight, group, transposed=call.transposed, async_op=False)
+
+    # The slowest rank's, so that all ranks make as many calls.
+    once = timing.burst(lambda: run(reference), 1, group, call.device)
+    count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
+    ways: list[tuple[Any, list[float]]] = [(reference, rounds.serial_ms), (gemm_only, rounds.gemm_ms)]
+    if call.operator == "all_gather":
+        ways.pop()
+        rounds.gemm_ms.append(0.0)
+    for backend, times in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
+        taken, clock = _burst(partial(run, backend), count, group, call.device)
+        times.append(taken)
+        if clock is not None and times is ways[-1][1]:
+            rounds.clocks.append(clock)
+
+
+def _burst(
+    call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, float | None]:
+    """Milliseconds on this rank of one of ``count`` calls behind another one, and the GPU's clock while they run."""
+    on_gpu = device.type == "cuda"
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
+    dist.barrier(group=group)
+    timing.finish(call())
+    began = time.perf_counter()
+    if on_gpu:
+        events[0].record()
+    for _ in range(count):
+        timing.finish(call())
+    if not on_gpu:
+        return (time.perf_counter() - began) * 1e3 / count, None
+    events[1].record()
+    gpu = _gpu(device)
+    reading = gpu.read() if gpu is not None else None
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / count, None if reading is None else reading.sm_clock_mhz
+
+
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmOnly] | None:
+    """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
+
+    Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
+    """
+    rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // call.group.size()
+    generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
+    random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)
+    gemm_only = GemmOnly()
+    try:
+        x = random(rows, call.k)
+        weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
+        if call.operator == "all_gather_gemm" and not gemm_only.prepare(x, call.group):
+            return None
+        # The reference backend's gathered operand, its result and the one before, which is dropped later.
+        scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
+        del scratch
+    except torch.OutOfMemoryError:
+        return None
+    return x, weight, gemm_only

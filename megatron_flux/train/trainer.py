@@ -20,7 +20,7 @@ import torch
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.ops import call_events
-from megatron_flux.telemetry.trace_parts import OPTIMIZER
+from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train import cuda_graphs
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches

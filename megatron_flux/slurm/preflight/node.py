@@ -63,9 +63,15 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     """
     import torch
 
-    from megatron_flux.telemetry import doctor
+    from megatron_flux.telemetry import environment
 
-    found: dict[str, Any] = {"node": node_name(), "doctor": doctor.examine(), "gpus": [], "xids": [], "unknown": []}
+    found: dict[str, Any] = {
+        "node": node_name(),
+        "doctor": environment.examine(),
+        "gpus": [],
+        "xids": [],
+        "unknown": [],
+    }
     found["numactl"] = shutil.which("numactl") is not None
     found["infiniband"] = infiniband()
     if expected.device != "cuda":

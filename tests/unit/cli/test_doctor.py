@@ -14,7 +14,7 @@ from megatron_flux.comm import links as topology
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.megatron_core import LAYERS, TE_LAYERS
-from megatron_flux.telemetry import doctor, environment
+from megatron_flux.telemetry import environment
 from tests.unit.te_layers import extension
 
 
@@ -82,21 +82,21 @@ def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None
     importlib.import_module(LAYERS)  # before its extension is exchanged
     monkeypatch.setitem(sys.modules, TE_LAYERS, extension())
     monkeypatch.setattr(te_seam, "load", lambda: None)
-    found = doctor.examine()
+    found = environment.examine()
     assert [path.rsplit(".", 2)[1] for path in found["would_patch"][2:]] == [
         "TELayerNormColumnParallelLinear",
         "TEColumnParallelLinear",
         "TERowParallelLinear",
     ]
     monkeypatch.setattr(te_seam, "load", refuse)
-    found = doctor.examine()
+    found = environment.examine()
     assert found["ok"]
     assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.19" in note for note in found["notes"])
 
 
 def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2, peer_access=False)
-    found = doctor.examine()
+    found = environment.examine()
     assert found["devices"] == ["NVIDIA H200"] * 2
     notes = " ".join(found["notes"])
     for words in ("no TransformerEngine", "host memory", "no Apex kernel"):
@@ -115,6 +115,6 @@ def test_where_auto_runs_stock(
     monkeypatch: pytest.MonkeyPatch, peer_access: bool, nvlink: str, words: str | None
 ) -> None:
     gpus(monkeypatch, 4, peer_access, nvlink)
-    notes = " ".join(doctor.examine()["notes"])
+    notes = " ".join(environment.examine()["notes"])
     assert ("runs stock's" in notes) is (words is not None)
     assert words is None or words in notes

@@ -178,7 +178,7 @@ def _graph_problems(args: Any) -> Iterator[str]:
             f"backend pipelined ({', '.join(given)}) cannot be captured in CUDA graphs (--cuda-graph-impl {graphs}): "
             "choose another backend"
         )
-    # One graph holds the iteration: an implementation from 0.18 on, a scope of "local" before (from 0.16 an enumeration).
+    # One graph holds the iteration: an implementation from 0.18 on, a scope of "local" before (0.16: an enumeration).
     scopes = getattr(args, "cuda_graph_scope", None) or []
     scopes = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
     if "full_iteration" in (graphs, *scopes) and getattr(args, "cuda_graph_warmup_steps", 1) == 0:

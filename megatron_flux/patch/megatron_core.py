@@ -134,25 +134,23 @@ def version_of_tree(core: Path) -> str:
 
 def find_line(megatron_core: str) -> MegatronCoreLine:
     """The line that a megatron-core version belongs to."""
-    release = release_of(megatron_core)
-    for line in LINES:
-        if release is not None and release in line.versions:
-            return line
-    raise _not_supported("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
+    release = _supported("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
+    return next(line for line in LINES if release in line.versions)
 
 
 def check_torch(torch_version: str) -> None:
     """Refuse a torch outside the supported range."""
-    release = release_of(torch_version)
-    if release is None or release not in SUPPORTED_TORCH:
-        raise _not_supported("torch", torch_version, SUPPORTED_TORCH)
+    _supported("torch", torch_version, SUPPORTED_TORCH)
 
 
-def _not_supported(package: str, found: str, supported: SpecifierSet) -> UnsupportedVersionError:
-    return UnsupportedVersionError(
-        f"{package} {found} is not supported; supported is {shown(supported)}: "
-        f"pip install '{package}{shown(supported)}'"
-    )
+def _supported(package: str, found: str, supported: SpecifierSet) -> Version:
+    release = release_of(found)
+    if release is None or release not in supported:
+        raise UnsupportedVersionError(
+            f"{package} {found} is not supported; supported is {shown(supported)}: "
+            f"pip install '{package}{shown(supported)}'"
+        )
+    return release
 
 
 def release_of(version_text: str) -> Version | None:

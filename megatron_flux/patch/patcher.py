@@ -82,10 +82,7 @@ def patch(config: FluxConfig | None = None) -> None:
     """Make megatron-core's tensor-parallel linears, those over TransformerEngine too, run the fused operators.
 
     Reaches classes imported and layers built before the call. Logs one line per replacement and a total (logger
-    ``megatron_flux``, rank 0).
-
-    Args:
-        config: how patched layers run; None means the defaults, or, when already patched, no change.
+    ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
         UserError: a backend that does not exist.
@@ -152,9 +149,6 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
     """Patch for the duration of a ``with`` block, then restore what was there before (stock, or an outer config).
 
     Backward of a forward that ran inside the block is flux, wherever it is called: autograd remembers it.
-
-    Raises:
-        UnsupportedVersionError: as :func:`patch`.
     """
     outer = _installed.linears.config if _installed is not None else None
     patch(config)
@@ -174,16 +168,9 @@ def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int
     would one after another, as micro-batches reach them, while the others wait in NCCL. Calls of other shapes are tuned
     when they come. A collective call of every tensor-parallel group; random states stay as they are.
 
-    Args:
-        model: this rank's stage, or its chunks, as Megatron builds them.
-        sequence: tokens of a sequence, of all ranks that share one.
-        micro_batch_size: sequences of a micro-batch.
-
-    Returns:
-        How many calls of different shapes were asked for: 0 where no layer's backend tunes (on CPUs, for instance).
-
-    Raises:
-        UserError: :func:`patch` was not called before.
+    ``model`` is this rank's stage, or its chunks, as Megatron builds them; ``sequence`` the tokens of a sequence, of
+    all ranks that share one. Returns how many calls of different shapes were asked for: 0 where no layer's backend
+    tunes (on CPUs, for instance). An error unless :func:`patch` was called before.
     """
     if _installed is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")
@@ -228,18 +215,12 @@ def set_backend(
     For instance ``set_backend(model, "reference", names="*.mlp.*")``, or ``set_backend(model, "stock",
     names="output_layer")``. All ranks of a tensor-parallel group must choose alike.
 
-    Args:
-        model: the model, or Megatron's list of its chunks.
-        backend: of all directions that are not given; ``stock`` leaves the layers to Megatron; None takes back what was
-            chosen earlier.
-        names: pattern (as of :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of
-            Megatron's wrappers. ``*`` is all tensor-parallel linears.
-        forward: backend of forward, as in :class:`~megatron_flux.FluxConfig`.
-        dgrad: backend of dgrad.
-        wgrad: backend of wgrad's gather.
+    ``model`` may be Megatron's list of chunks. ``backend`` is that of all directions that are not given; ``stock``
+    leaves the layers to Megatron, None takes back what was chosen earlier. ``names`` is a pattern (as of
+    :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of Megatron's wrappers; ``*``
+    is all tensor-parallel linears. ``forward``, ``dgrad`` and ``wgrad`` are as in :class:`~megatron_flux.FluxConfig`.
 
-    Returns:
-        The names of the layers.
+    Returns the names of the layers.
 
     Raises:
         UserError: an unknown backend, directions together with ``stock`` or None, or no layer of such a name.

@@ -39,21 +39,13 @@ _KERNELS = {"layernorm_fwd": 9, "layernorm_bwd": 7, "rmsnorm_fwd": 8, "rmsnorm_b
 """Functions of ``transformer_engine_torch`` and how many parameters they take, all of them positional."""
 
 _userbuffers = attrgetter(
-    "ub_overlap_ag_fprop",
-    "ub_overlap_rs_fprop",
-    "ub_overlap_ag_dgrad",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_wgrad",
-    "ub_bulk_dgrad",
+    *(f"ub_overlap_{which}" for which in ("ag_fprop", "rs_fprop", "ag_dgrad", "rs_dgrad")),
+    *("ub_bulk_wgrad", "ub_bulk_dgrad"),
 )
 
 
 def load() -> TransformerEngine:
-    """The installed TransformerEngine, checked.
-
-    Raises:
-        UnsupportedVersionError: a release outside the supported range, or symbols that are not as expected.
-    """
+    """The installed TransformerEngine, or UnsupportedVersionError where its release or symbols are not as expected."""
     try:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution

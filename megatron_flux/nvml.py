@@ -104,11 +104,7 @@ class Gpu:
     """Reads one GPU."""
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` as torch has it, with or without its prefix.
-
-        Raises:
-            LookupError: NVML cannot be used, or does not know the GPU; the message says which.
-        """
+        """``uuid`` as torch has it, with or without its prefix; LookupError, with why, where NVML cannot tell of it."""
         found = _library()
         if isinstance(found, str):
             raise LookupError(found)
@@ -138,12 +134,12 @@ class Gpu:
 
         None where not told; an idle GPU may have lowered the generation to save power.
         """
-        found = {
-            f"{prefix}{what}": self._ask(f"{which}PcieLink{what.title()}")
-            for what in ("width", "generation")
-            for prefix, which in (("", "Curr"), ("max_", "Max"))
-        }
-        return {name: None if value is None else int(value) for name, value in found.items()}
+        found = {}
+        for what in ("width", "generation"):
+            for name, which in ((what, "Curr"), (f"max_{what}", "Max")):
+                value = self._ask(f"{which}PcieLink{what.title()}")
+                found[name] = None if value is None else int(value)
+        return found
 
     def remapped_rows(self) -> dict[str, bool] | None:
         """Whether memory rows with errors are ``pending`` (to be remapped at a reset), or ``failed`` to be.
@@ -170,15 +166,12 @@ class Gpu:
 class XidWatch:
     """Collects the Xid errors that GPUs report from its making on.
 
-    NVML tells of new errors only; those before are in the kernel's log.
+    NVML tells of new errors only; those before are in the kernel's log. Where the driver tells of none, or stops
+    telling, as it does when a GPU is lost, there is a LookupError that says why.
     """
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
-        """Watch ``gpus``.
-
-        Raises:
-            LookupError: the driver tells of no events; the message says why.
-        """
+        """Watch ``gpus``."""
         self._nvml = gpus[0]._nvml if gpus else None
         if self._nvml is None:
             return
@@ -190,11 +183,7 @@ class XidWatch:
             raise LookupError(f"NVML tells of no Xid errors: {error}") from error
 
     def seen(self) -> list[tuple[str, int]]:
-        """``(bus id, Xid)`` of each error since the watch began; ends the watch.
-
-        Raises:
-            LookupError: the driver stopped telling, as it does when a GPU is lost.
-        """
+        """``(bus id, Xid)`` of each error since the watch began; ends the watch."""
         nvml = self._nvml
         if nvml is None:
             return []
@@ -213,11 +202,7 @@ class XidWatch:
 
 
 def of_device(device: torch.device) -> Gpu:
-    """The GPU behind a CUDA device of this process.
-
-    Raises:
-        LookupError: as :class:`Gpu`, or the device is none of CUDA's.
-    """
+    """The GPU behind a CUDA device of this process; LookupError as :class:`Gpu`, or where it is none of CUDA's."""
     if device.type != "cuda":
         raise LookupError("this run is on the CPU")
     return Gpu(str(torch.cuda.get_device_properties(device).uuid))
@@ -262,19 +247,19 @@ def _visible(nvml: ModuleType) -> list[Any]:
     """Handles of the GPUs in ``CUDA_VISIBLE_DEVICES``, in its order; like CUDA, up to the first that is not there."""
     count = nvml.nvmlDeviceGetCount()
     given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    handles = []
-    for word in filter(None, (part.strip() for part in given.split(","))):
+    handles: list[Any] = []
+    for word in filter(None, map(str.strip, given.split(","))):
         try:
-            if word.isdigit() and int(word) < count:
-                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
-            elif word.startswith(("GPU-", "MIG-")):
+            if word.startswith(("GPU-", "MIG-")):
                 handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
+            elif word.isdigit() and int(word) < count:
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
             else:
-                break
+                return handles
         except nvml.NVMLError:
-            break
+            return handles
     return handles
 
 
-def _text(value: str | bytes) -> str:
+def _text(value: str | bytes) -> str:  # older bindings answer in bytes
     return value.decode() if isinstance(value, bytes) else value

@@ -33,7 +33,7 @@ from megatron_flux.layers.backward import (
     rows,
     weight_gradient,
 )
-from megatron_flux.layers.prefetch import ColumnState, Gathered
+from megatron_flux.layers.prefetch import ColumnState
 
 
 class Norm(Protocol):
@@ -151,12 +151,11 @@ def _column_backward(
     """
     group, backends = linear.group, linear.backends
     dx = dw = db = pending = None
-    gathered = linear.take_prefetched()
-    if need_dw and gathered is None:
-        gathered = Gathered(x, group, backends.wgrad)
+    if need_dw:
+        linear.gather(x)
     if need_dx:
         pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
-    whole = None if gathered is None else gathered.wait()
+    whole = linear.gathered(x)  # waits for an early gather even where it is not needed
     if need_dw:
         dw = weight_gradient(linear.parameter, linear.main_grad, dy, whole, overwrite=linear.overwrite_main_grad)
     if need_db:

@@ -33,7 +33,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -110,11 +109,12 @@ class Sampler:
         times = self._timer.collect()
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(times, key=_same_on_all_ranks):
-            rounds = self._rounds.setdefault(call, _Rounds())
             for _ in range(_rounds_at_once(call.device)):
-                if not rounds.failed and len(rounds.serial_ms) < ROUNDS:
-                    _measure(call, rounds)
-        return overlap(times, {call: self._rounds[call].baseline() for call in times}, clock)
+                rounds = self._rounds.setdefault(call, [])
+                if rounds is not None and len(rounds) < ROUNDS:
+                    found = _measure(call, len(rounds) % 2 == 1)
+                    self._rounds[call] = None if found is None else [*rounds, found]
+        return overlap(times, {call: _baseline(self._rounds[call]) for call in times}, clock)
 
 
 def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
@@ -132,20 +132,17 @@ class Baseline(NamedTuple):
     """Of this rank's GPU while the GEMM ran; None where it is not known."""
 
 
-@dataclass
-class _Rounds:
-    """What has been measured of one call, a number per round."""
+_Rounds = list[tuple[float, float, float | None]] | None
+"""What has been measured of one call: ms in turn, ms of the GEMM, MHz meanwhile; None where memory was short."""
 
-    gemm_ms: list[float] = field(default_factory=list)
-    serial_ms: list[float] = field(default_factory=list)
-    clocks: list[float] = field(default_factory=list)
-    failed: bool = False
 
-    def baseline(self) -> Baseline:
-        if self.failed:
-            return Baseline(None, None, NO_MEMORY)
-        clock = statistics.median(self.clocks) if self.clocks else None
-        return Baseline(statistics.median(self.gemm_ms), statistics.median(self.serial_ms), "measured", clock)
+def _baseline(rounds: _Rounds) -> Baseline:
+    if rounds is None:
+        return Baseline(None, None, NO_MEMORY)
+    serial, gemm, clocks = zip(*rounds, strict=True)
+    known = [clock for clock in clocks if clock is not None]
+    clock = statistics.median(known) if known else None
+    return Baseline(statistics.median(gemm), statistics.median(serial), "measured", clock)
 
 
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
@@ -265,13 +262,12 @@ def _gpu(device: torch.device) -> nvml.Gpu | None:
         return None
 
 
-def _measure(call: Call, rounds: _Rounds) -> None:
-    """Add a round of ``call`` on random operands of its shape. Collective over its group."""
+def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] | None:
+    """A round of ``call`` on random operands of its shape; None where memory is short. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
     operands = _operands(call)
     if not timing.all_agree(operands is not None, group, call.device) or operands is None:
-        rounds.failed = True
-        return
+        return None
     x, weight, gemm_only = operands
 
     def run(backend: Any) -> Any:
@@ -284,15 +280,13 @@ def _measure(call: Call, rounds: _Rounds) -> None:
     # The slowest rank's, so that all ranks make as many calls.
     once = timing.burst(lambda: run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
-    ways: list[tuple[Any, list[float]]] = [(reference, rounds.serial_ms), (gemm_only, rounds.gemm_ms)]
+    ways: list[Any] = [gemm_only, reference] if gemm_first else [reference, gemm_only]
     if call.operator == "all_gather":
-        ways.pop()
-        rounds.gemm_ms.append(0.0)
-    for backend, times in ways if len(rounds.serial_ms) % 2 == 0 else reversed(ways):
-        taken, clock = _burst(partial(run, backend), count, group, call.device)
-        times.append(taken)
-        if clock is not None and times is ways[-1][1]:
-            rounds.clocks.append(clock)
+        ways.remove(gemm_only)
+    taken = {way: _burst(partial(run, way), count, group, call.device) for way in ways}
+    serial, clock = taken[reference]
+    gemm, clock = taken.get(gemm_only, (0.0, clock))
+    return serial, gemm, clock
 
 
 def _burst(

@@ -25,16 +25,9 @@ from megatron_flux.version import __version__
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
 
 _SWITCHES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "MEGATRON_FLUX_SM_MARGIN",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_FLASH_ATTN",
-    "NVTE_FUSED_ATTN",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
-    "UB_SKIPMC",
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_SYMM_MEM_DISABLE_MULTICAST", "UB_SKIPMC"),
 )
 
 
@@ -79,10 +72,9 @@ def device_name() -> str:
 def link() -> dict[str, Any]:
     """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
 
-    Returns:
-        ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or
-        ``p2p`` as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and
-        ``peer_access``: ordered pairs of GPUs, and those with peer access.
+    ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or ``p2p``
+    as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and ``peer_access``: ordered
+    pairs of GPUs, and those with peer access.
     """
     count = _gpu_count()
     if count < 2:
@@ -135,9 +127,7 @@ def switches() -> dict[str, str | None]:
 def examine() -> dict[str, Any]:
     """What ``megatron-flux doctor`` prints, ready for JSON.
 
-    Returns:
-        ``versions``, ``supported``, ``devices``, ``link``, ``backends``, ``would_patch``, ``problems`` (what keeps flux
-        from running), ``notes`` (what is missing but not needed), ``ok``.
+    ``problems`` keep flux from running; ``notes`` say what is missing but not needed.
     """
     installed, count, connected = versions(), _gpu_count(), link()
     problems: list[str] = []

@@ -64,17 +64,11 @@ class StepProfiler:
         barrier: Callable[[], object],
         nvtx: bool = False,
     ) -> None:
-        """Nothing happens before the step ahead of ``first``.
+        """Nothing happens before the step ahead of ``first``, which is 2 or more.
 
-        Args:
-            first: first iteration in the trace, from 2.
-            last: last one.
-            folder: gets the files; made when missing.
-            rank: of this process.
-            device: where it computes.
-            barrier: waits for all ranks, on the host.
-            nvtx: ranges are NVTX's, and instead of torch.profiler the capture of an nsys around this process runs
-                (``nsys profile --capture-range=cudaProfilerApi``): no file is written.
+        ``folder`` gets the files; ``barrier`` waits for all ranks, on the host. With ``nvtx`` ranges are NVTX's, and
+        instead of torch.profiler the capture of an nsys around this process runs (``nsys profile
+        --capture-range=cudaProfilerApi``): no file is written.
         """
         self.first, self.last, self.folder = first, last, folder
         self._rank, self._device, self._barrier, self._nvtx = rank, device, barrier, nvtx
@@ -168,11 +162,7 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
 
 
 def merge_run(run: Path) -> list[Path]:
-    """Merge the traces of every arm in a run folder; returns the files written.
-
-    Raises:
-        UserError: there are none, or one cannot be read.
-    """
+    """Merge the traces of every arm in a run folder; returns the files written."""
     folders = sorted({file.parent for file in run.glob("*/trace/rank*.json.gz")})
     if not folders:
         raise UserError(
@@ -241,19 +231,15 @@ def _moved(trace: dict[str, Any], shift_us: float) -> list[dict[str, Any]]:
     names = {process: old for old, process in processes.items()}
     events = []
     for event in trace["traceEvents"]:
-        process = processes.get(str(event.get("pid")))
+        process, about = processes.get(str(event.get("pid"))), event.get("ph") == "M"
         if process is None:
             continue
-        if event.get("ph") == "M" and event["name"] in ("process_name", "process_sort_index", "process_labels"):
-            if event["name"] == "process_labels":
-                names[process] = str(event["args"]["labels"]) or names[process]
-            continue
-        moved = {**event, "pid": process}
-        if event.get("ph") != "M":
-            moved["ts"] = round(float(event["ts"]) + shift_us, 3)
-        if "id" in event:  # flows are numbered by process
-            moved["id"] = f"{rank}.{event['id']}"
-        events.append(moved)
+        if about and event["name"] == "process_labels":
+            names[process] = str(event["args"]["labels"]) or names[process]
+        elif not about or event["name"] not in ("process_name", "process_sort_index"):
+            moved = {"ts": round(float(event["ts"]) + shift_us, 3)} if not about else {}
+            flow = {"id": f"{rank}.{event['id']}"} if "id" in event else {}  # numbered by process
+            events.append({**event, "pid": process, **moved, **flow})
     for process, label in names.items():
         name = {"ph": "M", "name": "process_name", "pid": process, "tid": 0}
         events.append({**name, "args": {"name": f"rank {rank} {label} ({host})"}})

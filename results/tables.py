@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_flux.bench.shapes import cases
 from megatron_flux.bench.tuned_table import chosen
-from megatron_flux.metrics.statistics import relative_differences, spread
+from megatron_flux.metrics.summary import relative_differences, spread
 from results.ops_tables import beside, named, operators
 from results.readme_tables import X, between_marks, percent, table
 

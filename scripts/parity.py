@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_flux.metrics import read_records
-from megatron_flux.metrics.statistics import relative_differences
+from megatron_flux.metrics.summary import relative_differences
 from megatron_flux.telemetry import environment
 
 CURVES = ("lm loss", "grad-norm")

@@ -1,5 +1,5 @@
 """Benchmarks of operators (``bench ops``, ``tune``), transformer layers (``bench layer``) and recording
-(``bench metrics``), above training: the commands start them, :mod:`megatron_flux.run.worker` runs them on every rank.
+(``bench metrics``), above training: the commands start them, :mod:`megatron_flux.run.rank` runs them on every rank.
 
 * Operators: shapes, options, variants (what is compared), ops, async_tp, ops_report; tune, tuned_table.
 * Layers: layer_config, layer_blocks, layer_arms (what is compared), layer_workload, layer, layer_agreement,

@@ -39,7 +39,6 @@ from megatron_flux.comm import links
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank
 from megatron_flux.run.folder import CONFIG
-from megatron_flux.run.worker import set_environment
 from megatron_flux.telemetry import environment
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
@@ -118,9 +117,9 @@ def work(folder: str) -> None:
 
 def measure(config: LayerConfig, out: Path) -> None:
     """:func:`run` on this rank, from process groups to the picture."""
-    set_environment()
-    from megatron_flux.train.distributed import process_groups
+    rank.set_environment()
     from megatron_flux.train.shims import cpu_shims
+    from megatron_flux.train.worker import process_groups
 
     if rank.is_first():
         _log_to(out / "log.txt")

@@ -33,7 +33,7 @@ from megatron_flux import FluxConfig, ops, patched, report
 from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
 from megatron_flux.bench.layer_config import Workload
 from megatron_flux.bench.no_communication import FLOORS, register
-from megatron_flux.train.memory import workspace_bytes
+from megatron_flux.train.measurements import workspace_bytes
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""

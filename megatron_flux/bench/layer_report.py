@@ -11,9 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flux.metrics.numbers import milliseconds, number, percent
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
-from megatron_flux.metrics.table import multicast
+from megatron_flux.metrics.table import multicast, number
 
 COLUMNS = ("arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
 EXPLANATION = (
@@ -35,9 +34,9 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["arm"] + graph if row["training"] else f"{row['arm']}{graph}, no training",
         f"{row['ms_per_layer']:.3f} ({row['ms_per_layer_low']:.3f}-{row['ms_per_layer_high']:.3f})",
         number(row["speedup_vs_te"], ".3f", "x"),
-        percent(row["hidden_share"]),
-        milliseconds(parts.get("communication_exposed_ms")),
-        milliseconds(parts.get("idle_ms")),
+        number(row["hidden_share"], ".0%"),
+        number(parts.get("communication_exposed_ms")),
+        number(parts.get("idle_ms")),
         f"{row['host_ms_per_step']:.2f}",
         number(row.get("sm_clock_mhz"), ".0f"),  # absent from earlier runs
         number(row["peak_memory_gb"], ".2f"),

@@ -28,7 +28,7 @@ from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.comm import group_state
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry import breakdown
-from megatron_flux.train.memory import forget_dummy_gradients
+from megatron_flux.train.measurements import forget_dummy_gradients
 
 WARMUP_STEPS = 3
 

@@ -28,7 +28,7 @@ import logging
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,11 +36,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.metrics import read_records, strict_json
-from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, RESAMPLES
+from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.telemetry.call_sampler import ROUNDS
-from megatron_flux.train.arm import Arm
 from megatron_flux.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_flux.train.arm import Arm
 
 logger = logging.getLogger("megatron_flux")
 
@@ -58,6 +60,8 @@ class CostOptions(BaseModel):
 
 def measure(config: RunConfig, options: CostOptions, dataset: Any, device: torch.device) -> dict[str, Any]:
     """Train, write ``blocks.jsonl`` and ``summary.json``, and return the summary. A collective call."""
+    from megatron_flux.train.arm import Arm  # with megatron-core, which the command's options do without
+
     arm = Arm("flux", config, dataset, device)
     blocks: list[dict[str, Any]] = []
     with arm:

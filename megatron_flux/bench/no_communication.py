@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops import backend_names, register_backend
 from megatron_flux.ops.backends.reference import gemm
+from megatron_flux.ops.checks import OperatorCall
 
 
 class NoCommunication:
-    """A :class:`megatron_flux.ops.backends.base.Backend` whose collectives take no time."""
+    """A :class:`megatron_flux.ops.backends.registry.Backend` whose collectives take no time."""
 
     name = "floor"
     automatic = False
@@ -47,29 +48,18 @@ class NoCommunication:
         """Nothing is refused."""
         return None
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
         """``([m, n], made-up gathered x [m, k])``."""
-        gathered = self._gathered(x, group)
-        return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
+        gathered = self._gathered(call.x, call.group)
+        return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
         """``[m/tp, n]``: the own rows of the own product."""
-        return Pending(self._scattered(gemm(x, weight, transposed=transposed), group))
+        return Pending(self._scattered(gemm(call.x, call.weight, transposed=call.transposed), call.group))
 
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
+    def all_gather(self, call: OperatorCall) -> Pending:
         """Made-up ``[m, k]``."""
-        return Pending(self._gathered(x, group))
+        return Pending(self._gathered(call.x, call.group))
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()

@@ -37,7 +37,6 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import folder, rank
-from megatron_flux.run.worker import set_environment
 from megatron_flux.telemetry import environment
 
 WARMUP_CALLS = 3
@@ -185,7 +184,7 @@ def work(text: str) -> None:
         text: an :class:`megatron_flux.bench.options.OpsRun` as JSON.
     """
     wanted = OpsRun.model_validate_json(text)
-    set_environment()
+    rank.set_environment()
     log = wanted.out / "log.txt"
     with _logged_to(log), process_group.opened() as group:
         summary = run(

@@ -12,9 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flux.metrics.numbers import milliseconds, percent
-from megatron_flux.metrics.statistics import overlap_efficiency
-from megatron_flux.metrics.table import connections, multicast
+from megatron_flux.metrics.summary import overlap_efficiency
+from megatron_flux.metrics.table import connections, multicast, number
 
 LEFT = ("op", "model", "layer", "direction")
 ALONE = {"gemm_ms": "gemm", "nccl_ms": "nccl"}
@@ -40,10 +39,10 @@ def efficiency(row: Mapping[str, Any], variant: str) -> float | None:
 
 def line(row: Mapping[str, Any]) -> str:
     """One call in one line."""
-    times = [f"{name} {milliseconds(row[key])}" for key, name in {**ALONE, **COMPARED}.items()]
+    times = [f"{name} {number(row[key])}" for key, name in {**ALONE, **COMPARED}.items()]
     return (
         f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
-        f"k={row['k']:<5} {' '.join(times)} E {percent(row['e_overlap'])} bound {row['bound_ms']:.3f} "
+        f"k={row['k']:<5} {' '.join(times)} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
         f"[{row['tuned_choice']}]"
     )
 
@@ -101,8 +100,8 @@ def show_async_tp(summary: Mapping[str, Any], file: IO[str] | None = None) -> No
 def _async_tp(row: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     cells = _call(row)
     for one in (row, own):
-        cells += [milliseconds(one[name]) for name in ("gemm_ms", "serial_ms", "async_tp_ms")]
-        cells.append(percent(efficiency(one, "async_tp_ms")))
+        cells += [number(one[name]) for name in ("gemm_ms", "serial_ms", "async_tp_ms")]
+        cells.append(number(efficiency(one, "async_tp_ms"), ".0%"))
     return cells
 
 
@@ -110,9 +109,9 @@ def _cells(row: Mapping[str, Any]) -> list[str | Text]:
     fastest = min(row[name] for name in COMPARED if row[name] is not None)
     return [
         *_call(row),
-        *(milliseconds(row[name]) for name in ALONE),
-        *(Text(milliseconds(row[name]), style="bold" if row[name] == fastest else "") for name in COMPARED),
-        *(percent(efficiency(row, name)) for name in EFFICIENCIES),
+        *(number(row[name]) for name in ALONE),
+        *(Text(number(row[name]), style="bold" if row[name] == fastest else "") for name in COMPARED),
+        *(number(efficiency(row, name), ".0%") for name in EFFICIENCIES),
         Text(row["tuned_choice"]),
     ]
 

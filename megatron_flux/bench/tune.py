@@ -19,13 +19,12 @@ from megatron_flux.bench import process_group, tuned_table
 from megatron_flux.bench.options import TuneRun
 from megatron_flux.bench.shapes import Case
 from megatron_flux.bench.variants import call, operands, tuning_key
-from megatron_flux.comm import rank_errors
+from megatron_flux.comm import collectives
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.numbers import milliseconds
+from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import rank
-from megatron_flux.run.worker import set_environment
 
 logger = logging.getLogger("megatron_flux")
 
@@ -72,11 +71,11 @@ def run(
         for number, case in enumerate(cases, 1):
             x, weight = operands(case, group, dtype, device)
             key = tuning_key(case, x, group.size(), link.kind)
-            known = key in tuned.decisions(group).answers or rank_errors.first_rank(group, partial(_kept, key))
+            known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
             call(case, x, weight, group, "tuned")()
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
-            rank_errors.first_rank(group, partial(_keep, cache, key, answer, force))
+            collectives.first_rank(group, partial(_keep, cache, key, answer, force))
             if first:
                 log(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {_line(case, answer, known)}")
             del x, weight
@@ -100,7 +99,7 @@ def _line(case: Case, answer: dict[str, Any], known: bool) -> str:
     name = tuned_table.chosen(answer)
     return (
         f"{case.op} {case.model} {case.layer} {case.direction} m={case.m} n={case.n} k={case.k}: {name} "
-        f"{milliseconds(answer['ms'].get(name))} ms, reference {milliseconds(answer['ms'].get('reference'))} ms"
+        f"{number(answer['ms'].get(name))} ms, reference {number(answer['ms'].get('reference'))} ms"
         f"{' (kept)' if known else ''}"
     )
 
@@ -127,7 +126,7 @@ def work(text: str) -> None:
         text: a :class:`megatron_flux.bench.options.TuneRun` as JSON.
     """
     wanted = TuneRun.model_validate_json(text)
-    set_environment()
+    rank.set_environment()
     with process_group.opened() as group:
         done = run(
             wanted.cases(),

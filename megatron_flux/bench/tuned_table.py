@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_flux.bench.ops_report import print_table
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.numbers import milliseconds, number
+from megatron_flux.metrics.table import number
 from megatron_flux.ops.kernel_config import label_of
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -76,7 +76,7 @@ def _cells(key: str, answer: Mapping[str, Any]) -> list[str | Text]:
         op,
         setting,
         shape,
-        *map(milliseconds, times),
+        *map(number, times),
         number(gain, ".2f", "x"),
         Text(name, style="" if name == "reference" else "bold"),
     ]

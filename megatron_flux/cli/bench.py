@@ -103,9 +103,9 @@ def _ready_for_gpus(command: str, otherwise: str) -> None:
     """
     import torch
 
-    from megatron_flux.run import launcher, worker
+    from megatron_flux.run import launcher, rank
 
-    worker.set_environment()
+    rank.set_environment()
     gpus = torch.cuda.device_count()
     ranks = launcher.started() or gpus
     if gpus == 0 or ranks < 2:
@@ -173,7 +173,7 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
     from megatron_flux.bench import layer as layers
     from megatron_flux.bench.layer_arms import block_of
     from megatron_flux.patch.megatron_core import checked_versions
-    from megatron_flux.run import folder, launcher, rank, worker
+    from megatron_flux.run import folder, launcher, rank
 
     rank.quiet_megatron()
     checked_versions()
@@ -192,7 +192,7 @@ def layer(options: dict[str, Any], dry_run: DryRun = False) -> None:
         return
     description |= {"started": folder.started(), "command": folder.command_line()}
     out = start.make_folder(out, lambda _: description, default=given.out is None, overwrite=given.overwrite)
-    worker.set_environment()
+    rank.set_environment()
     start.on_ranks(
         "bench layer",
         f"tp {config.tp}, run folder {out}",

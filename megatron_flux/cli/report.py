@@ -68,7 +68,7 @@ def local(
         typer.echo(f"wrote {path}", err=True)
     if result is not None:
         result.show()
-        if not result.ok:
+        if result.left:
             raise typer.Exit(1)
 
 

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.graph_capture import begin, capture_of, turn_arguments, waited_elsewhere
-from megatron_flux.comm.pending import Pending
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, unbroken
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, kept, unbroken, waited_elsewhere
 
 
 class Edges(NamedTuple):
@@ -130,7 +129,7 @@ def push_of(work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: E
             )
         return Push(copies, work.epochs.data_ptr() + 4 * half)
 
-    return view(work.pushes, (half, mp, k, dtype, edges), make)
+    return kept(work.pushes, (half, mp, k, dtype, edges), make)
 
 
 def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callable[[], None]:
@@ -161,39 +160,34 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
         UserError: from ``wait()`` too, when a gather is waited for in another capture than it was begun in.
     """
     from megatron_flux.kernels import launch as kernel_launch
-    from megatron_flux.kernels.barrier import gather_wait_kernel
+    from megatron_flux.kernels.device import gather_wait_kernel
 
     _finish_open(work)
-    mp, k = x.shape
-    tp, rank, cuda = work.tp, work.rank, x.is_cuda
+    (mp, k), tp, rank, cuda = x.shape, work.tp, work.rank, x.is_cuda
     with unbroken(work, "all_gather"):
-        turn = begin(work)
+        turn = work.begin()
         capture = work.capture
-        gathered = buffers_of(work, turn.half, mp * tp, k, x.dtype)[rank]
+        gathered = work.gather_buffers(turn.half, mp * tp, k, x.dtype)[rank]
         finish = push(x, work, turn.half)
         gathered[rank * mp : (rank + 1) * mp].copy_(x)
         begun = torch.cuda.current_stream() if cuda else None
-
-        def launch() -> kernel_launch.Launch:
-            arguments = (work.flags[rank], *turn_arguments(work, turn), rank)
-            constants = {"TP": tp, "CPU": not cuda, "THREADS": 32}
-            return kernel_launch.by_triton(gather_wait_kernel, 1, *arguments, **constants, num_warps=1), arguments
+        arguments = (work.flags[rank], *work.arguments(turn), rank)
 
         def wait() -> None:
-            if capture_of(work) != capture:
+            if work.current_capture() != capture:
                 raise waited_elsewhere(capture)
             with unbroken(work, "all_gather"):
-                if cuda:
-                    # First the order of the streams: the kernel reads the number that the call before leaves.
+                if cuda:  # first the order of the streams: the kernel reads the number that the call before leaves
                     work.end()
-                    kernel_launch.first_or_again(work.kernels, ("wait", turn.half, tp), 1, launch, x.device.index)
-                    finish()
-                    if torch.cuda.current_stream() != begun:
-                        # The stream whose memory x may be does not wait for the copies.
-                        x.record_stream(work.side.stream)
-                else:
-                    launch()
+                kernel_launch.wait_for_peers(
+                    gather_wait_kernel, work.kernels, ("wait", turn.half, tp), x.device, tp, arguments
+                )
+                if not cuda:
                     work.end()
+                finish()
+                if cuda and torch.cuda.current_stream() != begun:
+                    # The stream whose memory x may be does not wait for the copies.
+                    x.record_stream(work.side.stream)
                 if work.open_gather is pending:
                     work.open_gather = None
 
@@ -210,24 +204,7 @@ def _finish_open(work: Slab) -> None:
     unfinished = work.open_gather
     if unfinished is None:
         return
-    if work.capture is None or work.capture == capture_of(work):
+    if work.capture is None or work.capture == work.current_capture():
         unfinished.wait()
     else:
         work.open_gather = None
-
-
-def buffers_of(work: Slab, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The gather buffer ``[m, k]`` of every rank."""
-
-    def make() -> list[torch.Tensor]:
-        return [work.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(work.tp)]
-
-    return view(work.buffers, (half, m, k, dtype), make)
-
-
-def view(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, kept in ``known`` (of a slab) under ``key``."""
-    found = known.get(key)
-    if found is None:
-        found = known[key] = make()
-    return found

@@ -22,21 +22,19 @@ CUDA graphs
     waits until all have said so. Behind that barrier nobody uses either half any more, and the capture's further calls
     alternate as above. A call in this mode that is not captured (a warm-up) knows nothing of the replays before it: it
     is entered, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
-    :func:`megatron_flux.ops.cuda_graphs.captured_calls`.
-
-    Two calls of which one is entered must not overlap on a rank: whoever replays puts the replay behind what used the
-    slab before, and leaves no gather open around it.
+    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. Two calls of which one is entered must not overlap on a rank:
+    whoever replays puts the replay behind what used the slab before, and leaves no gather open around it.
 
 Exceptions
     A call takes its turn on the host, and its kernel leaves the next call the number to wait for. When an exception
     comes in between (a kernel that cannot be compiled, a launch that CUDA refuses, Ctrl-C) the turn is taken and the
     number is not: the next call would wait for one that its peers have sent long ago, and read stale data. So
 
-    * what can fail for want of memory comes before the turn: an exception until then leaves no trace, and the next call
-      is as good as the first try. All ranks must have made the same calls then, as with any collective: one that ran
-      out of memory alone makes its call again, or ends;
-    * from the turn on, everything that a call does to its slab or enqueues lies inside :class:`unbroken`, or in a
-      ``try`` that ends in :func:`broken_off` where an object per call is too much. It poisons the slab: every further
+    * what can fail for want of memory comes before the turn: an exception until then leaves no trace. All ranks must
+      have made the same calls then, as with any collective: one that ran out of memory alone makes its call again, or
+      ends;
+    * from the turn on, everything that a call does to its slab or enqueues lies inside :func:`unbroken`, or in a
+      ``try`` that ends in :func:`broken_off` where a context per call is too much. It poisons the slab: every further
       call on this rank is an OperatorError that names the rank, the operator and the exception;
     * peers cannot be told: they wait for data that does not come, until their own bounded wait ends, at the latest
       for the call after this one (the copies of this one may have been sent). No wait is satisfied by what is old;
@@ -44,9 +42,13 @@ Exceptions
       who catches the exception inside the capture gets a graph whose replay is an error.
 
     The job is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
-    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs` (of a
-    backend, ``renew``), for whoever knows that the same call has failed on every rank, such as a tuner. ``unpatch()``
-    ends the use of slabs, not the poison.
+    together: a call that needs a larger slab, and :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`, for
+    whoever knows that the same call has failed on every rank, such as a tuner. ``unpatch()`` does not.
+
+Transports and kernels
+    A transport (:mod:`megatron_flux.comm.copy_engine`) writes a shard into :meth:`Slab.half` of its peers, and the
+    epoch into their flags behind it. A kernel takes :meth:`Slab.arguments` of its call, waits for flags, and leaves
+    the next call its epoch. Neither knows more of the other than which word of the flags belongs to what.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
@@ -64,18 +66,19 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.errors import OperatorError
+from megatron_flux.errors import OperatorError, UserError
 
 if TYPE_CHECKING:
-    from megatron_flux.comm.pending import Pending
+    from megatron_flux.comm.collectives import Pending
     from megatron_flux.kernels.launch import Relaunch
 
 FLAG_WORDS = 1 << 17
@@ -98,12 +101,10 @@ class CopyStream(NamedTuple):
     after: torch.cuda.Event
 
 
-@dataclass
-class Turn:
+class Turn(NamedTuple):
     """One call's share of a slab."""
 
     half: int
-    next_half: int
     enter: bool
     """Whether all ranks must begin it together."""
 
@@ -142,7 +143,7 @@ class Slab:
     buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
     """Gather buffers of all ranks."""
     pushes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """What the copy engine moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
+    """What a transport moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
     descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Of the slab's memory, for TMA."""
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
@@ -162,21 +163,22 @@ class Slab:
         self._index = self.data_table.get_device()
 
     def begin(self) -> Turn:
-        """Start a call that is not captured: checks earlier time-outs, orders streams, says which half to use.
+        """Take a call's turn: check earlier time-outs, order streams, enqueue the barrier if it must be entered.
 
         Raises:
             OperatorError: an earlier call on this slab timed out or was broken off.
         """
+        if self.captured:
+            turn = self.begin_captured(self.current_capture())
+            if turn.enter:
+                _enter(self)
+            return turn
         self._check()
         self._follow()
         return self._turn(enter=False)
 
     def begin_captured(self, capture: int | None) -> Turn:
-        """As :meth:`begin`, on a captured slab; ``capture`` is the one that the call is part of, None if it runs now.
-
-        Raises:
-            OperatorError: an earlier call on this slab timed out or was broken off.
-        """
+        """As :meth:`begin`, of a captured slab, without the barrier; ``capture``: :meth:`current_capture`."""
         self._check()
         enter = capture is None or capture != self.capture
         if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
@@ -190,10 +192,19 @@ class Slab:
             self.calls = 0
         return self._turn(enter=enter)
 
+    def current_capture(self) -> int | None:
+        """Number of the capture that a call would now be part of, None if it runs now."""
+        return capture_id(self.data_table)
+
+    def arguments(self, turn: Turn) -> tuple[object, ...]:
+        """What every kernel takes of its call: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
+        half, alarm = turn.half, self.alarm
+        return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + ENTER_WORDS)
+
     def _turn(self, *, enter: bool) -> Turn:
         half = self.calls & 1
         self.calls += 1
-        return Turn(half, 1 - half, enter)
+        return Turn(half, enter)
 
     def _check(self) -> None:
         if self.alarm.view[0]:
@@ -238,6 +249,47 @@ class Slab:
     def half(self, half: int, rank: int) -> torch.Tensor:
         """uint8 ``[half_bytes]`` of ``rank``."""
         return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
+
+    def gather_buffers(self, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The gather buffer ``[m, k]`` of every rank."""
+        return kept(
+            self.buffers,
+            (half, m, k, dtype),
+            lambda: [self.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(self.tp)],
+        )
+
+
+def kept(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, kept in ``known`` (of a slab) under ``key``."""
+    found = known.get(key)
+    if found is None:
+        found = known[key] = make()
+    return found
+
+
+def capture_id(tensor: torch.Tensor) -> int | None:
+    """The number of the capture that a call on the device of ``tensor`` would be part of, None if it runs now."""
+    if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
+
+
+def waited_elsewhere(begun: int | None) -> UserError:
+    """The error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
+    return UserError(
+        f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
+        "be waited for there: finish it before capture begins or ends"
+    )
+
+
+def _enter(work: Slab) -> None:
+    """The barrier before a captured call."""
+    from megatron_flux.kernels.device import enter_kernel  # Triton, which slabs without captured calls do not need
+    from megatron_flux.kernels.launch import wait_for_peers
+
+    alarm, device = work.alarm, work.data_table.device
+    arguments = (work.flag_table, work.flags[work.rank], work.epochs, alarm.words, alarm.limit, work.rank)
+    wait_for_peers(enter_kernel, work.kernels, ("enter", work.tp), device, work.tp, arguments)
 
 
 def size_class(nbytes: int) -> int:
@@ -318,24 +370,14 @@ def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> t
     return [handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(group.size())], (whole, handle)
 
 
-class unbroken:  # noqa: N801 - used as a statement
-    """``with unbroken(work, operator):`` around a call's turn and all that it enqueues."""
-
-    __slots__ = ("_operator", "_work")
-
-    def __init__(self, work: Slab, operator: str) -> None:
-        """``operator``: its name, for people."""
-        self._work, self._operator = work, operator
-
-    def __enter__(self) -> None:
-        """The turn is taken inside."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Whatever ends the call also ends its slab."""
-        if error is not None:
-            broken_off(self._work, self._operator, error)
+@contextlib.contextmanager
+def unbroken(work: Slab, operator: str) -> Iterator[None]:
+    """Around a call's turn, which is taken inside, and all that it enqueues: what ends the call also ends its slab."""
+    try:
+        yield
+    except BaseException as error:
+        broken_off(work, operator, error)
+        raise
 
 
 def broken_off(work: Slab, operator: str, error: BaseException) -> None:

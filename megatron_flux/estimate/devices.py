@@ -1,6 +1,6 @@
 """What GPUs can do, for predictions where nothing was measured. Every figure has its public source here.
 
-Figures of the hardware (memory, its bandwidth, links; peaks are those of :mod:`megatron_flux.train.flops`):
+Figures of the hardware (memory, its bandwidth, links; peaks are those of :mod:`megatron_flux.train.presets`):
 
 * NVIDIA's data sheets: H200 (141 GB, 4.8 TB/s), H100 SXM (80 GB, 3.35 TB/s), A100 80 GB SXM (2039 GB/s) and PCIe
   (1935 GB/s), L20 (48 GB, 864 GB/s). NVLink 4 is 900 and NVLink 3 is 600 GB/s per GPU, PCIe 4.0 x16 is 64 GB/s, each
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_flux.errors import UserError
-from megatron_flux.train.flops import device_peak
+from megatron_flux.train.presets import device_peak
 
 
 @dataclass(frozen=True)

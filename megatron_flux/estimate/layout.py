@@ -27,7 +27,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.prediction import why_stock
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan
+from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config
 from megatron_flux.train.config import RunConfig
 
 MAX_RANKS = 1024
@@ -213,7 +213,7 @@ def linears(job: Job) -> list[Linear]:
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
-        plan: KernelConfig = (ag_plan if gathers else rs_plan)(rows, case.n, case.k, tp, job.device.sms, hopper)
+        plan: KernelConfig = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper)
         kernel = "hopper" if hopper else "triton"
         found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan.label()))
     return found

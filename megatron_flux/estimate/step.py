@@ -28,7 +28,7 @@ from megatron_flux.estimate.layer import Layer, Phase, column_backward, pair_pha
 from megatron_flux.estimate.measured import MeasuredLayers
 from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.rates import Rates
-from megatron_flux.train.flops import step_flops
+from megatron_flux.train.presets import step_flops
 
 BYTES_PER_LOGIT = 44
 OPTIMIZER_BYTES = 42

@@ -1,8 +1,8 @@
 """Triton and Gluon kernels, and how they are launched. Nothing here knows process groups or autograd.
 
-Read :mod:`~megatron_flux.kernels.device` first (flags, bounded waits), then ``plain/ag_gemm`` and ``plain/gemm_rs``
-(the schedules, for every GPU and for Triton's interpreter), then ``hopper/pieces``, ``hopper/ag_gemm`` and
-``hopper/gemm_rs`` (the same with specialised warps), and ``launch`` for what a launch costs on the host.
+Read :mod:`~megatron_flux.kernels.device` first (flags, bounded waits), then ``plain`` (the schedules, for every GPU and
+for Triton's interpreter), then ``hopper/pieces``, ``hopper/ag_gemm`` and ``hopper/gemm_rs`` (the same with specialised
+warps), and ``launch`` for what a launch costs on the host.
 
 Importing a module of this package, other than ``signals``, imports triton.
 """

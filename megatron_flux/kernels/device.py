@@ -230,3 +230,34 @@ def multiply(
             y = y.to(tl.float32)
         acc = tl.dot(x, y, acc)
     return acc
+
+
+@triton.jit(do_not_specialize=["rank", "limit"])
+def enter_kernel(
+    table, flags, epochs, err, limit, rank, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr
+):  # fmt: skip
+    """Tell every peer that this rank has begun a call that uses half 0, and return once all have.
+
+    The call's epoch is the larger of ``epochs`` ``[2]``: whichever half the latest call used, it left its successor's
+    number in the other's word. Flags: the first ``tp`` words of half 0, whose addresses on all ranks are in ``table``.
+    """
+    first = tl.load(epochs)
+    second = tl.load(epochs + 1)
+    epoch = tl.where(second - first > 0, second, first)  # a difference, since epochs may wrap
+    tl.store(epochs, epoch)
+    for step in tl.static_range(TP):
+        publish(tl.load(table + (rank + 1 + step) % TP), rank, epoch, "release")
+    wait_flags(flags, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
+
+
+@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
+def gather_wait_kernel(
+    flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, rank,
+    TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Return once every peer's shard of a gather has arrived. Flags ``[tp]``, word ``r`` set by rank ``r``."""
+    epoch = tl.load(epochs + slot)
+    for step in range(1, TP):
+        src = (rank + step) % TP
+        wait_flags(flags + flag_off + src, 1, 1, epoch, err, limit, OP_GATHER, src, 0, CPU, THREADS)
+    leave(ctrl, epochs, epoch, next_slot, 1)

@@ -188,6 +188,21 @@ def first_or_again(
         known[key] = _prepare(compiled, grid, arguments, list(operands))
 
 
+def wait_for_peers(
+    kernel: Any, known: dict[Any, Any], key: Hashable, device: torch.device, tp: int, arguments: Sequence[Any]
+) -> None:
+    """Launch a kernel of one CTA that waits for all peers; ``known`` and ``key`` as of :func:`first_or_again`."""
+    cuda = device.type == "cuda"
+
+    def launch() -> Launch:
+        return by_triton(kernel, 1, *arguments, TP=tp, CPU=not cuda, THREADS=32, num_warps=1), arguments
+
+    if cuda:
+        first_or_again(known, key, 1, launch, device.index)
+    else:
+        launch()
+
+
 def _prepare(compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> Relaunch | Literal[False]:
     """False where Triton has to launch this kernel every time: that is logged once a kernel."""
     try:

@@ -16,7 +16,7 @@ Hazards
     * One compile is no reason not to look at the next: LLVM begins anew after a signal that it has handled.
 
 Cost: 12 us a time (measured on one core of a virtual AMD EPYC), which calls made ready, by
-:mod:`megatron_flux.ops.fast_path.replay`, do not pay. On Linux only; elsewhere nothing is done, and nothing compiled.
+:mod:`megatron_flux.ops.fast_path`, do not pay. On Linux only; elsewhere nothing is done, and nothing compiled.
 """
 
 from __future__ import annotations

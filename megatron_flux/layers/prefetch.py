@@ -45,8 +45,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.layers.backward import LinearState
 
 

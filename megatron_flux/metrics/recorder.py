@@ -2,51 +2,42 @@
 
 Contract of the file:
 
-* One record per line (:mod:`megatron_flux.metrics.schema`), iterations strictly increasing.
+* One record per line (:mod:`megatron_flux.metrics.schema`) in strict JSON, iterations strictly increasing.
 * Each line is handed to the operating system before :meth:`JsonlRecorder.write` returns, in one write: SIGKILL loses
   no written record. (It is not fsynced: a machine that loses power may lose the last seconds.)
-* Strict JSON: a non-finite float is one of the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 * Records that a resumed run will write again are moved, verbatim, to ``<name>.superseded-<n>`` beside the file, n from
   1; so are all records of an earlier run when nothing is resumed. Nothing is deleted.
 
-There are two readers. :func:`read_records` refuses a damaged file, since a summary must not be made of half of it.
-:class:`RecordTail` follows a file that may still be written, and lists the lines that it leaves out.
+:func:`read_records` refuses a damaged file, since a summary must not be made of half of it. :class:`RecordTail` follows
+a file that may still be written, and lists the lines that it leaves out.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import schema, strict_json
-from megatron_flux.metrics.statistics import Record
+from megatron_flux.metrics.summary import Record
 
 logger = logging.getLogger("megatron_flux")
 
 MAX_PROBLEMS = 5
 """More damaged lines than this are counted, not listed."""
 
-_FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "float")
-_MAPS_OF_FLOATS = tuple(field.name for field in schema.FIELDS if field.kind == "floats")
 
-
-class JsonlRecorder:
-    """Appends records to a file; a context manager."""
+class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
+    """Appends records to a file, usually ``<run>/<arm>/metrics.jsonl``."""
 
     def __init__(self, path: str | os.PathLike[str], resume_from: int | None = None) -> None:
-        """Open ``path`` for appending, making its folder.
+        """Open ``path`` for appending, making its folder; UserError where it cannot be written.
 
-        Args:
-            path: the file, usually ``<run>/<arm>/metrics.jsonl``.
-            resume_from: the last iteration that the loaded checkpoint holds. Its records and those before stay, later
-                ones are moved aside. None: this run starts at iteration 1 and all records there are moved aside.
-
-        Raises:
-            UserError: the folder or the file cannot be written.
+        ``resume_from`` is the last iteration that the loaded checkpoint holds: its records and those before stay, later
+        ones are moved aside. None: this run starts at iteration 1 and all records there are moved aside.
         """
         self.path = Path(path)
         try:
@@ -60,14 +51,12 @@ class JsonlRecorder:
             ) from error
 
     def write(self, record: Record) -> None:
-        """Append one record.
+        """Append one record; StorageError where the disk does not take it.
 
-        Raises:
-            ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of
-                the caller, refused here because no reader could repair it.
-            StorageError: the disk does not take it.
+        ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of the
+        caller, refused here because no reader could repair it.
         """
-        wrong = schema.problem(record) or _order_problem(record, self.last_iteration)
+        wrong = _problem(record, self.last_iteration)
         if wrong is not None:
             raise ValueError(f"not a record of schema {schema.SCHEMA_VERSION}: {wrong}")
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
@@ -84,99 +73,72 @@ class JsonlRecorder:
         """Close the file; harmless when closed already."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        """Return the recorder itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file."""
         self.close()
 
 
 def _set_aside(path: Path, last_kept: int) -> int:
-    """Move every line of ``path`` that is no record of an iteration up to ``last_kept`` to a file beside it.
-
-    Returns the last iteration that stays, 0 if none.
-    """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept: list[bytes] = []
-    moved: list[bytes] = []
-    last = 0
-    for line in lines:
+    """Move lines that are no record of an iteration up to ``last_kept`` to a file beside; the last that stays, or 0."""
+    kept, moved, last = [], [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
-            iteration = parse_record(line)["iteration"] if line.endswith(b"\n") else None
+            # Of an iteration after the last one: a file that went back once would otherwise keep doing so.
+            iteration = parse_record(line, after=last)["iteration"] if line.endswith(b"\n") else None
         except ValueError:
             iteration = None
-        # Not `<=`: a file that went back once would otherwise keep doing so.
-        if iteration is not None and last < iteration <= last_kept:
+        if iteration is not None and iteration <= last_kept:
             kept.append(line)
             last = iteration
         else:
             moved.append(line)
     if moved:
-        number = 1
-        while (aside := path.with_name(f"{path.name}.superseded-{number}")).exists():
-            number += 1
+        names = (path.with_name(f"{path.name}.superseded-{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
         # First the copy, then the cut: a kill between the two leaves the lines in both files, never in none.
         strict_json.write_atomically(aside, b"".join(moved))
         strict_json.write_atomically(path, b"".join(kept))
         logger.warning("%s: %d earlier records moved to %s", path, len(moved), aside.name)
-    if last < last_kept and lines:
+    if last < last_kept and (kept or moved):
         logger.warning("%s ends at iteration %d, training resumes after %d: the rest is missing", path, last, last_kept)
     return last
 
 
-def _order_problem(record: Record, last: int) -> str | None:
-    return None if record["iteration"] > last else f"iteration {record['iteration']} after iteration {last}"
+def _problem(record: Record, after: int) -> str | None:
+    wrong = schema.problem(record)
+    late = wrong is None and record["iteration"] <= after
+    return f"iteration {record['iteration']} after iteration {after}" if late else wrong
 
 
 def parse_record(line: bytes, after: int = 0) -> Record:
-    """One line as a record with its floats as floats.
-
-    Raises:
-        ValueError: not strict JSON in UTF-8, not a record, or not of an iteration later than ``after``.
-    """
+    """One line as a record; ValueError where it is not strict JSON, no record, or not later than ``after``."""
     record = strict_json.loads(line.decode())
-    if isinstance(record, dict):
-        for name in _FLOATS:
-            if isinstance(record.get(name), str):
-                record[name] = strict_json.number(record[name])
-        for name in _MAPS_OF_FLOATS:
-            if isinstance(record.get(name), dict):
-                record[name] = {key: strict_json.number(value) for key, value in record[name].items()}
-    wrong = schema.problem(record) or _order_problem(record, after)
+    for field in schema.FIELDS if isinstance(record, dict) else ():
+        value = record.get(field.name)
+        if field.kind == "float" and isinstance(value, str):
+            record[field.name] = strict_json.number(value)
+        elif field.kind == "floats" and isinstance(value, dict):
+            record[field.name] = {key: strict_json.number(item) for key, item in value.items()}
+    wrong = _problem(record, after)
     if wrong is not None:
         raise ValueError(wrong)
     return record
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a file in order; non-finite floats are floats again. An empty file is an empty list.
+    """The records of a file in order; UserError where it is missing or a line of it is damaged.
 
     A last line without its newline is what a killed writer leaves: it is skipped with a warning.
-
-    Raises:
-        UserError: the file is missing, or a line is no record or not after its predecessor; one line with file, line
-            number and what to do.
     """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
-    if lines and not lines[-1].endswith(b"\n"):
-        logger.warning("%s:%d: the last line is cut off (its writer was killed); skipped", path, len(lines))
-        lines.pop()
-    records: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(parse_record(line, after=records[-1]["iteration"] if records else 0))
-        except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
-            cause = " ".join(str(error).split())
-            raise UserError(f"{path}:{number}: {cause}; remove or repair this line, or run again") from error
-    return records
+    tail = RecordTail(Path(path))
+    if not tail.path.exists():
+        raise UserError(f"cannot read {path}: No such file or directory; name a folder that a run has written")
+    tail.poll()
+    if tail.rest:
+        logger.warning("%s:%d: the last line is cut off (its writer was killed); skipped", path, tail.lines + 1)
+    for number, cause in tail.damaged:
+        raise UserError(f"{path}:{number}: {cause}; remove or repair this line, or run again")
+    return tail.records
 
 
 class RecordTail:
@@ -189,51 +151,48 @@ class RecordTail:
 
     def _start_over(self) -> None:
         self.records: list[Record] = []
-        self.problems: list[str] = []
-        self._damaged = 0
-        self._lines = 0
+        self.damaged: list[tuple[int, str]] = []
+        """Number and fault of every line that was left out."""
+        self.lines = 0
+        self.rest = b""
         self._offset = 0
         self._inode = -1
-        self._rest = b""
 
     def poll(self) -> int:
-        """Read what is new and return how many records came; a file that was replaced is read from its start.
-
-        Raises:
-            OSError: the file is there and cannot be read.
-        """
+        """Read what is new and return how many records came; a file that was replaced is read from its start."""
         try:
-            file = self.path.open("rb")
+            with self.path.open("rb") as file:
+                stat = self.path.stat()
+                # A resumed run replaces the file by a shorter one.
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._start_over()
+                    self._inode = stat.st_ino
+                file.seek(self._offset)
+                new = file.read()
         except FileNotFoundError:
             self._start_over()
             return 0
-        with file:
-            stat = self.path.stat()
-            # A resumed run replaces the file by a shorter one.
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self._start_over()
-                self._inode = stat.st_ino
-            file.seek(self._offset)
-            new = file.read()
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}; name a folder that you may read") from error
         self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
+        *lines, self.rest = (self.rest + new).split(b"\n")
         before = len(self.records)
         for line in lines:
-            self._lines += 1
+            self.lines += 1
             try:
                 self.records.append(parse_record(line, after=self.records[-1]["iteration"] if self.records else 0))
-            except ValueError as error:
-                self._damaged += 1
-                if self._damaged <= MAX_PROBLEMS:
-                    cause = " ".join(str(error).split())
-                    self.problems.append(f"line {self._lines} is damaged and left out ({cause})")
+            except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
+                self.damaged.append((self.lines, " ".join(str(error).split())))
         return len(self.records) - before
 
+    @property
+    def problems(self) -> list[str]:
+        """What was left out, in words; the last line of a file that is being written may be incomplete."""
+        more = len(self.damaged) - MAX_PROBLEMS
+        said = [f"line {number} is damaged and left out ({cause})" for number, cause in self.damaged[:MAX_PROBLEMS]]
+        return said + ([f"{more} further damaged lines are left out"] if more > 0 else [])
+
     def all_problems(self) -> list[str]:
-        """What was left out, also at the end, where the line of a killed writer is cut off."""
-        more = self._damaged - MAX_PROBLEMS
-        return [
-            *self.problems,
-            *([f"{more} further damaged lines are left out"] if more > 0 else []),
-            *([f"line {self._lines + 1} is cut off and left out (its writer was killed)"] if self._rest else []),
-        ]
+        """:attr:`problems` of a file that is complete: also a last line that a killed writer cut off."""
+        cut = f"line {self.lines + 1} is cut off and left out (its writer was killed)"
+        return [*self.problems, *([cut] if self.rest else [])]

@@ -1,23 +1,22 @@
 """``report --against``: whether step time, loss or memory of a run left a band around earlier results.
 
-What is compared must be comparable, else the answer would mean nothing: the same model always; the same device and
-layout for times and memory; the same seed, data and schedule for losses. Anything else is refused, with what differs.
+Only what is comparable is compared: the same model always; the same device and layout for times and memory; the same
+seed, data and schedule for losses. Anything else is refused, with what differs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report.parts import Part, Table
-from megatron_flux.metrics.report.run import Run, load
-from megatron_flux.metrics.report.several import different_models, differing
-from megatron_flux.metrics.statistics import largest, relative_differences, timed
-from megatron_flux.metrics.table import memory, milliseconds, percent_change, print_table, relative, shown
+from megatron_flux.metrics.report.render import Part, Table
+from megatron_flux.metrics.report.run import Run, different_models, differing, load
+from megatron_flux.metrics.summary import largest, relative_differences, timed
+from megatron_flux.metrics.table import Form, memory, milliseconds, percent_change, print_table, relative, shown
 
 CHECKS = ("step-time", "loss", "memory")
 
@@ -32,34 +31,24 @@ _LOSS_SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Bands:
-    """How far each quantity may be from the earlier one, as fractions: upwards for time and memory, both ways for loss.
-
-    Shorter steps and less memory are no regression.
-    """
+class Bands(NamedTuple):
+    """How far each quantity may be from the earlier one, as fractions: a loss both ways, the others upwards."""
 
     step_time: float = 0.05
     loss: float = 0.01
     memory: float = 0.05
 
 
-@dataclass(frozen=True)
-class Checked:
-    """One quantity of both runs."""
+class Checked(NamedTuple):
+    """One quantity of both runs; a row of the table."""
 
     label: str
     then: str
     now: str
     change: str
     band: str
-    ok: bool | None
-    """None: not known in both, so not checked."""
-
-    @property
-    def state(self) -> str:
-        """In a word."""
-        return "not checked" if self.ok is None else "ok" if self.ok else "LEFT ITS BAND"
+    state: str
+    """``ok``, ``LEFT ITS BAND``, or ``not checked`` where it is not known in both."""
 
 
 @dataclass(frozen=True)
@@ -71,41 +60,37 @@ class Result:
     notes: list[str]
 
     @property
-    def ok(self) -> bool:
-        """Nothing left its band."""
-        return not any(one.ok is False for one in self.checked)
+    def left(self) -> list[Checked]:
+        """What left its band."""
+        return [one for one in self.checked if one.state == _LEFT]
 
     @property
     def verdict(self) -> str:
         """One line."""
-        known = [one for one in self.checked if one.ok is not None]
-        left = [f"{one.label} {one.change} (band {one.band})" for one in known if not one.ok]
-        if not left:
-            return f"against {self.name}: {len(known)} of {len(known)} quantities within their bands"
-        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-        listed = ", ".join(left[:4]) + more
-        return f"against {self.name}: {len(left)} of {len(known)} quantities left their bands: {listed}"
-
-    @property
-    def _table(self) -> Table:
-        rows = [(one.label, one.then, one.now, one.change, one.band, one.state) for one in self.checked]
-        return Table(rows, head=("quantity", "then", "now", "change", "band", "state"))
+        known = sum(one.state != _UNCHECKED for one in self.checked)
+        if not self.left:
+            return f"against {self.name}: {known} of {known} quantities within their bands"
+        listed = ", ".join(f"{one.label} {one.change} (band {one.band})" for one in self.left[:4])
+        more = f" and {len(self.left) - 4} more" if len(self.left) > 4 else ""
+        return f"against {self.name}: {len(self.left)} of {known} quantities left their bands: {listed}{more}"
 
     def part(self) -> Part:
         """For the report."""
-        return Part("against", "Against earlier results", caption=self.verdict, table=self._table)
+        return Part("against", "Against earlier results", caption=self.verdict, table=Table(self.checked, _HEAD))
 
     def show(self) -> None:
         """Print table, notes and verdict to standard output."""
-        print_table(self._table.head, self._table.rows, notes=self.notes, last=self.verdict)
+        print_table(
+            _HEAD, self.checked, [*((f"note: {note}", "yellow") for note in self.notes), (self.verdict, "bold")]
+        )
+
+
+_HEAD = ("quantity", "then", "now", "change", "band", "state")
+_UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
 
 
 def parse_checks(text: str) -> tuple[str, ...]:
-    """The comma-separated names of ``--check``.
-
-    Raises:
-        UserError: an unknown name, or none.
-    """
+    """The comma-separated names of ``--check``; UserError where one is unknown, or there is none."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names or not set(names) <= set(CHECKS):
         raise UserError(f"--check {text!r}: choose some of {', '.join(CHECKS)}, separated by commas")
@@ -113,42 +98,34 @@ def parse_checks(text: str) -> tuple[str, ...]:
 
 
 def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
-    """Compare a run folder with an earlier one of the same kind.
-
-    Raises:
-        UserError: one of them is no run folder, or they cannot be compared; the message says in what they differ.
-    """
+    """Compare a run folder with an earlier one; UserError where they cannot be compared says in what they differ."""
     now, then = load(run_path), load(results_path)
     if now.kind != then.kind:
         raise UserError(
             f"{run_path} is a run of {now.kind} and {results_path} of {then.kind}; give results of {now.kind}"
         )
     if {"step-time", "memory"} & set(checks):
-        _require_same_device(now, then)
+        devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
+        names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
+        if names[0] != names[1]:
+            instead = "; --check loss compares losses alone" if now.kind == "training" else ""
+            raise UserError(
+                f"{run_path} ran on {names[0]} and {results_path} on {names[1]}: their times and memory cannot be "
+                f"compared{instead}"
+            )
     compared = _training if now.kind == "training" else _benchmark
     found = list(compared(now, then, bands, checks))
     notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
     if "memory" in checks:
         about = [(run.name, note) for run in (now, then) for note in run.summary.get("notes", [])]
         notes += [f"{name}: {note}" for name, note in about if note.startswith("Peak memory of")]
-    if not any(one.ok is not None for one in found):
+    if all(one.state == _UNCHECKED for one in found):
         raise UserError(
             f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; "
             + "".join(f"{note[:-1]}; " for note in notes)
             + "give results that recorded the same things, or another --check"
         )
     return Result(then.name, found, notes)
-
-
-def _require_same_device(now: Run, then: Run) -> None:
-    devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
-    names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
-    if names[0] != names[1]:
-        instead = "; --check loss compares losses alone" if now.kind == "training" else ""
-        raise UserError(
-            f"{now.path} ran on {names[0]} and {then.path} on {names[1]}: their times and memory cannot be "
-            f"compared{instead}"
-        )
 
 
 def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
@@ -171,30 +148,30 @@ def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Ite
     for arm in arms:
         if not now.arms[arm]:
             raise UserError(f"{now.path} has no records of the {arm} arm, which {then.path} has; run both arms")
+        of_arm = [run.summary["arms"][arm] for run in (then, now)]
         if "step-time" in checks:
-            yield _step_time(arm, now, then, bands.step_time)
+            for run in (now, then):
+                if not timed(run.arms[arm]):
+                    raise UserError(
+                        f"{run.path} has no timed step of the {arm} arm; run more steps than warm-up, or --check loss"
+                    )
+            medians = [found["step_time_ms"]["median"] for found in of_arm]
+            yield _at_most(f"{arm} step time, median (ms)", *medians, bands.step_time, milliseconds)
         if "loss" in checks:
             yield _loss(arm, now, then, bands.loss)
         if "memory" in checks:
-            yield _memory(arm, now, then, bands.memory)
-
-
-def _step_time(arm: str, now: Run, then: Run, band: float) -> Checked:
-    for run in (now, then):
-        if not timed(run.arms[arm]):
-            raise UserError(
-                f"{run.path} has no timed step of the {arm} arm; run more steps than warm-up, or --check loss"
-            )
-    medians = [run.summary["arms"][arm]["step_time_ms"]["median"] for run in (then, now)]
-    return _at_most(f"{arm} step time, median (ms)", *medians, band, milliseconds)
+            # The same kind of figure of both: the whole, or what the allocator held where one of them knows no more.
+            label, name, part = f"{arm} peak memory", "peak_memory_bytes", "allocated_peak_bytes"
+            if None in (found[name] for found in of_arm) and None not in (found[part] for found in of_arm):
+                label, name = f"{label}, allocated alone", part
+            yield _at_most(label, *(found[name] for found in of_arm), bands.memory, memory)
 
 
 def _loss(arm: str, now: Run, then: Run, band: float) -> Checked:
     both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
     if not both:
         raise UserError(f"{now.path} and {then.path} have no iteration of the {arm} arm in common; run as many steps")
-    difference = largest(both)
-    last = both[-1][0]
+    difference, last = largest(both), both[-1][0]
     losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
     return Checked(
         f"{arm} loss over {len(both)} iterations",
@@ -202,23 +179,14 @@ def _loss(arm: str, now: Run, then: Run, band: float) -> Checked:
         f"up to {relative(difference)}",
         f"{100 * band:g} %",
         # A loss that is not finite is in no band.
-        difference is not None and math.isfinite(difference) and difference <= band,
+        _OK if difference is not None and math.isfinite(difference) and difference <= band else _LEFT,
     )
 
 
-def _memory(arm: str, now: Run, then: Run, band: float) -> Checked:
-    """The same kind of figure of both: the whole, or what the allocator held where one of them knows no more."""
-    arms = [run.summary["arms"][arm] for run in (then, now)]
-    label, name = f"{arm} peak memory", "peak_memory_bytes"
-    if any(found[name] is None for found in arms) and all(found["allocated_peak_bytes"] is not None for found in arms):
-        label, name = f"{label}, allocated alone", "allocated_peak_bytes"
-    return _at_most(label, *(found[name] for found in arms), band, memory)
-
-
-def _at_most(label: str, then: float | None, now: float | None, band: float, form: Callable[[float], str]) -> Checked:
-    ok = None if then is None or now is None else now <= then * (1 + band)
+def _at_most(label: str, then: float | None, now: float | None, band: float, form: Form) -> Checked:
+    state = _UNCHECKED if then is None or now is None else _OK if now <= then * (1 + band) else _LEFT
     change = percent_change(then, now)
-    return Checked(label, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", ok)
+    return Checked(label, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", state)
 
 
 def _benchmark(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:

@@ -1,26 +1,24 @@
 """The record: one training iteration of one arm, one JSON object on one line. Schema version 3.
 
-Names are Megatron's own where Megatron has one (``lm loss``, ``grad-norm``, ``learning-rate``, ``iteration-time``,
-``throughput``), so that a dashboard made for Megatron reads them; what only this project records is under ``flux/``.
+Names are Megatron's own where it has one, so that a dashboard made for Megatron reads them; what only this project
+records is under ``flux/``.
 
-:data:`FIELDS` is the whole definition: name, kind, unit and meaning. A record may hold further fields (a later minor
-addition, or somebody's own): readers keep them and do not look at them. Removing a field, or changing its unit or
-meaning, is a new :data:`SCHEMA_VERSION`. Records of every version from 1 are read. Version 1 had neither ``schema`` nor
-any of the fields from ``timestamp`` on, which are absent there. Before version 3 ``peak-memory-bytes`` was the
+:data:`FIELDS` is the whole definition. A record may hold further fields, which readers keep and do not look at.
+Removing a field, or changing its unit or meaning, is a new :data:`SCHEMA_VERSION`; records of every version are read.
+Version 1 had neither ``schema`` nor any field from ``timestamp`` on. Before version 3 ``peak-memory-bytes`` was the
 allocator's peak: in a comparison it held the other arm's optimizer state, and it never held flux's workspaces; and
 operators were compared with times from another state of the GPU, so that exposed times could be negative and
 efficiencies above 1.
 
 Fields marked "(sampled)" are in the records of every ``sample_interval``-th step alone (``flux/sampled`` is true in
-them), because measuring them costs time. Replayed CUDA graphs hide single operator calls from the host: fields marked
+them): measuring them costs time. Replayed CUDA graphs hide single operator calls from the host: fields marked
 "(unseen)" are null then, and ``operator_source`` of :data:`RUN` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 3
 
@@ -34,7 +32,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _object_of(value: Any, right: Callable[[Any], bool]) -> bool:
+def _object(value: Any, right: Callable[[Any], bool] = lambda item: True) -> bool:
     return isinstance(value, dict) and all(map(right, value.values()))
 
 
@@ -42,22 +40,18 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a non-negative integer", _integer),
     "float": ("a number", _number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "counts": ("an object of non-negative integers", lambda value: _object_of(value, _integer)),
+    "counts": ("an object of non-negative integers", lambda value: _object(value, _integer)),
     "floats": (
         "an object of numbers or nulls",
-        lambda value: _object_of(value, lambda item: item is None or _number(item)),
+        lambda value: _object(value, lambda item: item is None or _number(item)),
     ),
-    "object": ("an object", lambda value: isinstance(value, dict)),
-    "objects": (
-        "a list of objects",
-        lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
-    ),
+    "object": ("an object", _object),
+    "objects": ("a list of objects", lambda value: isinstance(value, list) and all(map(_object, value))),
 }
 """What a value of each kind is, and whether one is."""
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One field of a record."""
 
     name: str
@@ -69,16 +63,14 @@ class Field:
     """The value may be null, or the field absent: it is not known."""
 
 
-def _fields(table: str) -> tuple[Field, ...]:
-    rows = table.strip().replace("\n    ", " ").splitlines()
-    cells = ([cell.strip() for cell in row.split("|")] for row in rows)
-    return tuple(
-        Field(name, kind.removesuffix("?"), unit, meaning, kind.endswith("?")) for name, kind, unit, meaning in cells
-    )
+def _fields(table: str) -> Iterator[Field]:
+    for row in table.strip().replace("\n    ", " ").splitlines():
+        name, kind, unit, meaning = (cell.strip() for cell in row.split("|"))
+        yield Field(name, kind.removesuffix("?"), unit, meaning, kind.endswith("?"))
 
 
 # name | kind, with "?" where the value may be null | unit | meaning; lines that go on are indented
-FIELDS: tuple[Field, ...] = _fields("""
+_TABLE = """
 iteration | int | 1 | number of the iteration, from 1, strictly increasing within a file
 lm loss | float | nat/token | mean cross entropy of the iteration's global batch
 grad-norm | float | 1 | L2 norm of all gradients before clipping
@@ -136,7 +128,8 @@ flux/throttle_reasons | counts? | GPU | GPUs whose clocks were held down in the 
 flux/metrics_ms | float? | ms | host time of rank 0 between steps that recording the previous iteration took, all
     writers included
 flux/run | object? | | the process that wrote, see RUN; in the first record after a start
-""")
+"""
+FIELDS = tuple(_fields(_TABLE))
 
 CALL: dict[str, str] = {
     "operator": "all_gather_gemm, gemm_reduce_scatter or all_gather",
@@ -199,16 +192,7 @@ FUSED_WAITS = "Waiting for peers inside a fused kernel counts as that kernel, no
 """What stands beside every figure of exposed communication that comes from a trace: its timeline has kernels, and does
 not show what a fused one waits for."""
 
-BREAKDOWN_PARTS = (
-    "gemm",
-    "fused",
-    "attention",
-    "norm",
-    "optimizer",
-    "other",
-    "communication_exposed",
-    "idle",
-)
+BREAKDOWN_PARTS = ("gemm", "fused", "attention", "norm", "optimizer", "other", "communication_exposed", "idle")
 
 
 def problem(record: Any) -> str | None:

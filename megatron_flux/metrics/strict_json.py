@@ -1,61 +1,40 @@
 """JSON that any strict parser reads, although losses can be NaN; and what of a configuration may be shared.
 
-Python's ``json`` writes ``NaN`` and ``Infinity`` as bare words, which are not JSON: browsers, jq and most languages
-refuse the file. Null would lose the difference between "diverged" and "not known". So non-finite floats are written as
-the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"`` (as in protobuf's JSON mapping), and where a number is expected
-:func:`number` turns them back.
+Python's ``json`` writes ``NaN`` and ``Infinity`` as bare words, which browsers, jq and most languages refuse. Null
+would lose the difference between "diverged" and "not known". So non-finite floats are the strings ``"NaN"``,
+``"Infinity"``, ``"-Infinity"`` (as in protobuf's JSON mapping), and :func:`number` turns them back.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from megatron_flux.errors import UserError
 
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 # `tokenizer` is the one common option that would be lost for its name; its value is no secret.
 _SECRET = re.compile(r"key|token(?!iz)|secret|password|passwd|credential", re.IGNORECASE)
 
 
 def encodable(value: Any) -> Any:
-    """``value`` with every non-finite float in it replaced by its string; containers are copied.
-
-    Anything JSON has no form for (a path, a dtype, a torch size) becomes its ``str``: configurations hold such things.
-    """
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "NaN"
-        return float(value) if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {str(key): encodable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [encodable(item) for item in value]
-    return str(value)
+    """A copy as strict JSON: non-finite floats are strings, and so is what JSON has no form for (a path, a dtype)."""
+    return json.loads(to_json(value, inf_nan_mode="strings", fallback=str))
 
 
 def number(value: Any) -> float | None:
-    """A number field as a float: the three strings become non-finite floats; None stays None.
-
-    Raises:
-        ValueError: any other string, or something that is no number.
-    """
+    """A number field as a float, the three strings as non-finite floats; ValueError where it is neither, nor None."""
     if value is None:
         return None
-    if isinstance(value, str):
-        if value not in _NON_FINITE:
-            raise ValueError(f"{value!r} is not a number")
-        return _NON_FINITE[value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value in _NON_FINITE):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
 
@@ -70,45 +49,41 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """Parse strict JSON.
+    """Parse strict JSON; ValueError where it is not, as with the bare words NaN and Infinity."""
+    return json.loads(text, parse_constant=_refuse)
 
-    Raises:
-        ValueError: not JSON, which includes the bare words NaN and Infinity.
-    """
 
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
 
-    return json.loads(text, parse_constant=refuse)
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The one JSON object in a file; UserError where it is missing, not strict JSON, or no object."""
+    try:
+        value = loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({' '.join(str(error).split())}); repair it or run again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, expected a JSON object; repair it or run again")
+    return value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` so that a reader sees the old file or the whole new one.
-
-    Raises:
-        OSError: the folder is missing or not writable; no partial file is left.
-    """
+    """Write ``content`` (text as UTF-8): a reader sees the old file or the whole new one, also after an OSError."""
     # In the same folder: rename is atomic only within one file system.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        # mkstemp makes files for the owner alone; a report is to be shared like any other file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(partial, path)
     except BaseException:
-        os.unlink(temporary)
+        partial.unlink(missing_ok=True)
         raise
 
 
 def write_text(path: Path, text: str) -> Path:
-    """:func:`write_atomically`; returns ``path``.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """:func:`write_atomically`; returns ``path``, and a failure is a UserError."""
     try:
         write_atomically(path, text)
     except OSError as error:

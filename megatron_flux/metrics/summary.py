@@ -1,18 +1,15 @@
-"""From the records of two arms to ``summary.json``.
+"""From the records of two arms to ``summary.json``: spreads, the interval of the speed-up, differences of curves.
 
 Rules for what is not normal, so that nothing vanishes:
 
 * Warm-up records are left out of times, rates and the speed-up; losses, memory and curve differences use all records.
 * An arm without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
-* Arms of different length: medians over what each has, differences over the iterations both have, and a note.
-* A loss that is not finite: the largest relative difference is ``"NaN"``, the arm says how many there are and where the
-  first is, and a note and the verdict say it. A baseline loss of 0 against another value is ``"Infinity"``.
+* Arms of different length: medians over what each has, differences over the iterations both have.
+* A loss that is not finite: the largest relative difference is ``"NaN"``, and the arm says how many there are and where
+  the first is. A baseline loss of 0 against another value is ``"Infinity"``.
 * Records before schema 3 have the peak that torch's allocator had in the whole process. Where an arm was alone in it,
-  that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out, and a note
-  says why.
+  that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out.
 * Every such finding is one sentence in ``"notes"``.
-
-The summary is JSON already: non-finite floats are the strings of :mod:`megatron_flux.metrics.strict_json`.
 """
 
 from __future__ import annotations
@@ -23,45 +20,121 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.schema import SCHEMA_VERSION
-from megatron_flux.metrics.statistics import (
-    MIN_PAIRED_BLOCKS,
-    Record,
-    largest,
-    median_of,
-    paired_blocks,
-    relative_differences,
-    speedup_interval,
-    spread,
-    timed,
-)
+
+Record = dict[str, Any]
 
 ARMS = ("baseline", "flux")
 
 OWN_MEMORY_SINCE = 3
 """The schema version from which a record has the arm's own memory."""
 
+MIN_PAIRED_BLOCKS = 6
+"""Fewest pairs of blocks that give an interval. In a simulation of drifting, skewed step times without any speed-up
+(``results/interval-coverage``, 400 runs each) the interval below held the truth in 54 % of runs with 2 pairs, 89 % with
+4 and 95 % with 6 and 8; and with fewer than 6 even a sign test cannot reach 95 %."""
+
+RESAMPLES = 2000
+SEED = 0
+
+
+def counts(record: Record) -> bool:
+    """Whether the time of this iteration counts: no warm-up, and no profiler, which slows a step."""
+    return not record["warmup"] and not record.get("profiled")
+
+
+def timed(records: Sequence[Record]) -> list[Record]:
+    """The records that count for timing."""
+    return [record for record in records if counts(record)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int | None]:
+    """``{"median", "p10", "p90", "n"}`` of ``values``, percentiles interpolated linearly; None where empty."""
+    p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist() if values else (None, None, None)
+    return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
+
+
+def median_of(records: Sequence[Record], name: str) -> float | None:
+    """Median of a field over the records that know it; None when none does."""
+    values = [record[name] for record in records if record.get(name) is not None]
+    return float(np.median(values)) if values else None
+
+
+def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tuple[list[float], list[float]]]:
+    """Step times (s) of the first block of each arm, of the second of each, and so on, without warm-up.
+
+    In A B B A order the k-th blocks of the two arms are neighbours in time, so drift of the machine hits both alike.
+    A pair in which either arm has no timed step is left out, and so are blocks whose partner never ran.
+    """
+
+    def blocks(records: Sequence[Record]) -> list[list[float]]:
+        by_block: dict[int, list[float]] = {}
+        for record in records:
+            times = by_block.setdefault(record["block"], [])
+            if counts(record):
+                times.append(record["iteration-time"])
+        return [by_block[block] for block in sorted(by_block)]
+
+    # Blocks of warm-up only are paired before they are dropped, else all later pairs would shift against each other.
+    return [(b, f) for b, f in zip(blocks(baseline), blocks(flux), strict=False) if b and f]
+
+
+def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[float] | None:
+    """95 % interval of median(baseline) / median(flux): percentile bootstrap that draws pairs of blocks.
+
+    Steps of one block share the machine's state and are not independent, so whole pairs are drawn, not steps. Seeded:
+    the same records give the same interval. None with fewer than :data:`MIN_PAIRED_BLOCKS` pairs.
+    """
+    if len(pairs) < MIN_PAIRED_BLOCKS:
+        return None
+    draws = np.random.default_rng(SEED).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
+    arms = [[np.asarray(times) for times in arm] for arm in zip(*pairs, strict=True)]
+    medians = [[np.median(np.concatenate([blocks[i] for i in draw])) for draw in draws] for blocks in arms]
+    return np.percentile(np.divide(*medians), [2.5, 97.5]).tolist()
+
+
+def relative_difference(baseline: float, flux: float) -> float:
+    """``|flux - baseline| / |baseline|``; 0 if both are 0, infinite if only the baseline is.
+
+    NaN if either is not finite: two curves that both became NaN agree in nothing that could be compared.
+    """
+    if baseline == 0 and math.isfinite(flux):
+        return 0.0 if flux == 0 else math.inf
+    return abs(flux - baseline) / abs(baseline) if math.isfinite(baseline) and math.isfinite(flux) else math.nan
+
+
+def relative_differences(baseline: Sequence[Record], flux: Sequence[Record], name: str) -> list[tuple[int, float]]:
+    """``(iteration, relative difference)`` of a field over the iterations that both arms have, in order."""
+    of_flux = {record["iteration"]: record[name] for record in flux}
+    both = [(record["iteration"], record[name]) for record in baseline if record["iteration"] in of_flux]
+    return [(iteration, relative_difference(value, of_flux[iteration])) for iteration, value in both]
+
+
+def largest(differences: Sequence[tuple[int, float]]) -> float | None:
+    """The largest difference; NaN if any is NaN (``max`` alone may drop it); None if there is none."""
+    return float(np.max([difference for _, difference in differences])) if differences else None
+
+
+def overlap_efficiency(time: float | None, gemm: float, serial: float) -> float | None:
+    """FLUX's overlap efficiency (arXiv 2406.06858), all times in one unit: 1 is GEMM alone, 0 is both in turn.
+
+    None where the time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
+    """
+    return None if time is None or serial <= gemm else (serial - time) / (serial - gemm)
+
 
 def summarize(
     baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any], *, separate: bool = False
 ) -> dict[str, Any]:
-    """The summary of a comparison.
+    """The summary of a comparison of stock with patched Megatron, as strict JSON; ``info`` is ``config.json``.
 
-    Args:
-        baseline: records of stock Megatron, in order.
-        flux: records of patched Megatron, in order.
-        info: ``versions``, ``device``, ``layout``, ``command`` are taken over as they are (null when absent).
-        separate: the arms are two runs, each in processes of its own.
-
-    Returns:
-        A dict of strict JSON: ``schema_version``; ``arms`` (see ``_arm``); ``speedup`` = median baseline step time /
-        median flux step time; ``speedup_ci95`` ``[low, high]`` or null; ``paired_blocks``; ``compared_iterations``;
-        ``max_relative_loss_difference``, ``max_relative_grad_norm_difference`` (|f - b| / |b|);
-        ``flux_active_layers`` (the fewest in any flux step that counts for timing); ``flux_fallbacks`` (calls by
-        reason); ``baseline_is_stock``; ``environment`` (of the process that wrote the first record, null where none
-        says); ``notes``; ``verdict``; and the info.
+    ``separate``: the arms are two runs, each in processes of its own. ``speedup`` is median baseline / median flux step
+    time, ``speedup_ci95`` is ``[low, high]`` or null, ``flux_active_layers`` the fewest in any timed flux step,
+    ``flux_fallbacks`` calls by reason, ``environment`` that of the first start that recorded it.
     """
     shared = bool(baseline and flux) and not separate
     arms = {"baseline": _arm(baseline, flux=False, shared=shared), "flux": _arm(flux, flux=True, shared=shared)}
@@ -69,12 +142,14 @@ def summarize(
     pairs = paired_blocks(baseline, flux)
     loss_differences = relative_differences(baseline, flux, "lm loss")
     # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
-    active = [record["flux/active_layers"] for record in (timed(flux) or flux)]
+    active = min((record["flux/active_layers"] for record in timed(flux) or flux), default=None)
     fallbacks: dict[str, int] = {}
     for record in flux:
         for reason, calls in record["flux/fallbacks"].items():
             # The count so far starts again when a run is resumed: the largest, not the last.
             fallbacks[reason] = max(calls, fallbacks.get(reason, 0))
+    environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
+    patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
     summary = {
         "schema_version": SCHEMA_VERSION,
         "arms": arms,
@@ -84,17 +159,11 @@ def summarize(
         "compared_iterations": len(loss_differences),
         "max_relative_loss_difference": largest(loss_differences),
         "max_relative_grad_norm_difference": largest(relative_differences(baseline, flux, "grad-norm")),
-        "flux_active_layers": min(active, default=None),
+        "flux_active_layers": active,
         "flux_fallbacks": fallbacks,
-        "baseline_is_stock": not any(
-            record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline
-        ),
-        "environment": _environment([*baseline, *flux]),
-        "notes": [
-            *_notes(baseline, flux, arms),
-            *_memory_note(baseline, flux=False, shared=shared),
-            *_memory_note(flux, flux=True, shared=shared),
-        ],
+        "baseline_is_stock": not patched,
+        "environment": next((found for found in environments if isinstance(found, dict)), None),
+        "notes": _notes(baseline, flux, shared=shared),
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
     summary = strict_json.encodable(summary)
@@ -120,10 +189,8 @@ def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, An
 
 
 def _peak_memory(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, int | None]:
-    """``peak_memory_bytes``, ``allocated_peak_bytes`` and ``workspace_bytes`` of an arm, None where not known.
-
-    The most counts, warm-up and tuning included. ``shared``: the other arm was trained in the same processes.
-    """
+    """The most counts, warm-up and tuning included. ``shared``: the other arm was trained in the same processes."""
+    names = ("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes")
     found: list[tuple[int | None, int | None, int | None]] = []
     for record in records:
         total = record.get("peak-memory-bytes")
@@ -131,63 +198,55 @@ def _peak_memory(records: Sequence[Record], *, flux: bool, shared: bool) -> dict
             found.append((total, record.get("flux/allocated_peak_bytes"), record.get("flux/workspace_bytes")))
         elif total is not None and not shared:
             found.append((None, total, None) if flux else (total, total, 0))
-    names = ("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes")
     most = max(found, key=lambda sizes: [size or 0 for size in sizes], default=(None, None, None))
     return dict(zip(names, most, strict=True))
 
 
-def _memory_note(records: Sequence[Record], *, flux: bool, shared: bool) -> list[str]:
-    """Why the peak memory of earlier records is not shown; empty where it is, or where there is none."""
-    earlier = (record for record in records if record.get("schema", 1) < OWN_MEMORY_SINCE)
-    if not (shared or flux) or all(record.get("peak-memory-bytes") is None for record in earlier):
-        return []
-    missing = ["the other arm's memory is in it"] * shared + ["flux's workspaces are not"] * flux
-    arm = "flux" if flux else "baseline"
-    return [f"Peak memory of the {arm} arm was recorded by an earlier version and is left out: {', '.join(missing)}."]
-
-
-def _environment(records: Sequence[Record]) -> dict[str, Any] | None:
-    """The variables of the first start that recorded them."""
-    runs = (record.get("flux/run") or {} for record in records)
-    return next((run["environment"] for run in runs if isinstance(run.get("environment"), dict)), None)
-
-
-def _notes(baseline: Sequence[Record], flux: Sequence[Record], arms: Mapping[str, Any]) -> list[str]:
+def _notes(baseline: Sequence[Record], flux: Sequence[Record], *, shared: bool) -> list[str]:
     """One sentence for each thing a reader has to know before believing the figures."""
-    notes = []
+    notes, memory = [], []
     for arm, records in (("baseline", baseline), ("flux", flux)):
         if not records:
             notes.append(f"The {arm} arm has no records.")
         elif not timed(records):
             notes.append(f"The {arm} arm has warm-up steps only: nothing was timed.")
-        if arms[arm]["non_finite_losses"]:
+        if diverged := [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]:
             notes.append(
-                f"The {arm} loss is not finite in {arms[arm]['non_finite_losses']} of {len(records)} iterations, "
-                f"first at iteration {arms[arm]['first_non_finite_loss']}."
+                f"The {arm} loss is not finite in {len(diverged)} of {len(records)} iterations, "
+                f"first at iteration {diverged[0]}."
             )
+        missing = ["the other arm's memory is in it"] * shared + ["flux's workspaces are not"] * (arm == "flux")
+        earlier = [record for record in records if record.get("schema", 1) < OWN_MEMORY_SINCE]
+        if missing and any(record.get("peak-memory-bytes") is not None for record in earlier):
+            why = ", ".join(missing)
+            memory.append(f"Peak memory of the {arm} arm was recorded by an earlier version and is left out: {why}.")
     both = {record["iteration"] for record in baseline} & {record["iteration"] for record in flux}
     if baseline and flux and not len(both) == len(baseline) == len(flux):
         notes.append(
             f"The baseline has {len(baseline)} iterations and flux {len(flux)}; the curves are compared over the "
             f"{len(both)} that both have."
         )
-    return notes
+    return notes + memory
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``.
+    """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``, and what would make the ratio meaningless.
 
     An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio.
-    What would make the ratio meaningless (no layer ran flux, a diverged loss, a baseline that was patched) stands
-    after it.
     """
-    arms = summary["arms"]
-    speedup = summary["speedup"]
+    arms, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
     if not isinstance(speedup, int | float):
         empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
         parts = [f"no comparison: {' and '.join(empty) or 'an arm'} without timed steps"]
+    elif interval is None:
+        known = f"{pairs} pair{'' if pairs == 1 else 's'} of blocks"
+        parts = [f"flux {speedup:.3g}x, no interval: {known}, {MIN_PAIRED_BLOCKS} are needed"]
     else:
-        parts = [_ratio(speedup, summary["speedup_ci95"], summary["paired_blocks"])]
+        low, high = interval
+        finding = "no difference measured" if low <= 1 <= high else "faster" if low > 1 else "slower"
+        # Three decimals where two would show an interval that excludes 1 as touching it.
+        digits = 2 if low <= 1 <= high or min(abs(low - 1), abs(high - 1)) >= 0.005 else 3
+        parts = [f"flux {speedup:.{digits}f}x ({low:.{digits}f}…{high:.{digits}f}): {finding}"]
     if summary["flux_active_layers"] == 0:
         parts.append("no layer ran flux, so stock was compared with stock")
     parts += [f"{arm} loss is not finite" for arm in arms if arms[arm]["non_finite_losses"]]
@@ -196,33 +255,14 @@ def verdict(summary: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _ratio(speedup: float, interval: list[float] | None, pairs: int) -> str:
-    if interval is None:
-        known = "1 pair" if pairs == 1 else f"{pairs} pairs"
-        return f"flux {speedup:.3g}x, no interval: {known} of blocks, {MIN_PAIRED_BLOCKS} are needed"
-    low, high = interval
-    finding = "no difference measured" if low <= 1 <= high else "faster" if low > 1 else "slower"
-    # Three decimals where two would show an interval that excludes 1 as touching it.
-    digits = 2 if finding == "no difference measured" or min(abs(low - 1), abs(high - 1)) >= 0.005 else 3
-    return f"flux {speedup:.{digits}f}x ({low:.{digits}f}…{high:.{digits}f}): {finding}"
-
-
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` atomically, indented, as strict JSON.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write ``summary.json`` atomically, indented, as strict JSON; UserError where it cannot be written."""
     strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")
 
 
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a ``summary.json``.
-
-    Raises:
-        UserError: missing, not JSON, not a summary, or of a newer schema.
-    """
-    summary = read_json_object(path)
+    """Read a ``summary.json``; UserError where it is missing, damaged, no summary, or of a newer schema."""
+    summary = strict_json.read_json_object(path)
     if "arms" not in summary or "schema_version" not in summary:
         raise UserError(f"{path} is not a summary of this program; name a folder written by megatron-flux compare")
     version = summary["schema_version"]
@@ -232,20 +272,3 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:
             "use the megatron-flux version that wrote it"
         )
     return summary
-
-
-def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        UserError: missing, not strict JSON, or not an object.
-    """
-    try:
-        value = strict_json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({' '.join(str(error).split())}); repair it or run again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, expected a JSON object; repair it or run again")
-    return value

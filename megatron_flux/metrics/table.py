@@ -1,7 +1,4 @@
-"""A comparison as text: numbers in words, the lines of the table, and the table printed.
-
-Terminal, page and Markdown show the same cells. Printed to a file or a pipe the table has no colour and no width.
-"""
+"""A comparison as text: how numbers are written, and the table whose cells terminal, page and Markdown show."""
 
 from __future__ import annotations
 
@@ -26,16 +23,28 @@ PIPED_WIDTH = 140
 
 _ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
 
+Form = Callable[[Any], str]
 
-def shown(value: Any, form: Callable[[float], str]) -> str:
+
+def finite(value: Any) -> bool:
+    """Whether this is a number that can be drawn and compared."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def shown(value: Any, form: Form) -> str:
     """``value`` in ``form``; what is unknown or no number as a dash, non-finite numbers by name."""
     try:
-        number = strict_json.number(value)
+        known = strict_json.number(value)
     except ValueError:
+        known = None
+    if known is None:
         return UNKNOWN
-    if number is None:
-        return UNKNOWN
-    return form(number) if math.isfinite(number) else strict_json.encodable(number)
+    return form(known) if math.isfinite(known) else strict_json.encodable(known)
+
+
+def number(value: float | None, form: str = ".3f", unit: str = "") -> str:
+    """``value`` as tables of benchmarks show it, by default milliseconds; ``-`` where there is none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def milliseconds(value: float) -> str:
@@ -53,14 +62,14 @@ def memory(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
-def percent(value: float) -> str:
-    """A fraction as whole per cent."""
-    return f"{100 * value:.0f} %".replace("-", MINUS)
+def percent(value: float, digits: int = 0) -> str:
+    """A fraction as per cent."""
+    return f"{100 * value:.{digits}f} %".replace("-", MINUS)
 
 
 def relative(value: Any) -> str:
     """A relative difference in the form 1.2e-07; 0 exactly is 0."""
-    return shown(value, lambda number: "0" if number == 0 else f"{number:.1e}")
+    return shown(value, lambda known: "0" if known == 0 else f"{known:.1e}")
 
 
 def percent_change(baseline: Any, flux: Any) -> str:
@@ -98,80 +107,69 @@ def connections(environment: Mapping[str, Any] | None) -> str:
     return "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS {value}"
 
 
-Row = tuple[str, str, str, str]
 HEAD = ("", "baseline", "flux", "difference")
 """The cells of a row. The difference is flux against the baseline in per cent, empty where that says nothing."""
 
+# A loss differs in its last digits or not at all: per cent would always say 0.
+_ROWS: tuple[tuple[str, str, Form, bool], ...] = (
+    ("tokens/s", "tokens_per_second", rate, True),
+    ("TFLOP/s per GPU", "tflops_per_gpu", rate, True),
+    ("MFU", "mfu", lambda value: percent(value, 1), False),
+    ("peak memory", "peak_memory_bytes", memory, True),
+    ("peak memory, allocated", "allocated_peak_bytes", memory, False),
+    ("peak memory, workspace", "workspace_bytes", memory, False),
+    ("loss, first step", "first_loss", "{:.6f}".format, False),
+    ("loss, last step", "final_loss", "{:.6f}".format, False),
+)
+"""Label, key in an arm's summary, form, and whether the difference is shown."""
 
-def rows(summary: Mapping[str, Any]) -> list[Row]:
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """The lines of the table in order."""
     arms = b, f = summary["arms"]["baseline"], summary["arms"]["flux"]
     times = [arm["step_time_ms"] for arm in arms]
     medians = [time["median"] for time in times]
     spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
-
-    def row(label: str, key: str, form: Callable[[float], str], *, change: bool = True) -> Row:
-        values = b.get(key), f.get(key)
-        return label, *(shown(value, form) for value in values), percent_change(*values) if change else ""
-
-    # A loss differs in its last digits or not at all: per cent would always say 0.
+    parts_known = any(arm.get("allocated_peak_bytes") is not None for arm in arms)
     return [
         ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), percent_change(*medians)),
         ("step time, p10…p90 (ms)", *spreads, ""),
         ("timed steps", *(str(time["n"]) for time in times), ""),
-        row("tokens/s", "tokens_per_second", rate),
-        row("TFLOP/s per GPU", "tflops_per_gpu", rate),
-        row("MFU", "mfu", lambda value: f"{100 * value:.1f} %", change=False),
-        row("peak memory", "peak_memory_bytes", memory),
         *(
-            row(f"peak memory, {part}", key, memory, change=False)
-            for part, key in (("allocated", "allocated_peak_bytes"), ("workspace", "workspace_bytes"))
-            if any(arm.get("allocated_peak_bytes") is not None for arm in arms)
+            (label, *(shown(arm.get(key), form) for arm in arms), percent_change(b.get(key), f.get(key)) * change)
+            for label, key, form, change in _ROWS
+            if parts_known or key not in ("allocated_peak_bytes", "workspace_bytes")
         ),
-        row("loss, first step", "first_loss", "{:.6f}".format, change=False),
-        row("loss, last step", "final_loss", "{:.6f}".format, change=False),
     ]
 
 
 def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What stands below the table: ``(label, text)`` about the comparison and the flux arm."""
     fallbacks = [f"{counted(calls, 'call')}: {reason}" for reason, calls in summary["flux_fallbacks"].items()]
-    layers = summary["flux_active_layers"]
+    layers, device, environment = (summary.get(name) for name in ("flux_active_layers", "device", "environment"))
     loss = relative(summary["max_relative_loss_difference"])
+    allowed = ", ".join(filter(None, (multicast(environment), connections(environment))))
+    on_gpus = isinstance(device, Mapping) and device.get("kind") == "cuda"
     return [
         ("largest relative loss difference", f"{loss} over {summary['compared_iterations']} iterations"),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
         ("active flux layers", UNKNOWN if layers is None else str(layers)),
-        *_conditions(summary),
+        *([("both arms", allowed)] if on_gpus else []),
         *(("fallback to stock", line) for line in fallbacks or ["none"]),
         *(("note", note) for note in summary["notes"]),
     ]
 
 
-def _conditions(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What both arms were allowed to use; of GPUs alone, and nothing where it is not known what they ran on."""
-    device = summary.get("device")
-    if not isinstance(device, Mapping) or device.get("kind") != "cuda":
-        return []
-    environment = summary.get("environment")
-    return [("both arms", ", ".join(filter(None, (multicast(environment), connections(environment)))))]
-
-
 def print_summary(summary: Mapping[str, Any], file: IO[str] | None = None) -> None:
     """Print table, findings and verdict of :func:`megatron_flux.metrics.summary.summarize`; by default to stdout."""
     lines = [(f"{label}: {text}", "yellow" if label == "note" else "") for label, text in findings(summary)]
-    _print(HEAD, rows(summary), [*lines, (verdict(summary), "bold")], file)
+    print_table(HEAD, rows(summary), [*lines, (verdict(summary), "bold")], file)
 
 
-def print_table(head: Sequence[str], cells: Sequence[Sequence[str]], *, notes: Sequence[str], last: str) -> None:
-    """Print a table to stdout, notes below it, and a last line in bold."""
-    _print(head, cells, [*((f"note: {note}", "yellow") for note in notes), (last, "bold")], None)
-
-
-def _print(
-    head: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[tuple[str, str]], file: IO[str] | None
+def print_table(
+    head: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[tuple[str, str]], file: IO[str] | None = None
 ) -> None:
-    """The same text to a terminal and to a pipe, in ASCII where nothing else can be shown."""
+    """Print a table and styled lines: the same text to a terminal and a pipe, in ASCII where nothing else is shown."""
     console = Console(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
@@ -187,6 +185,5 @@ def _print(
     for row in cells:
         table.add_row(*map(text, row))
     console.print(table)
-    for line in lines:
-        # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself.
+    for line in lines:  # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself
         console.print(text(*line), soft_wrap=True)

@@ -2,8 +2,7 @@
 
 The dashboards are a workspace and a report that lay baseline and flux beside each other, as code. They are made from
 :data:`SECTIONS` and name nothing but fields of the record (:mod:`megatron_flux.metrics.schema`) as the mirror flattens
-them, and the curve that it adds. Saving twice makes new ones: what was changed by hand since is never
-overwritten. wandb's own command does the sending.
+them, and the curve that it adds. Saving twice makes new ones: what was changed by hand since is never overwritten.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,10 @@ WITHOUT_END = ".sent-without-end"
 _CUT_OFF = "ends with an incomplete record"
 PER_ROW, WIDTH, HEIGHT = 3, 8, 6
 """Panels in a row, and their size in wandb's grid."""
-_OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def _by_operator(field: str) -> tuple[str, ...]:
-    return tuple(f"{field}/{operator}" for operator in _OPERATORS)
+    return tuple(f"{field}/{operator}" for operator in ("all_gather_gemm", "gemm_reduce_scatter"))
 
 
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -47,11 +44,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "TFLOP/s per GPU": ("throughput",),
         "MFU": ("mfu",),
     },
-    "Training": {
-        "Loss": ("lm loss",),
-        "Gradient norm": ("grad-norm",),
-        "Learning rate": ("learning-rate",),
-    },
+    "Training": {"Loss": ("lm loss",), "Gradient norm": ("grad-norm",), "Learning rate": ("learning-rate",)},
     "Flux operators": {
         "Overlap efficiency": _by_operator("flux/e_overlap"),
         "Exposed communication (ms per step)": _by_operator("flux/exposed_communication_ms"),
@@ -71,63 +64,31 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 """Panels by section: title and metrics."""
 
 
-@dataclass(frozen=True)
-class WandbRun:
-    """One run that wandb wrote below a run folder."""
-
-    folder: Path
-    """``run-DATE_TIME-ID`` or ``offline-run-DATE_TIME-ID``."""
-
-    @property
-    def online(self) -> bool:
-        """It was sent while it ran, or has been since."""
-        sent = [*self.folder.glob("*.wandb.synced"), *self.folder.glob(f"*{WITHOUT_END}")]
-        return self.folder.name.startswith("run-") or bool(sent)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since wandb last wrote to it."""
-        return time.time() - max(file.stat().st_mtime for file in self.folder.glob("run-*.wandb"))
-
-    def mark_sent(self) -> None:
-        """Note that all that can be read of it was sent; wandb's own mark is for runs with an end."""
-        for file in self.folder.glob("run-*.wandb"):
-            file.with_name(file.name + WITHOUT_END).touch()
-
-
-def find(paths: Sequence[Path]) -> list[WandbRun]:
-    """Every wandb run below these folders, oldest first.
-
-    Raises:
-        UserError: a folder is missing, or there is no wandb run below it; the message says what to do.
-    """
-    found: dict[Path, WandbRun] = {}
+def _find(paths: Sequence[Path]) -> list[Path]:
+    """Folder of every wandb run below these folders, oldest first: ``[offline-]run-DATE_TIME-ID``."""
+    found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
-        inner = [
-            file.parent
-            for file in sorted(path.rglob("run-*.wandb"))
-            if file.parent.name.startswith(("run-", "offline-run-"))
-        ]
+        inner = [file.parent for file in sorted(path.rglob("run-*.wandb"))]
+        inner = [folder for folder in inner if folder.name.startswith(("run-", "offline-run-"))]
         if not inner:
             raise UserError(
                 f"{path} was recorded without wandb: there is no wandb run below it; "
                 "train with --wandb offline or --wandb online"
             )
-        found |= {folder.resolve(): WandbRun(folder) for folder in inner if not folder.is_symlink()}
-    return sorted(found.values(), key=lambda run: run.folder.name.removeprefix("offline-"))
+        found |= {folder.resolve(): folder for folder in inner if not folder.is_symlink()}
+    return sorted(found.values(), key=lambda folder: folder.name.removeprefix("offline-"))
 
 
-def require_login(command: str) -> Any:
-    """The module ``wandb``, logged in to a server that answers.
+def _online(folder: Path) -> bool:
+    """The run was sent while it ran, or has been since."""
+    sent = [*folder.glob("*.wandb.synced"), *folder.glob(f"*{WITHOUT_END}")]
+    return folder.name.startswith("run-") or bool(sent)
 
-    Args:
-        command: what cannot be done otherwise, for the message.
 
-    Raises:
-        UserError: wandb is not installed, told to stay offline, not logged in, or its server cannot be reached.
-    """
+def _require_login(command: str) -> Any:
+    """The module ``wandb``, logged in to a server that answers; UserError with what to do where ``command`` cannot."""
     try:
         import requests
         import wandb
@@ -149,11 +110,14 @@ def require_login(command: str) -> Any:
         # It asks the server whether the key is right, where there is one.
         logged_in = wandb.login(prompt=False, timeout=int(LOGIN_TIMEOUT_S))
     except Exception as error:
-        cause = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{command} could not log in to {url}: {cause}; run `wandb login --relogin`") from None
+        raise UserError(f"{command} could not log in to {url}: {_cause(error)}; run `wandb login --relogin`") from None
     if not logged_in:
         raise UserError(f"{command} needs a login to {url}, and there is none; run `wandb login`")
     return wandb
+
+
+def _cause(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def sync(
@@ -161,44 +125,45 @@ def sync(
 ) -> Iterator[str]:
     """Send every offline run below the folders that has not been sent; yields a line about each.
 
-    Of a run whose process was killed everything is sent but the record it was writing.
-
-    Raises:
-        UserError: no wandb run is there, no login, or no network.
-        FluxError: some could not be sent; the others were, and are not sent again.
+    Of a run whose process was killed everything is sent but the record it was writing. UserError: no wandb run is
+    there, no login, or no network. FluxError: some could not be sent; the others were, and are not sent again.
     """
-    runs = find(paths)
-    waiting = [run for run in runs if not run.online]
+    runs = _find(paths)
+    waiting = [run for run in runs if not _online(run)]
     if len(waiting) < len(runs):
         yield f"{len(runs) - len(waiting)} of {len(runs)} runs are in wandb already"
     if waiting and not dry_run:
-        require_login("report sync")
+        _require_login("report sync")
     options = [*(["--entity", entity] if entity else []), *(["--project", project] if project else [])]
     failed: list[str] = []
     for run in waiting:
         if dry_run:
-            yield f"would send {run.folder}"
-        elif (problem := _send(run, options)) is None:
-            yield f"sent {run.folder}"
+            yield f"would send {run}"
+            continue
+        problem = _send(run, options)
+        files = list(run.glob("run-*.wandb"))
+        if problem is None:
+            yield f"sent {run}"
         elif problem != _CUT_OFF:
-            failed.append(f"{run.folder} could not be sent: {problem}")
-        elif run.silent_s < STILL_WRITING_S:
-            yield f"sent what there is of {run.folder}, which may still be going on: sync it again when it has ended"
+            failed.append(f"{run} could not be sent: {problem}")
+        elif time.time() - max(file.stat().st_mtime for file in files) < STILL_WRITING_S:
+            yield f"sent what there is of {run}, which may still be going on: sync it again when it has ended"
         else:
-            run.mark_sent()
-            yield f"sent {run.folder} without its last record, which a killed process left incomplete"
+            for file in files:  # wandb's own mark is for runs with an end
+                file.with_name(file.name + WITHOUT_END).touch()
+            yield f"sent {run} without its last record, which a killed process left incomplete"
     if failed:
         raise FluxError("; ".join(failed))
 
 
-def _send(run: WandbRun, options: Sequence[str]) -> str | None:
+def _send(run: Path, options: Sequence[str]) -> str | None:
     """Why the run, or the end of it, was not sent; None if it was."""
-    command = [sys.executable, "-m", "wandb", "sync", "--yes", *options, str(run.folder)]
+    command = [sys.executable, "-m", "wandb", "sync", "--yes", *options, str(run)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SYNC_TIMEOUT_S)  # noqa: S603
     except subprocess.TimeoutExpired:
         return f"not done within {SYNC_TIMEOUT_S:.0f} s; try again later"
-    if done.returncode == 0 and run.online:
+    if done.returncode == 0 and _online(run):
         return None
     lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     if done.returncode == 0 and any(_CUT_OFF in line for line in lines):
@@ -210,19 +175,13 @@ def _send(run: WandbRun, options: Sequence[str]) -> str | None:
 def save(paths: Sequence[Path], *, entity: str | None = None, project: str | None = None) -> list[str]:
     """Save one workspace and one report about training runs that are in wandb; returns their addresses.
 
-    Args:
-        paths: run folders.
-        entity: team or user; by default the login's own.
-        project: by default the one that the runs were recorded for.
-
-    Raises:
-        UserError: a folder is no training run, was recorded without wandb or has not been sent yet; wandb-workspaces is
-            missing; no login or no network.
-        FluxError: wandb refused.
+    ``entity`` (team or user) is by default the login's own, ``project`` the one that the runs were recorded for.
+    UserError: a folder is no training run, was recorded without wandb or has not been sent yet; wandb-workspaces, a
+    login or the network is missing. FluxError: wandb refused.
     """
     runs = load_all(paths)
     project, groups = _where(runs, project)
-    waiting = [run.folder for run in find([run.path for run in runs]) if not run.online]
+    waiting = [run for run in _find([run.path for run in runs]) if not _online(run)]
     if waiting:
         raise UserError(
             f"{waiting[0]} was recorded offline and is not in wandb yet; "
@@ -234,20 +193,51 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
     except ImportError as error:
         needs = "report wandb needs wandb-workspaces"
         raise UserError(f"{needs} ({error}); `pip install 'megatron-flux[report]'`") from None
-    wandb = require_login("report wandb")
+    wandb = _require_login("report wandb")
+    name = f"megatron-flux {', '.join(groups)}"
+    # The library parses this as Python; given as objects it would quote names with an apostrophe wrongly.
+    in_groups = f"Metric('Group') in {groups!r}"
+    sections = {title: _panels(reports, panels) for title, panels in SECTIONS.items()}
     try:
         entity = entity or wandb.Api().default_entity
-        saved = workspace(workspaces, entity, project, groups).save().url
-        report = document(reports, entity, project, {run.name: run.verdict for run in runs}, groups)
+        where = {"entity": entity, "project": project}
+        workspace = workspaces.Workspace(
+            **where,
+            name=name,
+            sections=[
+                workspaces.Section(name=title, panels=panels, is_open=True) for title, panels in sections.items()
+            ],
+            settings=workspaces.WorkspaceSettings(x_axis="iteration"),
+            runset_settings=workspaces.RunsetSettings(
+                filters=in_groups, groupby=[workspaces.Metric("Group"), workspaces.Metric("JobType")]
+            ),
+        )
+        verdicts = [f"{run.name}: {run.verdict}" for run in runs]
+        blocks: list[Any] = [reports.H1(text="Stock Megatron against flux"), reports.UnorderedList(items=verdicts)]
+        for title, panels in sections.items():
+            filters = {arm: f"{in_groups} and Metric('JobType') == '{arm}'" for arm in ARMS}
+            runsets = [reports.Runset(**where, name=arm, filters=text) for arm, text in filters.items()]
+            blocks += [reports.H2(text=title), reports.PanelGrid(runsets=runsets, panels=panels)]
+        saved = workspace.save().url
+        report = reports.Report(**where, title=name, width="fluid", blocks=blocks)
         report.save()
         return [saved, report.url]
     except Exception as error:
-        cause = " ".join(str(error).split()) or type(error).__name__
-        raise FluxError(f"wandb refused to save in {entity}/{project}: {cause}") from error
+        raise FluxError(f"wandb refused to save in {entity}/{project}: {_cause(error)}") from error
+
+
+def _panels(reports: Any, panels: dict[str, tuple[str, ...]]) -> list[Any]:
+    def layout(number: int) -> Any:
+        return reports.Layout(x=WIDTH * (number % PER_ROW), y=HEIGHT * (number // PER_ROW), w=WIDTH, h=HEIGHT)
+
+    return [
+        reports.LinePlot(title=title, x="iteration", y=list(metrics), layout=layout(number))
+        for number, (title, metrics) in enumerate(panels.items())
+    ]
 
 
 def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
-    """The project, and the group of every run."""
+    """The project, and the group of every run: folders of earlier versions had the one asked for, or their name."""
     other = next((run for run in runs if run.kind != "training"), None)
     if other is not None:
         raise UserError(f"{other.path} is a benchmark, which wandb has nothing of; name runs of compare or train")
@@ -256,67 +246,10 @@ def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
         if len(projects) > 1:
             raise UserError(f"the runs were recorded for {' and '.join(sorted(projects))}; give one as --project")
         project = projects.pop()
-    return project, list(dict.fromkeys(map(_group, runs)))
-
-
-def _group(run: Run) -> str:
-    """As ``config.json`` has it; folders of earlier versions were grouped by what was asked for, or by their name."""
-    named = run.config.get("wandb")
-    if isinstance(named, dict) and named.get("group"):
-        return str(named["group"])
-    return str(run.settings.get("wandb_group") or Path(str(run.settings.get("out", run.name))).name)
-
-
-def workspace(workspaces: Any, entity: str, project: str, groups: Sequence[str]) -> Any:
-    """The workspace, not saved: runs of ``groups``, grouped by job type (baseline, flux), a panel per metric."""
-    return workspaces.Workspace(
-        entity=entity,
-        project=project,
-        name=f"megatron-flux {', '.join(groups)}",
-        sections=[
-            workspaces.Section(name=name, panels=_panels(panels), is_open=True) for name, panels in SECTIONS.items()
-        ],
-        settings=workspaces.WorkspaceSettings(x_axis="iteration"),
-        runset_settings=workspaces.RunsetSettings(
-            filters=_in_groups(groups),
-            groupby=[workspaces.Metric("Group"), workspaces.Metric("JobType")],
-        ),
-    )
-
-
-def document(reports: Any, entity: str, project: str, verdicts: dict[str, str], groups: Sequence[str]) -> Any:
-    """The report, not saved: verdicts in words, then every section with baseline and flux as run sets."""
-    blocks: list[Any] = [reports.H1(text="Stock Megatron against flux")]
-    blocks.append(reports.UnorderedList(items=[f"{name}: {text}" for name, text in verdicts.items()]))
-    for section, panels in SECTIONS.items():
-        runsets = [
-            reports.Runset(
-                entity=entity,
-                project=project,
-                name=arm,
-                filters=f"{_in_groups(groups)} and Metric('JobType') == '{arm}'",
-            )
-            for arm in ARMS
-        ]
-        blocks += [reports.H2(text=section), reports.PanelGrid(runsets=runsets, panels=_panels(panels))]
-    title = f"megatron-flux {', '.join(groups)}"
-    return reports.Report(project=project, entity=entity, title=title, width="fluid", blocks=blocks)
-
-
-def _in_groups(groups: Sequence[str]) -> str:
-    # The library parses this as Python; given as objects it would quote names with an apostrophe wrongly.
-    return f"Metric('Group') in {list(groups)!r}"
-
-
-def _panels(panels: dict[str, tuple[str, ...]]) -> list[Any]:
-    from wandb_workspaces.reports.v2 import Layout, LinePlot
-
-    return [
-        LinePlot(
-            title=title,
-            x="iteration",
-            y=list(metrics),
-            layout=Layout(x=WIDTH * (number % PER_ROW), y=HEIGHT * (number // PER_ROW), w=WIDTH, h=HEIGHT),
-        )
-        for number, (title, metrics) in enumerate(panels.items())
-    ]
+    groups = []
+    for run in runs:
+        named = run.config.get("wandb")
+        named = named.get("group") if isinstance(named, dict) else None
+        earlier = run.settings.get("wandb_group") or Path(str(run.settings.get("out", run.name))).name
+        groups.append(str(named or earlier))
+    return project, list(dict.fromkeys(groups))

@@ -1,7 +1,4 @@
-"""``megatron-flux watch``: a running job in a terminal, from its records alone.
-
-It needs no connection to the job, only its folder, and shows plain words and a table that fits 80 columns.
-"""
+"""``megatron-flux watch``: a running job in a terminal of 80 columns, from the records in its folder alone."""
 
 from __future__ import annotations
 
@@ -19,9 +16,17 @@ from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.statistics import Record, median_of, paired_blocks, speedup_interval, timed
-from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, read_json_object
-from megatron_flux.metrics.table import memory, milliseconds, rate
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import (
+    ARMS,
+    OWN_MEMORY_SINCE,
+    Record,
+    median_of,
+    paired_blocks,
+    speedup_interval,
+    timed,
+)
+from megatron_flux.metrics.table import Form, memory, milliseconds, percent, rate
 
 RECENT = 20
 """Steps that "recent" speaks of."""
@@ -33,44 +38,32 @@ STALL_S, STALL_STEPS = 30.0, 10.0
 def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float = 60.0) -> None:
     """Show a run until it has done all its steps, or Ctrl-C; once where standard output is no terminal.
 
-    Args:
-        path: the run folder.
-        interval: seconds between looks.
-        once: print the table as it is now, and return.
-        wait: seconds to wait for the run to appear.
-
-    Raises:
-        UserError: no run appeared, it is no training run, or it cannot be read.
+    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear.
     """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is not a folder; name the run folder of a training job")
     watched = Watched(path)
     console = Console(highlight=False, emoji=False)
+    until = time.monotonic() + wait
     try:
-        _wait_for_run(watched, wait, interval)
+        while not watched.look():
+            if time.monotonic() >= until:
+                what = "has no run in it" if path.is_dir() else "is missing"
+                raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
+            time.sleep(min(interval, 0.5))
+        if watched.settings and not {"steps", "preset"} & set(watched.settings):
+            raise UserError(f"{path} is a benchmark, which has no steps; `megatron-flux report` shows it")
         if once or not console.is_terminal:
             console.print(view(watched, time.time()))
             return
         with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(view(watched, time.time()), refresh=True)
-                if watched.done:
-                    return
+            live.update(view(watched, time.time()), refresh=True)
+            while not watched.done:
                 time.sleep(interval)
                 watched.look()
+                live.update(view(watched, time.time()), refresh=True)
     except KeyboardInterrupt:
         return
-
-
-def _wait_for_run(watched: Watched, wait: float, interval: float) -> None:
-    if watched.path.exists() and not watched.path.is_dir():
-        raise UserError(f"{watched.path} is not a folder; name the run folder of a training job")
-    until = time.monotonic() + wait
-    while not watched.look():
-        if time.monotonic() >= until:
-            what = "has no run in it" if watched.path.is_dir() else "is missing"
-            raise UserError(f"{watched.path} {what}; name the run folder of a training job (--wait S waits for it)")
-        time.sleep(min(interval, 0.5))
-    if watched.settings and not {"steps", "preset"} & set(watched.settings):
-        raise UserError(f"{watched.path} is a benchmark, which has no steps; `megatron-flux report` shows it")
 
 
 class Watched:
@@ -81,28 +74,18 @@ class Watched:
         self.path = path
         self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
         self.config: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self._interval: tuple[int, list[float] | None] = (0, None)
 
     def look(self) -> bool:
-        """Read what is new; False while there is no run yet.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Read what is new; False while there is no run yet, UserError where a file cannot be read."""
         if not self.config and (self.path / "config.json").exists():
             self.config = read_json_object(self.path / "config.json")
+            asked = self.config.get("config")
+            self.settings = asked if isinstance(asked, dict) else {}
         for tail in self.tails.values():
-            try:
-                tail.poll()
-            except OSError as error:
-                raise UserError(f"cannot read {tail.path}: {error.strerror}; name a folder that you may read") from None
+            tail.poll()
         return bool(self.config) or any(tail.records for tail in self.tails.values())
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the run was asked for; empty when that is not known."""
-        inner = self.config.get("config")
-        return inner if isinstance(inner, dict) else {}
 
     @property
     def steps(self) -> int | None:
@@ -119,24 +102,15 @@ class Watched:
         return known or ["flux" if self.settings.get("flux", True) else "baseline"]
 
     @property
+    def last(self) -> dict[str, int]:
+        """Iteration of each arm's last record; 0 before the first."""
+        every = {arm: self.tails[arm].records for arm in self.arms}
+        return {arm: records[-1]["iteration"] if records else 0 for arm, records in every.items()}
+
+    @property
     def done(self) -> bool:
         """Every arm has done all its steps."""
-        steps = self.steps
-        return steps is not None and all(self.last_iteration(arm) >= steps for arm in self.arms)
-
-    def last_iteration(self, arm: str) -> int:
-        """Of the arm's last record; 0 before the first."""
-        records = self.tails[arm].records
-        return records[-1]["iteration"] if records else 0
-
-    def remaining_s(self) -> float | None:
-        """Seconds to the end at the pace of the recent steps of each arm."""
-        if self.steps is None:
-            return None
-        paces = {arm: median_of(self.tails[arm].records[-RECENT:], "iteration-time") for arm in self.arms}
-        if None in paces.values():
-            return None
-        return sum(pace * max(0, self.steps - self.last_iteration(arm)) for arm, pace in paces.items())
+        return self.steps is not None and min(self.last.values()) >= self.steps
 
     def speedup_interval(self) -> list[float] | None:
         """The interval of the speed-up so far, computed again when a pair of blocks was added: it takes a while."""
@@ -145,21 +119,15 @@ class Watched:
             self._interval = (len(pairs), speedup_interval(pairs))
         return self._interval[1]
 
-    def silent_s(self, now: float) -> float | None:
-        """Seconds since the last record of any arm, by the file's time."""
-        times = [tail.path.stat().st_mtime for tail in self.tails.values() if tail.path.exists()]
-        return max(0.0, now - max(times)) if times else None
-
 
 def view(watched: Watched, now: float) -> Group:
     """Title, progress, the table as it stands, and what else there is to know below it."""
-    arms = watched.arms
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for arm in arms:
+    for arm in watched.arms:
         table.add_column(arm, justify="right", style="cyan" if arm == "baseline" else "yellow")
     for label, cell in _ROWS.items():
-        cells = [cell(watched.tails[arm].records) for arm in arms]
+        cells = [cell(watched.tails[arm].records) for arm in watched.arms]
         if any(cells):
             table.add_row(label, *(Text(text or "-") for text in cells))
     lines = (Text(line, style=style) for line, style in _remarks(watched, now))
@@ -177,39 +145,37 @@ def _title(watched: Watched) -> str:
 
 
 def _progress(watched: Watched) -> str:
-    steps = watched.steps
-    parts = []
-    for arm in watched.arms:
-        last = watched.last_iteration(arm)
-        parts.append(f"{arm} {last}" + (f" of {steps} ({100 * last / steps:.0f} %)" if steps else ""))
-    remaining = watched.remaining_s()
+    steps, last = watched.steps, watched.last
+    if not steps:
+        return ", ".join(f"{arm} {iteration}" for arm, iteration in last.items())
+    parts = [f"{arm} {iteration} of {steps} ({100 * iteration / steps:.0f} %)" for arm, iteration in last.items()]
+    # At the pace of the recent steps of each arm.
+    paces = {arm: median_of(watched.tails[arm].records[-RECENT:], "iteration-time") for arm in last}
     if watched.done:
         parts.append("all steps done")
-    elif remaining is not None:
-        parts.append(f"{duration(remaining)} left")
+    elif None not in paces.values():
+        parts.append(f"{duration(sum(paces[arm] * max(0, steps - last[arm]) for arm in last))} left")
     return ", ".join(parts)
 
 
 def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
     """Lines with their style."""
     lines: list[tuple[str, str]] = []
-    records = {arm: watched.tails[arm].records for arm in ARMS}
-    pace = {arm: median_of(timed(records[arm]), "iteration-time") for arm in ARMS}
-    if pace["baseline"] and pace["flux"]:
+    baseline, flux = (watched.tails[arm].records for arm in ARMS)
+    paces = [median_of(timed(records), "iteration-time") for records in (baseline, flux)]
+    if all(paces):
         interval = watched.speedup_interval()
         shown = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ", too few blocks for an interval"
-        lines.append((f"speed-up so far {pace['baseline'] / pace['flux']:.3f}{shown}", "bold"))
-    flux = records["flux"]
+        lines.append((f"speed-up so far {paces[0] / paces[1]:.3f}{shown}", "bold"))
     for reason, calls in (flux[-1]["flux/fallbacks"] if flux else {}).items():
         lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
-    silent = watched.silent_s(now)
-    if silent is not None and not watched.done:
-        usual = max((value for value in pace.values() if value), default=0.0)
-        stalled = silent > max(STALL_S, STALL_STEPS * usual)
+    written = [tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()]
+    if written and not watched.done:
+        silent = max(0.0, now - max(written))
+        stalled = silent > max(STALL_S, STALL_STEPS * max(pace or 0.0 for pace in paces))
         lines.append((f"last record {duration(silent)} ago{': stalled, or ended' * stalled}", "red" * stalled))
-    for arm in watched.arms:
-        # The last line of a running job may be half written: only whole lines can be damaged.
-        lines += [(f"{arm}/metrics.jsonl: {problem}", "red") for problem in watched.tails[arm].problems]
+    # The last line of a running job may be half written: only whole lines can be damaged.
+    lines += [(f"{arm}/metrics.jsonl: {found}", "red") for arm in watched.arms for found in watched.tails[arm].problems]
     return lines
 
 
@@ -220,23 +186,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _last(name: str, form: Callable[[float], str], since: int = 1) -> Callable[[list[Record]], str]:
-    """The field's last known value among records of schema version ``since`` or later."""
+def _last(name: str, form: Form, since: int = 1) -> Callable[[list[Record]], str]:
+    """The last known value of a field in records of schema version ``since`` or later; of an object an entry a line."""
 
     def cell(records: list[Record]) -> str:
-        known = (r[name] for r in reversed(records) if r.get(name) is not None and r.get("schema", 1) >= since)
-        value = next(known, None)
-        return "" if value is None else form(value) if math.isfinite(value) else str(value)
-
-    return cell
-
-
-def _sampled(name: str, form: Callable[[Any], str]) -> Callable[[list[Record]], str]:
-    """The object of the latest sample, an entry a line."""
-
-    def cell(records: list[Record]) -> str:
-        found = next((r[name] for r in reversed(records) if r.get(name)), {})
-        return "\n".join(f"{key} {form(value)}" for key, value in found.items() if value is not None)
+        known = (r[name] for r in reversed(records) if r.get(name) not in (None, {}) and r.get("schema", 1) >= since)
+        value = next(known, {})
+        if isinstance(value, dict):
+            return "\n".join(f"{key} {form(item)}" for key, item in value.items() if item is not None)
+        return form(value) if math.isfinite(value) else str(value)
 
     return cell
 
@@ -263,14 +221,14 @@ _ROWS: dict[str, Callable[[list[Record]], str]] = {
     "learning rate": _last("learning-rate", "{:.2e}".format),
     "tokens/s": _last("tokens-per-second", rate),
     "TFLOP/s per GPU": _last("throughput", rate),
-    "MFU": _last("mfu", lambda value: f"{100 * value:.1f} %"),
+    "MFU": _last("mfu", lambda value: percent(value, 1)),
     "peak memory": _last("peak-memory-bytes", memory, since=OWN_MEMORY_SINCE),
     "active flux layers": _last("flux/active_layers", str),
     "calls left to stock, per step": _last("flux/fallback_calls", str),
-    "overlap efficiency": _sampled("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),
-    "exposed communication (waits in kernels too), ms": _sampled("flux/exposed_communication_ms", milliseconds),
+    "overlap efficiency": _last("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),
+    "exposed communication (waits in kernels too), ms": _last("flux/exposed_communication_ms", milliseconds),
     "slowest rank (spread)": _ranks,
-    "GPUs": _sampled("flux/gpu", "{:.0f}".format),
-    "throttled GPUs": _sampled("flux/throttle_reasons", str),
+    "GPUs": _last("flux/gpu", "{:.0f}".format),
+    "throttled GPUs": _last("flux/throttle_reasons", str),
     "waits that ran into their limit": _last("flux/wait_timeouts", str),
 }

@@ -15,7 +15,7 @@ the compute stream was not free for anything else; communication that runs besid
 it; a stream that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the
 host's time in call and wait.
 
-A watched call is decided anew, although it may have been prepared before (:mod:`ops.fast_path.call_cache`): the host
+A watched call is decided anew, although it may have been prepared before (:mod:`ops.fast_path`): the host
 takes longer for it, the device does not. Calls under CUDA-graph capture are not timed: their events would be part of
 the graph.
 """
@@ -25,15 +25,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.checks import OperatorCall
 
 
 @dataclass
@@ -90,38 +90,19 @@ class Call:
         )
 
 
-class _Mark(Protocol):
-    """A point in time that is known later."""
-
-    def record(self) -> None: ...
-
-
 class _HostMark:
-    """The host's clock."""
+    """The host's clock, as :class:`torch.cuda.Event`."""
 
     __slots__ = ("seconds",)
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
 
-    def milliseconds_to(self, end: _HostMark) -> float:
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _HostMark) -> float:
         return (end.seconds - self.seconds) * 1e3
-
-
-class _DeviceMark:
-    """A CUDA event."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-
-    def record(self) -> None:
-        self._event.record()
-
-    def milliseconds_to(self, end: _DeviceMark) -> float:
-        end._event.synchronize()
-        return self._event.elapsed_time(end._event)
 
 
 @dataclass
@@ -137,18 +118,16 @@ class CallTimer:
 
     def __init__(self) -> None:
         """Nothing is timed yet."""
-        self._marks: dict[type[Any], list[Any]] = {_DeviceMark: [], _HostMark: []}
-        self._used = 0
+        self._free: dict[bool, list[Any]] = {True: [], False: []}
+        """Events and host marks."""
         self._segments: list[tuple[Call, bool, Any, Any]] = []
 
-    def begin(self, call: Call, *, first: bool) -> _Mark:
+    def begin(self, call: Call, *, first: bool) -> Any:
         """A segment of ``call`` begins, and ends when the returned mark is recorded.
 
         ``first`` is False for the wait that finishes an earlier segment.
         """
-        kind = _DeviceMark if call.device.type == "cuda" else _HostMark
-        start = self._mark(kind)
-        end = self._mark(kind)
+        start, end = self._mark(call.device), self._mark(call.device)
         self._segments.append((call, first, start, end))
         start.record()
         return end
@@ -159,17 +138,17 @@ class CallTimer:
         for call, first, start, end in self._segments:
             times = found.setdefault(call, Times())
             times.calls += first
-            times.milliseconds += start.milliseconds_to(end)
+            end.synchronize()
+            times.milliseconds += start.elapsed_time(end)
+            self._free[call.device.type == "cuda"] += start, end
         self._segments.clear()
-        self._used = 0
         return found
 
-    def _mark(self, kind: type[Any]) -> Any:
-        marks = self._marks[kind]
-        self._used += 1
-        while len(marks) < self._used:
-            marks.append(kind())
-        return marks[self._used - 1]
+    def _mark(self, device: torch.device) -> Any:
+        on_gpu = device.type == "cuda"
+        if free := self._free[on_gpu]:
+            return free.pop()
+        return torch.cuda.Event(enable_timing=True) if on_gpu else _HostMark()
 
 
 @dataclass
@@ -178,22 +157,23 @@ class _State:
     ranges: bool = False
     nvtx: bool = False
 
-    @property
-    def on(self) -> bool:
-        return self.timer is not None or self.ranges or self.nvtx
-
 
 _state = _State()
 _on = False
 
 
-def _set(**values: Any) -> dict[str, Any]:
+@contextmanager
+def _set(**values: Any) -> Iterator[None]:
+    """What is not named here may change meanwhile: contexts of timers and ranges need not be nested."""
     global _on
     before = {name: getattr(_state, name) for name in values}
-    for name, value in values.items():
-        setattr(_state, name, value)
-    _on = _state.on
-    return before
+    vars(_state).update(values)
+    _on = _state != _State()
+    try:
+        yield
+    finally:
+        vars(_state).update(before)
+        _on = _state != _State()
 
 
 def watching() -> bool:
@@ -201,115 +181,48 @@ def watching() -> bool:
     return _on
 
 
-@contextmanager
-def timed_by(timer: CallTimer | None) -> Iterator[None]:
+def timed_by(timer: CallTimer | None) -> AbstractContextManager[None]:
     """Time every call inside the context, in any thread (autograd has its own); None changes nothing."""
-    if timer is None:
-        yield
-        return
-    before = _set(timer=timer)
-    try:
-        yield
-    finally:
-        _set(**before)
+    return nullcontext() if timer is None else _set(timer=timer)
+
+
+def ranges(*, profiler: bool = False, nvtx: bool = False) -> AbstractContextManager[None]:
+    """Name every call inside the context for torch.profiler, or for nsys, or both."""
+    return _set(ranges=_state.ranges or profiler, nvtx=_state.nvtx or nvtx)
+
+
+def run(call: OperatorCall, backend: Any) -> Any:
+    """Have ``backend`` make ``call``, watched if anybody watches, and so is the wait for what it returns."""
+    if not _on:
+        return call.run(backend)
+    x, group = call.x, call.group
+    seen = Call(
+        operator=call.operator, m=call.m, n=call.n, k=call.k, dtype=x.dtype, device=x.device,
+        transposed=call.transposed, backend=backend.name, group_name=group.group_name, group=group,
+    )  # fmt: skip
+    with _segment(seen, first=True):
+        result = call.run(backend)
+    return result.within(lambda: _segment(seen, first=False)) if isinstance(result, Pending) else result
 
 
 @contextmanager
-def ranges(*, profiler: bool = False, nvtx: bool = False) -> Iterator[None]:
-    """Name every call inside the context for torch.profiler, or for nsys, or both."""
-    before = _set(ranges=_state.ranges or profiler, nvtx=_state.nvtx or nvtx)
-    try:
-        yield
-    finally:
-        _set(**before)
-
-
-class _Nothing:
-    """What a call gets while nobody watches."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def pending(self, result: Pending) -> Pending:
-        return result
-
-
-_NOTHING = _Nothing()
-
-
-class _Segment:
-    """One watched stretch of a call."""
-
-    __slots__ = ("_call", "_end", "_first", "_nvtx", "_range")
-
-    def __init__(self, call: Call, *, first: bool) -> None:
-        self._call, self._first = call, first
-        self._range: Any = None
-        self._nvtx = False
-        self._end: _Mark | None = None
-
-    def __enter__(self) -> _Segment:
-        if _state.ranges or _state.nvtx:
-            name = str(self._call) if self._first else f"{self._call} wait"
-            if _state.ranges:
-                self._range = torch.profiler.record_function(name)
-                self._range.__enter__()
-            if _state.nvtx:
-                torch.cuda.nvtx.range_push(name)
-                self._nvtx = True
-        capturing = self._call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if _state.timer is not None and not capturing:
-            self._end = _state.timer.begin(self._call, first=self._first)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._end is not None:
-            self._end.record()
-        if self._nvtx:
-            torch.cuda.nvtx.range_pop()
-        if self._range is not None:
-            self._range.__exit__(kind, error, trace)
-
-    def pending(self, result: Pending) -> Pending:
-        """``result`` with its wait watched too."""
-        return result.within(lambda: _Segment(self._call, first=False) if _on else _NOTHING)
-
-
-def call(
-    operator: str, backend: Any, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup
-) -> _Nothing | _Segment:
-    """A context for one call of ``operator`` by ``backend``; shapes as in :class:`Call`."""
-    if not _on:
-        return _NOTHING
-    return _Segment(
-        Call(
-            operator=operator,
-            m=m,
-            n=n,
-            k=k,
-            dtype=x.dtype,
-            device=x.device,
-            transposed=transposed,
-            backend=backend.name,
-            group_name=group.group_name,
-            group=group,
-        ),
-        first=True,
-    )
+def _segment(call: Call, *, first: bool) -> Iterator[None]:
+    """One stretch of a watched call."""
+    with named(str(call) if first else f"{call} wait"):
+        timer, captured = _state.timer, call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        end = None if timer is None or captured else timer.begin(call, first=first)
+        try:
+            yield
+        finally:
+            if end is not None:
+                end.record()
 
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
     """A range of another part of the step, such as ``flux::optimizer``; nothing unless ranges are on."""
     with (
-        torch.profiler.record_function(name) if _state.ranges else _NOTHING,
-        torch.cuda.nvtx.range(name) if _state.nvtx else _NOTHING,
+        torch.profiler.record_function(name) if _state.ranges else nullcontext(),
+        torch.cuda.nvtx.range(name) if _state.nvtx else nullcontext(),
     ):
         yield

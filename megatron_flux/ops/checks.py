@@ -1,4 +1,4 @@
-"""A call of an operator, and what is checked of it: that all ranks make it, and where its operands lie.
+"""A call of an operator, and what is checked of it: its operands, and that all ranks make it.
 
 Ranks that call an operator with different shapes get an error instead of a hang: every new ``(operator, shapes,
 dtype)`` of a group is compared over the group once. A rank that repeats an old call while a peer starts a new one is
@@ -21,21 +21,25 @@ from megatron_flux.errors import UserError
 ALIGNMENT = 16
 """Bytes: TMA's, and what pointers are compiled for."""
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class OperatorCall(NamedTuple):
     """A call with its operands, as operators hand it to backends, tuner and prepared calls."""
 
     operator: str
     x: torch.Tensor
-    """``[..., k]``."""
+    """``[..., k]``; a backend gets ``[m, k]``, contiguous."""
     weight: torch.Tensor | None
-    """None for all_gather."""
+    """``[n, k]``, or ``[k, n]`` if ``transposed``; None for all_gather."""
     group: dist.ProcessGroup
     transposed: bool = False
     bias: torch.Tensor | None = None
-    """That the GEMM adds before it rounds."""
+    """``[n]``, that the GEMM adds in fp32 before it rounds."""
     return_gathered: bool = True
+    """Without it the rank's own rows of the gathered x may be missing: they are not read."""
     async_op: bool = False
+    """A result that is not finished will do."""
 
     @property
     def k(self) -> int:
@@ -50,25 +54,48 @@ class OperatorCall(NamedTuple):
 
     @property
     def n(self) -> int:
-        """Columns of the result."""
-        assert self.weight is not None  # noqa: S101 - of an operator with a GEMM
-        return self.weight.shape[1] if self.transposed else self.weight.shape[0]
+        """Columns of the result of a GEMM, 0 for all_gather."""
+        return 0 if self.weight is None else self.weight.shape[1 if self.transposed else 0]
 
     def run(self, backend: Any, **options: Any) -> Any:
         """Make the call on ``backend``; ``options``: what only this backend takes."""
-        x, weight, group = self.x, self.weight, self.group
-        if self.operator == "gemm_reduce_scatter":
-            return backend.gemm_reduce_scatter(
-                x, weight, group, transposed=self.transposed, async_op=self.async_op, **options
-            )
-        return backend.all_gather_gemm(
-            x,
-            weight,
-            group,
-            transposed=self.transposed,
-            bias=self.bias,
-            return_gathered=self.return_gathered,
-            **options,
+        return getattr(backend, self.operator)(self, **options)
+
+
+def check_operands(call: OperatorCall, bias: torch.Tensor | None) -> None:
+    """Whether the operands of a call with a GEMM fit each other, and ``bias``, wherever that is added.
+
+    Raises:
+        UserError: they do not.
+    """
+    operator, x, weight = call.operator, call.x, call.weight
+    assert weight is not None  # noqa: S101 - of an operator with a GEMM
+    if x.dim() < 2 or weight.dim() != 2:
+        raise UserError(
+            f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}"
+        )
+    k, form = (weight.shape[0], "[k, n]") if call.transposed else (weight.shape[1], "[n, k]")
+    if call.k != k:
+        raise UserError(
+            f"{operator}: the last dimension of x {tuple(x.shape)} must be k = {k} of weight {tuple(weight.shape)} "
+            f"{form}; is transposed={call.transposed} meant?"
+        )
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        raise UserError(
+            f"{operator}: x and weight must both be one of {[str(d) for d in DTYPES]}, got {x.dtype} and {weight.dtype}"
+        )
+    if weight.device != x.device:
+        raise UserError(f"{operator}: x is on {x.device} and weight on {weight.device}; move them to one device")
+    if bias is not None and (bias.shape != (call.n,) or bias.dtype != x.dtype or bias.device != x.device):
+        raise UserError(
+            f"{operator}: bias must be [{call.n}] {x.dtype} on {x.device}, got {list(bias.shape)} {bias.dtype} on "
+            f"{bias.device}"
+        )
+    if operator == "gemm_reduce_scatter" and x.shape[0] % (tp := call.group.size()):
+        raise UserError(
+            f"{operator}: the first dimension of x {tuple(x.shape)} must be divisible by the group size {tp}; pad the "
+            "sequence"
         )
 
 
@@ -79,24 +106,22 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def compare_calls(group: dist.ProcessGroup, call: tuple[object, ...], device: torch.device) -> None:
-    """Check that all ranks of ``group`` are about to make ``call``; collective the first time only.
-
-    ``call`` is the operator and, in turn, names and values of what must be the same.
+def compare_calls(call: OperatorCall) -> None:
+    """Check that all ranks of the group are about to make ``call``; collective the first time only.
 
     Raises:
         UserError: they are not (all ranks raise), or the first call of its kind is being captured in a CUDA graph.
     """
+    kind, group = (call.operator, call.m, call.n, call.k, call.x.dtype, call.transposed), call.group
     compared = state_of(group).compared
-    if call in compared:
+    if kind in compared:
         return
-    operator, *values = call
-    words = " ".join([str(operator), *(f"{k}={v}" for k, v in zip(values[::2], values[1::2], strict=True))])
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind)
+    if call.x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
     calls = [""] * group.size()
     dist.all_gather_object(calls, words, group=group)
     if any(other != calls[0] for other in calls):
         lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
         raise UserError(f"the ranks of the group make different calls: {lines}")
-    compared.add(call)
+    compared.add(kind)

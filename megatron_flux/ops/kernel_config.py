@@ -128,13 +128,13 @@ def within_flags(config: KernelConfig, m: int) -> KernelConfig:
     return replace(config, chunks=CALL_FLAGS // m)
 
 
-def ag_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+def ag_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
     """The choice for an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in KernelConfig."""
     return _fewest_rounds(mp * tp, n, sms)[0] if ws else KernelConfig()
 
 
-def rs_plan(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
-    """As :func:`ag_plan`, of a gemm_reduce_scatter."""
+def rs_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
+    """As :func:`ag_config`, of a gemm_reduce_scatter."""
     if ws:
         return KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
     return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
@@ -166,7 +166,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     elif op == "all_gather_gemm":
         found = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
     elif ws:
-        first = rs_plan(mp, n, k, tp, sms, ws)
+        first = rs_config(mp, n, k, tp, sms, ws)
         spreads = (0, 40) if _link_bound(k, tp) else (75, 40)
         rows = cdiv(mp, 128)
         # 16 row blocks at a time, of all destinations: a round of tiles reads about as much of x as of the weight.
@@ -176,7 +176,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         found = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
         found.append(replace(first, bn=128, stages=5))
     else:
-        first = rs_plan(mp, n, k, tp, sms)
+        first = rs_config(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
     return [config for config in dict.fromkeys(found) if _flags(op, config, mp, n, tp) <= CALL_FLAGS]
 

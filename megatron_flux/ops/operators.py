@@ -13,23 +13,20 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events
+from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import OperatorCall, aligned
-from megatron_flux.ops.fast_path import call_cache
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -113,33 +110,27 @@ def all_gather_gemm(
     if epilogue_bias and bias is not None:
         inside, bias = aligned(bias), None
     state = state_of(group)
-    key = call_cache.key_of("all_gather_gemm", x, weight, bias, backend, transposed, return_gathered, inside)
-    found = call_cache.find(state, key, x, weight)
+    key = fast_path.key_of("all_gather_gemm", x, weight, bias, backend, transposed, return_gathered, inside)
+    found = fast_path.find(state, key, x, weight)
     if found is not None:
         y, gathered = found.call(x, weight) if inside is None else found.call(x, weight, inside)
         stats.count("all_gather_gemm", found.backend, found.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
-    k, n = _check("all_gather_gemm", x, weight, bias if inside is None else inside, transposed)
+    call = OperatorCall("all_gather_gemm", x, weight, group, transposed, inside, return_gathered)
+    check_operands(call, bias if inside is None else inside)
     tp = group.size()
-    x2d = _matrix(x)
-    lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x2d.numel() * x2d.element_size()
+    lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x.numel() * x.element_size()
     if tp == 1:
-        y, gathered, used = gemm(x2d, weight, transposed=transposed, bias=inside), x2d, "none"
+        gathered = _matrix(x)
+        y = gemm(gathered, weight, transposed=transposed, bias=inside)
+        stats.count("all_gather_gemm", "none", received)
     else:
-        chosen = select(backend, x2d, weight, group)
-        used = chosen.name
-        with call_events.call("all_gather_gemm", chosen, x2d.shape[0] * tp, n, k, x2d, transposed, group):
-            y, gathered = chosen.all_gather_gemm(
-                x2d, weight, group, transposed=transposed, bias=inside, return_gathered=return_gathered
-            )
-        made = OperatorCall("all_gather_gemm", x, weight, group, transposed, inside, return_gathered)
-        call_cache.remember(state, key, chosen, made, (*lead, n), received)
-    stats.count("all_gather_gemm", used, received)
+        y, gathered = _run(call, backend, key, (*lead, call.n), received)
     if bias is not None:
         y = y.add_(bias)
-    y = _shaped(y, *lead, n)
-    return (y, _shaped(gathered, *lead, k)) if return_gathered else y
+    y = _shaped(y, *lead, call.n)
+    return (y, _shaped(gathered, *lead, call.k)) if return_gathered else y
 
 
 @overload
@@ -184,7 +175,7 @@ def gemm_reduce_scatter(
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
-        async_op: return a :class:`~megatron_flux.comm.pending.Pending` whose ``wait()`` gives the result; what is
+        async_op: return a :class:`~megatron_flux.comm.collectives.Pending` whose ``wait()`` gives the result; what is
             enqueued in between may overlap the communication.
         backend: ``auto`` or a name from :func:`backend_names`.
 
@@ -199,34 +190,23 @@ def gemm_reduce_scatter(
     if async_op and bias is not None:
         raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
     state = state_of(group)
-    key = call_cache.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed)
-    found = call_cache.find(state, key, x, weight)
+    key = fast_path.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed)
+    found = fast_path.find(state, key, x, weight)
     if found is not None:
         y = found.call(x, weight)
         stats.count("gemm_reduce_scatter", found.backend, found.nbytes)
         if async_op:
             return Pending(y)
         return y if bias is None else y.add_(bias)
-    k, n = _check("gemm_reduce_scatter", x, weight, bias, transposed)
-    tp = group.size()
-    if x.shape[0] % tp:
-        raise UserError(
-            f"gemm_reduce_scatter: the first dimension of x {tuple(x.shape)} must be divisible by the group size {tp}; "
-            "pad the sequence"
-        )
-    x2d = _matrix(x)
-    lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (len(x2d) // tp) * n * x2d.element_size()
+    call = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op)
+    check_operands(call, bias)
+    tp, n = group.size(), call.n
+    lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (call.m // tp) * n * x.element_size()
     if tp == 1:
-        pending, used = Pending(gemm(x2d, weight, transposed=transposed)), "none"
+        pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
+        stats.count("gemm_reduce_scatter", "none", received)
     else:
-        chosen = select(backend, x2d, weight, group)
-        used = chosen.name
-        with call_events.call("gemm_reduce_scatter", chosen, x2d.shape[0], n, k, x2d, transposed, group) as seen:
-            pending = chosen.gemm_reduce_scatter(x2d, weight, group, transposed=transposed, async_op=async_op)
-        pending = seen.pending(pending)
-        made = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed)
-        call_cache.remember(state, key, chosen, made, (*lead, n), received)
-    stats.count("gemm_reduce_scatter", used, received)
+        pending = _run(call, backend, key, (*lead, n), received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *lead, n))
     y = pending.wait()
@@ -249,8 +229,8 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     group = _group(group)
     state = state_of(group)
     state.gathers_begun += 1
-    key = call_cache.key_of("all_gather", x, None, None, backend)
-    found = call_cache.find(state, key, x, None)
+    key = fast_path.key_of("all_gather", x, None, None, backend)
+    found = fast_path.find(state, key, x, None)
     if found is not None:
         stats.count("all_gather", found.backend, found.nbytes)
         return found.call(x)
@@ -262,19 +242,27 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     tp = group.size()
     if tp == 1:
         return Pending(x)
-    x2d = _matrix(x)
-    chosen = select(backend, x2d, None, group)
-    shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x2d.numel() * x2d.element_size()
-    stats.count("all_gather", chosen.name, received)
-    with call_events.call("all_gather", chosen, x2d.shape[0] * tp, 0, x2d.shape[1], x2d, False, group) as seen:
-        pending = chosen.all_gather(x2d, group, async_op=True)
-    call_cache.remember(state, key, chosen, OperatorCall("all_gather", x, None, group), shape, received)
-    return seen.pending(pending).map(lambda t: _shaped(t, *shape))
+    shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x.numel() * x.element_size()
+    pending = _run(OperatorCall("all_gather", x, None, group), backend, key, shape, received)
+    return pending.map(lambda t: _shaped(t, *shape))
 
 
 def all_gathers_begun(group: dist.ProcessGroup) -> int:
     """How many :func:`all_gather` of ``group`` have begun: whether a gathered tensor is still valid."""
     return state_of(group).gathers_begun
+
+
+def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
+    """What the backend returns of a call that is not prepared, and have it prepared for the next time.
+
+    The result has ``shape``, and this rank receives ``nbytes`` for it.
+    """
+    x = _matrix(call.x)
+    chosen = select(backend, x, call.weight, call.group)
+    result = call_events.run(call._replace(x=x), chosen)
+    fast_path.remember(key, chosen, call, shape, nbytes)
+    stats.count(call.operator, chosen.name, nbytes)
+    return result
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -295,34 +283,3 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise UserError("no process group: call torch.distributed.init_process_group first, or pass group=")
     return dist.group.WORLD
-
-
-def _check(
-    operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
-) -> tuple[int, int]:
-    """Check the operands and return ``(k, n)``."""
-    if x.dim() < 2 or weight.dim() != 2:
-        raise UserError(
-            f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
-            f"{tuple(weight.shape)}"
-        )
-    rows, columns = weight.shape
-    k, n = (rows, columns) if transposed else (columns, rows)
-    form = "[k, n]" if transposed else "[n, k]"
-    if x.shape[-1] != k:
-        raise UserError(
-            f"{operator}: the last dimension of x {tuple(x.shape)} must be k = {k} of weight {tuple(weight.shape)} "
-            f"{form}; is transposed={transposed} meant?"
-        )
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        raise UserError(
-            f"{operator}: x and weight must both be one of {[str(d) for d in DTYPES]}, got {x.dtype} and {weight.dtype}"
-        )
-    if weight.device != x.device:
-        raise UserError(f"{operator}: x is on {x.device} and weight on {weight.device}; move them to one device")
-    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
-        raise UserError(
-            f"{operator}: bias must be [{n}] {x.dtype} on {x.device}, got {list(bias.shape)} {bias.dtype} on "
-            f"{bias.device}"
-        )
-    return k, n

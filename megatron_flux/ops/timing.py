@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 
 ROUNDS, BURST = 7, 4
 

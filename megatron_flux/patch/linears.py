@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.comm.graph_capture import capture_id
+from megatron_flux.comm.slab import capture_id
 from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear

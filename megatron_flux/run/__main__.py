@@ -23,21 +23,20 @@ def main(words: list[str]) -> None:
         return
     if not words:
         _refuse("no script was given")
-    if not Path(words[0]).is_file():
-        _refuse(f"{words[0]!r} is not a file; give the path of Megatron-LM's pretrain_gpt.py, or of another script")
+    script = words[0]
+    if not Path(script).is_file():
+        _refuse(f"{script!r} is not a file; give the path of Megatron-LM's pretrain_gpt.py, or of another script")
     sys.argv = words
     if not sys.flags.safe_path:  # with -P, `python SCRIPT` does not add the script's folder either
-        sys.path[0] = str(Path(words[0]).resolve().parent)
+        sys.path[0] = str(Path(script).resolve().parent)
     hooks.register()
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except ImportError as error:
         if error.name != "typing":
             raise
-        _refuse(
-            f"{words[0]} cannot run on Python {platform.python_version()} ({error}): "
-            "Megatron-LM's scripts from 0.18 on need Python 3.12 or newer"
-        )
+        here = f"{script} cannot run on Python {platform.python_version()} ({error})"
+        _refuse(f"{here}: Megatron-LM's scripts from 0.18 on need Python 3.12 or newer")
 
 
 def _refuse(problem: str) -> None:

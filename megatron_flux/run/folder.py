@@ -20,8 +20,6 @@ from megatron_flux.errors import RendezvousError, UserError
 CONFIG = "config.json"
 ENDED = "ended.json"
 """How the run ended, if it was not by an error: job scripts go by it."""
-
-
 _BEFORE = ".before"
 
 
@@ -34,52 +32,37 @@ def default_folder(*words: str) -> Path:
 def claim(out: Path) -> Path:
     """Make the default folder ``out``, or, where a run of the same second has done so, ``out-2`` and so on.
 
-    Returns:
-        The folder that was made, empty and this run's alone.
-
-    Raises:
-        UserError: nothing can be made there.
+    Returns the folder that was made, empty and this run's alone.
     """
+    free, number = out, 1
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        number, free = 1, out
         while True:
-            try:
+            with suppress(FileExistsError):
                 free.mkdir()
-            except FileExistsError:
-                number += 1
-                free = out.with_name(f"{out.name}-{number}")
-            else:
                 return free
+            number += 1
+            free = out.with_name(f"{out.name}-{number}")
     except OSError as error:
         raise _unwritable(out, error) from None
 
 
 def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
-    """Refuse a folder that holds somebody's files.
-
-    Raises:
-        UserError: ``out`` is a file, or has contents and neither ``overwrite`` nor ``resuming`` allows them.
-    """
+    """A UserError where ``out`` is a file, or has contents and neither ``overwrite`` nor ``resuming`` allows them."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
     if not out.is_dir() or not any(out.iterdir()):
         return
-    is_run = (out / CONFIG).is_file()
-    if not is_run:
+    if not (out / CONFIG).is_file():
         raise UserError(f"--out {out} has files in it and is not a run folder; give a new or an empty folder")
     if not (overwrite or resuming):
         raise UserError(f"--out {out} holds an earlier run; give another folder, or --overwrite to replace it")
 
 
 def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
-    """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted.
-
-    Raises:
-        UserError: as :func:`check_free`, or the folder cannot be written.
-    """
-    _make(out, description, overwrite=overwrite, resuming=False)
-    begun(out)
+    """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
+    with made(out, lambda _: description, default=False, overwrite=overwrite, resuming=False):
+        begun(out)
 
 
 @contextmanager
@@ -96,15 +79,16 @@ def made(
         resuming: go on in the folder of an earlier run.
 
     Raises:
-        UserError: as :func:`make`; then, and when the run raises it (or RendezvousError) before :func:`begun`,
-            everything is as before.
+        UserError: the folder is taken or cannot be written; then, and when the run raises it (or RendezvousError)
+            before :func:`begun`, everything is as before.
     """
     missing = [path for path in (out, *out.parents) if not path.exists()]
     if default:
         out = claim(out)
         missing = [out, *missing[1:]]
     try:
-        _make(out, describe(out), overwrite=overwrite, resuming=resuming)
+        check_free(out, overwrite=overwrite, resuming=resuming)
+        _take(out, describe(out), overwrite=overwrite, resuming=resuming)
         try:
             yield out
         except (UserError, RendezvousError):
@@ -123,15 +107,14 @@ def begun(out: Path) -> None:
     shutil.rmtree(out / _BEFORE, ignore_errors=True)
 
 
-def _make(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> None:
-    check_free(out, overwrite=overwrite, resuming=resuming)
+def _take(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> None:
     before = out / _BEFORE
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if before.is_dir() and (overwrite or resuming):  # a start that died before it had begun
-            _put_back(out)
-        replaced = list(out.iterdir()) if overwrite and not resuming else [out / CONFIG, out / ENDED]
         if overwrite or resuming:
+            if before.is_dir():  # a start that died before it had begun
+                _put_back(out)
+            replaced = [out / CONFIG, out / ENDED] if resuming else list(out.iterdir())
             before.mkdir()
             for path in replaced:
                 if path.exists():
@@ -152,7 +135,7 @@ def _make(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: 
 
 
 def _put_back(out: Path) -> None:
-    """Undo :func:`_make`."""
+    """Undo :func:`_take`."""
     (out / CONFIG).unlink(missing_ok=True)
     for path in (out / _BEFORE).iterdir():
         path.rename(out / path.name)

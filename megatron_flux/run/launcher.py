@@ -26,9 +26,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
 from megatron_flux.run.rank import introduce_launcher
 
-AGAIN_SECONDS = 1.0
-"""Between one passing on of a signal and the next."""
-
 
 def launched() -> bool:
     """Whether a launcher (torchrun, srun with its variables) has started this process as one of several ranks."""
@@ -44,8 +41,8 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
     Raises:
-        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any), or variables of
-            a launcher stand in the environment without one.
+        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any), or an earlier
+            session's launcher has left variables in the environment: ranks would wait for peers.
     """
     _check_variables()
     there = started()
@@ -60,11 +57,6 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
 
 
 def _check_variables() -> None:
-    """Refuse what a launcher of an earlier session has left in the environment; otherwise ranks would wait for peers.
-
-    Raises:
-        UserError: ``RANK`` and the like do not make a rank.
-    """
     if "RANK" not in os.environ:
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,13 +79,8 @@ def _check_variables() -> None:
 def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | None = None) -> None:
     """Call ``module.work(argument)`` in ``nproc`` processes and wait for them.
 
-    Args:
-        module: has a function ``work``.
-        argument: the same for every rank.
-        nproc: ranks.
-        left: the last words of an error: what a failed run leaves, and where.
-        pass_on: a signal (``USR1``) that this process hands to the ranks instead of dying of it, and goes on handing to
-            them every second.
+    ``left``: the last words of an error, what a failed run leaves and where. ``pass_on``: a signal (``USR1``) that this
+    process hands to the ranks instead of dying of it, and goes on handing to them every second.
 
     Raises:
         UserError: all ranks refused their input.
@@ -120,7 +107,7 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         with _passing_on(pass_on):
-            elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.worker", module, argument)
+            elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.rank", module, argument)
     except ChildFailedError as error:
         raise failure_of(error, left) from None
     except SignalException as error:
@@ -130,9 +117,9 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
 
 @contextlib.contextmanager
 def _passing_on(name: str | None) -> Iterator[None]:
-    """Hand the signal ``name`` to the ranks, again and again once it has come; afterwards it is ignored.
+    """Hand the signal ``name`` to the ranks, every second once it has come; afterwards it is ignored.
 
-    Again, since a rank may not hear it, see :mod:`megatron_flux.train.stop`, or may not have begun to listen.
+    Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.rank.StopRequest`) or not listen yet.
     """
     if name is None:
         yield
@@ -147,8 +134,11 @@ def _passing_on(name: str | None) -> Iterator[None]:
             with contextlib.suppress(queue.Empty):
                 if not asked.get(timeout=seconds):
                     return
-            _to_ranks(number)
-            seconds = AGAIN_SECONDS
+            for process in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if _survives(process.pid, number):
+                        process.send_signal(number)
+            seconds = 1.0
 
     repeater = threading.Thread(target=repeat, name="signal to ranks", daemon=True)
     repeater.start()
@@ -159,13 +149,6 @@ def _passing_on(name: str | None) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
         asked.put(False)
         repeater.join()
-
-
-def _to_ranks(number: int) -> None:
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if _survives(process.pid, number):
-                process.send_signal(number)
 
 
 def _survives(pid: int, number: int) -> bool:

@@ -25,11 +25,9 @@ from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megatron_flux.run import launcher, rank
-
-FAILURES = "MEGATRON_FLUX_FAILURES"
 
 
 def main(words: list[str]) -> int:
@@ -39,44 +37,34 @@ def main(words: list[str]) -> int:
     if "SLURM_NODEID" in os.environ:
         os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])
     rank.introduce_launcher()
+    when = None
     try:
         run.run(run.parse_args(words))
+        return 0
     except ChildFailedError as error:
         first, failure = launcher.first_failure(error)
         said = f"rank {first} on {node_name()} {launcher.account_of(failure)}"
-        _account(launcher.cause_order(failure.exitcode), _time_of(failure), said)
-        return failure.exitcode if failure.exitcode > 0 else 1
+        code, order = max(failure.exitcode, 1), launcher.cause_order(failure.exitcode)
+        if Path(failure.error_file).exists():
+            # torch keeps whole seconds, in which the other ranks fail too; the file knows better.
+            when = os.stat(failure.error_file).st_mtime
     except SignalException as error:
         print(f"megatron-flux: {node_name()} was stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + int(error.sigval)
     except Exception as error:  # a port that is taken, a node that does not answer, a disk that is full
         traceback.print_exc()
         said = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
-        _account(launcher.cause_order(1), time.time(), said)
-        return 1
-    return 0
+        code, order = 1, launcher.cause_order(1)
+    if folder := os.environ.get("MEGATRON_FLUX_FAILURES"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / node_name()).write_text(f"{order} {when or time.time():.6f} {said}\n")
+    print(f"megatron-flux: error: {said}", file=sys.stderr)
+    return code
 
 
 def node_name() -> str:
     """The node as Slurm calls it, or its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _time_of(failure: ProcessFailure) -> float:
-    """When the rank failed. torch keeps whole seconds, in which the other ranks fail too; the file knows better."""
-    try:
-        return os.stat(failure.error_file).st_mtime
-    except OSError:
-        return time.time()
-
-
-def _account(order: int, when: float, said: str) -> None:
-    """Leave the cause for the job's script, and print it as the last line."""
-    folder = os.environ.get(FAILURES)
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / node_name()).write_text(f"{order} {when:.6f} {said}\n")
-    print(f"megatron-flux: error: {said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import ARMS, read_records, strict_json, summarize, write_report, write_summary
-from megatron_flux.metrics.summary import read_json_object, read_summary
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import read_summary
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
 from megatron_flux.run.folder import CONFIG
 from megatron_flux.slurm import status

@@ -27,8 +27,8 @@ from typing import Any
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics import ARMS, strict_json
 from megatron_flux.metrics.recorder import parse_record
-from megatron_flux.metrics.statistics import median_of
-from megatron_flux.metrics.summary import read_json_object
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import median_of
 from megatron_flux.metrics.watch import STALL_S, STALL_STEPS, duration
 from megatron_flux.run.folder import CONFIG, ENDED
 from megatron_flux.slurm import queue

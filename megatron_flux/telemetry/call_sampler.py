@@ -45,6 +45,7 @@ from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import label_of
 
 FIELDS = (
@@ -270,13 +271,7 @@ def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] 
         return None
     x, weight, gemm_only = operands
 
-    def run(backend: Any) -> Any:
-        if call.operator == "all_gather_gemm":
-            return backend.all_gather_gemm(x, weight, group, transposed=call.transposed)
-        if call.operator == "all_gather":
-            return backend.all_gather(x, group, async_op=True)
-        return backend.gemm_reduce_scatter(x, weight, group, transposed=call.transposed, async_op=False)
-
+    run = OperatorCall(call.operator, x, weight, group, call.transposed).run
     # The slowest rank's, so that all ranks make as many calls.
     once = timing.burst(lambda: run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))

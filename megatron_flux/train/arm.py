@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 import megatron_flux
 from megatron_flux.comm import timeouts
@@ -22,8 +23,8 @@ from megatron_flux.telemetry import environment
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.flops import device_peak, step_flops
 from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered, known
+from megatron_flux.train.presets import device_peak, step_flops
 from megatron_flux.train.trainer import Trainer, require_finite
 
 logger = logging.getLogger("megatron_flux")
@@ -33,24 +34,25 @@ _OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 class Arm:
-    """Trains in turns and records every step. A context manager; rank 0 writes, all ranks take part."""
+    """Trains in turns and records every step. A context manager; rank 0 writes, all ranks take part.
+
+    The trainer is built at once; the record opens with the context.
+    """
 
     def __init__(self, name: ArmName, config: RunConfig, dataset: Any, device: torch.device) -> None:
-        """Build the arm's trainer; the recorder opens with the context."""
         self.name, self.config = name, config
         self.trainer = Trainer(config, dataset, device)
         self.folder = config.out / name
-        self._warm_after = config.warmup_steps
         self._device = device
         for choice in config.layer_backend:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
         self._peak_tflops, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
+        # Of one step, per device.
         self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12
-        """Of one step, per device."""
+        # Whether operator calls are in CUDA graphs: what Python counts is not what runs.
         self._replayed = name == "flux" and config.cuda_graph_impl != "none"
-        """Operator calls are in CUDA graphs: what Python counts is not what runs."""
         self._measurements = StepMeasurements(
             config.sample_interval, device, flux=name == "flux", replayed=self._replayed
         )
@@ -58,22 +60,17 @@ class Arm:
         self._run: dict[str, Any] | None = None
         """What the first record says of this process; None once it is written."""
         self._metrics_ms: float | None = None
-        self._stages: list[int] = []
         self._writers = ExitStack()
         self._recorder: JsonlRecorder | None = None
         self._mirror: WandbMirror | None = None
 
     def __enter__(self) -> Arm:
-        """Open the record after the trainer's current iteration (a checkpoint may have been loaded).
-
-        What the flux arm has the tuner measure is measured here, on all stages at once, and not in the first step.
-        """
-        from megatron.core import parallel_state
-
-        # A resumed run is as cold as a new one.
-        self._warm_after = self.trainer.iteration + self.config.warmup_steps
+        begin = self.trainer.iteration  # a checkpoint may have been loaded
+        self._warm_after = begin + self.config.warmup_steps  # a resumed run is as cold as a new one
         if self.name == "flux":
-            with self.patched(), self.trainer.turn():  # what tuning allocates and keeps is this arm's
+            # What the tuner measures is measured here, on all stages at once, and not in the first step; what it
+            # allocates and keeps is this arm's.
+            with self.patched(), self.trainer.turn():
                 shape = self.config.shape
                 megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -83,16 +80,14 @@ class Arm:
         if self.config.nvtx:
             self._writers.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
-            resume_from = self.trainer.iteration or None
-            self._recorder = self._writers.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", resume_from))
+            self._recorder = self._writers.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
             self._mirror = self._writers.enter_context(self._open_mirror())
-            self._run = self._about(resume_from, list(dict.fromkeys(hosts)))
+            self._run = self._about(begin or None, list(dict.fromkeys(hosts)), self._mirror.id)
             if self._peak_tflops is None:
                 logger.info(self._peak_source)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """Close the record; an error that passes is noted beside it."""
         error = exc[1]
         if isinstance(error, Exception):
             self._note_failure(error)
@@ -109,12 +104,7 @@ class Arm:
     def steps(self, count: int, *, block: int = 0) -> Iterator[tuple[int, StepResult]]:
         """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.
 
-        Args:
-            count: steps of this turn.
-            block: index of the turn over all arms.
-
-        Raises:
-            FluxError: the loss is not finite (its record is written first).
+        ``block`` is the index of the turn over all arms. A FluxError where the loss is not finite, behind its record.
         """
         with self.patched(), self.trainer.turn():
             for _ in range(count):
@@ -150,9 +140,7 @@ class Arm:
 
     def _record(self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int) -> dict[str, Any]:
         """A record of :mod:`megatron_flux.metrics.schema`."""
-        config = self.config
-        iteration = self.trainer.iteration
-        tflops = self._tflop / result.seconds
+        iteration, tflops = self.trainer.iteration, self._tflop / result.seconds
         fallbacks = Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         self._fallbacks += fallbacks
         counts = {f"flux/{name}_calls": _calls(after, name) - _calls(before, name) for name in _OPERATORS}
@@ -165,10 +153,10 @@ class Arm:
             "learning-rate": result.lr,
             "iteration-time": result.seconds,
             "throughput": tflops,
-            "tokens-per-second": config.tokens_per_step / result.seconds,
+            "tokens-per-second": self.config.tokens_per_step / result.seconds,
             "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
             "consumed-samples": self.trainer.batches.consumed,
-            **_memory(result),
+            **_memory(result.ranks),
             "block": block,
             "warmup": iteration <= self._warm_after,
             # Of one copy of the model: the sum over pipeline stages.
@@ -187,12 +175,12 @@ class Arm:
             record["flux/run"], self._run = self._run, None
         return record
 
-    def _about(self, resumed_from: int | None, nodes: list[str]) -> dict[str, Any]:
+    def _about(self, resumed_from: int | None, nodes: list[str], wandb_id: str | None) -> dict[str, Any]:
         """``flux/run``."""
         return {
             "arm": self.name,
             "resumed_from": resumed_from,
-            "wandb_id": self._mirror.id if self._mirror is not None else None,
+            "wandb_id": wandb_id,
             "job": environment.job(),
             "nodes": nodes,
             "ranks": dist.get_world_size(),
@@ -210,23 +198,14 @@ class Arm:
     def _open_profiler(self) -> None:
         if self.config.profile_steps is None:
             return
-        first, last = self.config.profile_steps
-        if self.trainer.iteration + 1 >= first:
-            logger.warning(
-                "nothing is profiled: training resumes at iteration %d, --profile-steps begin at %d, and one step more "
-                "is needed to start the profiler",
-                self.trainer.iteration + 1,
-                first,
-            )
+        (first, last), rank = self.config.profile_steps, dist.get_rank()
+        if (begin := self.trainer.iteration + 1) < first:
+            about = {"rank": rank, "device": self._device, "barrier": dist.barrier, "nvtx": self.config.nvtx}
+            self._profiler = StepProfiler(first, last, self.folder, **about)
             return
-        self._profiler = StepProfiler(
-            first,
-            last,
-            self.folder,
-            rank=dist.get_rank(),
-            device=self._device,
-            barrier=dist.barrier,
-            nvtx=self.config.nvtx,
+        logger.warning(
+            f"nothing is profiled: training resumes at iteration {begin}, --profile-steps begin at {first}, and one "
+            "step more is needed to start the profiler"
         )
 
     def _open_mirror(self) -> WandbMirror:
@@ -235,23 +214,22 @@ class Arm:
         about = run_folder.run_info(config)
         del about["command"]  # words and paths of the machine, which wandb is not told elsewhere either
         return WandbMirror(
-            mode=config.wandb,
+            config.wandb,
+            {**config.model_dump(mode="json"), **about},
+            self.folder,
+            resuming=self.trainer.iteration > 0,
+            per_rank=config.wandb_ranks,
             project=config.wandb_project,
             group=names.group,
             job_type=self.name,
             name=f"{names.run}-{self.name}",
-            config={**config.model_dump(mode="json"), **about},
-            dir=self.folder,
             tags=[config.preset, *config.wandb_tags],
-            resuming=self.trainer.iteration > 0,
-            per_rank=config.wandb_ranks,
         )
 
     def _note_failure(self, error: Exception) -> None:
         """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
-        rank = dist.get_rank()
         note = {
-            "rank": rank,
+            "rank": (rank := dist.get_rank()),
             "host": socket.gethostname(),
             "iteration": self.trainer.iteration,
             "timestamp": time.time(),
@@ -260,24 +238,19 @@ class Arm:
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            strict_json.write_atomically(
-                self.folder / f"failure-rank{rank:05d}.json", strict_json.dumps(note) + os.linesep
-            )
+            file = self.folder / f"failure-rank{rank:05d}.json"
+            strict_json.write_atomically(file, strict_json.dumps(note) + os.linesep)
         except OSError as failed:
             logger.error("what ended rank %d could not be noted in %s: %s", rank, self.folder, failed)
 
 
-def _memory(result: StepResult) -> dict[str, int | None]:
+def _memory(ranks: dict[str, list[float | None]]) -> dict[str, int | None]:
     """What the rank with the most has, and of what it is made."""
-    ranks = result.ranks
-    by = ranks["peak_memory_bytes"] if known(ranks["peak_memory_bytes"]) else ranks["workspace_bytes"]
+    total, allocated, workspace = (ranks[f"{of}_bytes"] for of in ("peak_memory", "allocated_peak", "workspace"))
+    by = total if known(total) else workspace
     most = max(range(len(by)), key=lambda rank: by[rank] or 0)
-    names = {
-        "peak-memory-bytes": "peak_memory_bytes",
-        "flux/allocated_peak_bytes": "allocated_peak_bytes",
-        "flux/workspace_bytes": "workspace_bytes",
-    }
-    return {name: None if (value := ranks[key][most]) is None else int(value) for name, key in names.items()}
+    parts = {"peak-memory-bytes": total, "flux/allocated_peak_bytes": allocated, "flux/workspace_bytes": workspace}
+    return {name: None if (value := values[most]) is None else int(value) for name, values in parts.items()}
 
 
 def _calls(report: dict[str, Any], operator: str) -> int:

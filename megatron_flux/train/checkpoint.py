@@ -14,11 +14,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,84 +48,68 @@ _LAYOUT = ("tp", "pp")
 _T = TypeVar("_T")
 
 
-class Saves:
-    """The checkpoints that a run saves to ``config.save``; a context manager, entered by all ranks.
+@contextmanager
+def saves(config: RunConfig) -> Iterator[Callable[[Trainer, Path], None]]:
+    """Hold ``config.save`` as long as the run goes on; yields what saves a trainer to a folder. All ranks enter it.
 
-    It holds the folder (:mod:`megatron_flux.train.checkpoint_access`) as long as the run goes on.
+    Saving is a collective call, and saves everything that a resume needs. It raises StorageError where that could not
+    be written: what was written of it is removed, and the tracker is as it was.
+
+    Raises:
+        UserError: as :func:`megatron_flux.train.checkpoint_access.held`, on all ranks.
     """
+    with ExitStack() as holding:
+        run = "" if config.save is None else _on_first_rank(lambda: holding.enter_context(held(config)))
+        yield partial(_save, config, run)
 
-    def __init__(self, config: RunConfig) -> None:
-        """Without ``config.save`` nothing is held, and nothing may be saved."""
-        self.config = config
-        self._holding = ExitStack()
-        self._run = ""
 
-    def __enter__(self) -> Self:
-        """Hold the folder.
+def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
+    iteration = trainer.iteration
+    final = checkpoint_folder.checkpoint_of(folder, iteration)
+    unfinished = folder / f"{final.name}.partial"
 
-        Raises:
-            UserError: as :func:`megatron_flux.train.checkpoint_access.held`, on all ranks.
-        """
-        if self.config.save is not None:
-            self._run = _on_first_rank(lambda: self._holding.enter_context(held(self.config)))
-        return self
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
 
-    def __exit__(self, *exc: object) -> None:
-        """Let go of the folder."""
-        self._holding.close()
-
-    def save(self, trainer: Trainer, folder: Path) -> Path:
-        """Save everything a resume needs. A collective call.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            StorageError: it could not be written. What was written of it is removed; the tracker is as it was.
-        """
-        final = checkpoint_folder.checkpoint_of(folder, trainer.iteration)
-        partial = folder / f"{final.name}.partial"
-        try:
-            _on_first_rank(lambda: _make_empty(partial))
-            _write(trainer, partial)
-            _on_first_rank(lambda: self._describe(trainer, partial))
-            found = checkpoint_folder.checksums_of(partial) if self.config.checksums else None
-            _on_first_rank(lambda: self._finish(trainer, partial, final, found))
-        except (OSError, StorageError) as error:
-            failed = _not_saved(final, error)  # before there is more room
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise failed from error
-        return final
-
-    def _describe(self, trainer: Trainer, partial: Path) -> None:
+    def describe() -> None:
         """Say beside the shards what they are: last but for the checksums."""
-        config = self.config
         about = {
-            "iteration": trainer.iteration,
+            "iteration": iteration,
             "consumed_sequences": trainer.batches.consumed,
             "shape": config.shape.model_dump(mode="json"),
             **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT)},
-            "run": {"id": self._run, "folder": str(config.out.resolve())},
+            "run": {"id": run, "folder": str(config.out.resolve())},
             "data": config.text.model_dump() if config.text is not None else None,
-            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+            "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
         }
-        checkpoint_folder.write_synced(partial / DESCRIPTION, json.dumps(about, indent=2) + "\n")
+        checkpoint_folder.write_synced(unfinished / DESCRIPTION, json.dumps(about, indent=2) + "\n")
 
-    def _finish(self, trainer: Trainer, partial: Path, final: Path, found: dict[str, str] | None) -> None:
-        """Make what lies in ``partial`` the newest checkpoint."""
-        folder, iteration = final.parent, trainer.iteration
+    def finish() -> None:
+        """Make it the newest checkpoint."""
         if found is not None:
-            checkpoint_folder.write_checksums(partial, found)
-        checkpoint_folder.sync_folder(partial)
+            checkpoint_folder.write_checksums(unfinished, found)
+        checkpoint_folder.sync_folder(unfinished)
         if final.exists():  # a run that was resumed before it has come here again
             checkpoint_folder.move_latest_before(folder, iteration)
             shutil.rmtree(final)
-        partial.rename(final)
+        unfinished.rename(final)
         checkpoint_folder.move_latest(folder, iteration)
-        if self.config.save_keep is not None:
-            checkpoint_folder.prune(folder, self._run, iteration, self.config.save_keep)
+        if config.save_keep is not None:
+            checkpoint_folder.prune(folder, run, iteration, config.save_keep)
         logger.info("saved %s", final)
+
+    try:
+        _on_first_rank(begin)
+        _write(trainer, unfinished)
+        _on_first_rank(describe)
+        found = checkpoint_folder.checksums_of(unfinished) if config.checksums else None
+        _on_first_rank(finish)
+    except (OSError, StorageError) as error:
+        failed = _not_saved(final, error)  # before there is more room
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise failed from error
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -138,7 +123,12 @@ def load(trainer: Trainer, folder: Path) -> None:
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
     if config.checksums:
-        _check_content(checkpoint, config)
+        wrong = checkpoint_folder.changed_files(checkpoint)
+        if wrong is None and dist.get_rank() == 0:
+            logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
     with trainer.turn():
         _load(trainer, checkpoint)
 
@@ -172,24 +162,9 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
         set_random_state(loaded["random_state"])
 
 
-def _check_content(checkpoint: Path, config: RunConfig) -> None:
-    wrong = checkpoint_folder.changed_files(checkpoint)
-    if wrong is None:
-        if dist.get_rank() == 0:
-            logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
-    elif wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
-
-
-def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-
-def _write(trainer: Trainer, partial: Path) -> None:
+def _write(trainer: Trainer, folder: Path) -> None:
     try:
-        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), _InProcess())
+        dist_checkpointing.save(_state(trainer, is_loading=False), str(folder), _InProcess())
     except CheckpointException as error:
         cause = _cause(error)
         # It is raised on all ranks; up to megatron-core 0.16, rank 0 alone is told the cause.
@@ -211,15 +186,10 @@ class _InProcess(TorchDistSaveShardedStrategy):
     """
 
     def __init__(self) -> None:
-        """Name the format as megatron-core's loader looks it up."""
-        super().__init__("torch_dist", 1)
+        super().__init__("torch_dist", 1)  # as megatron-core's loader looks it up
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Write all tensors and objects of the state, and the index. A collective call.
-
-        Raises:
-            CheckpointException: on every rank, with the errors of those that could not write. No ``Exception``.
-        """
+        """Write the state and the index. Raises CheckpointException (no Exception) on every rank. A collective call."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key, False),

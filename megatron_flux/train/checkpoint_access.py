@@ -45,9 +45,6 @@ logger = logging.getLogger("megatron_flux")
 
 MUST_MATCH = ("precision", "distributed_optimizer", "transformer_impl")
 """Of a checkpoint and the run that loads it, beside the model's shape."""
-_UNSAID = {"transformer_impl": "local"}
-"""What a checkpoint was saved with that does not say."""
-_LOCK = ".megatron_flux.lock"
 OWN_LOCK_SECONDS = 150.0
 """How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
 
@@ -68,9 +65,8 @@ def check_resume(config: RunConfig) -> None:
             if given:
                 raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
         return
-    found = {folder: check_fits(folder, config) for folder in folders(config.load, config)}
-    if min(found.values()) >= config.steps:
-        folder, iteration = min(found.items(), key=lambda item: item[1])
+    iteration, folder = min((check_fits(folder, config), folder) for folder in folders(config.load, config))
+    if iteration >= config.steps:
         raise UserError(
             f"checkpoint {chosen(folder, config.ckpt_step)} is at step {iteration} and --steps is {config.steps}; "
             "--steps counts from the start of training, give more"
@@ -87,7 +83,7 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     if (wrong := damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
     saved = description(checkpoint)
-    theirs = {**_UNSAID, **saved, **saved["shape"]}
+    theirs = {"transformer_impl": "local", **saved, **saved["shape"]}  # the first version's do not say which
     ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in MUST_MATCH}}
     if config.shape.position_embedding != "learned_absolute":
         del ours["seq_length"]
@@ -104,8 +100,7 @@ def check_fits(folder: Path, config: RunConfig) -> int:
 def check_data(config: RunConfig) -> str | None:
     """Whether the run goes on with the text that its checkpoint was trained on (``config.text`` is known).
 
-    Returns:
-        A line for the user where it is another one, and the user has asked for it.
+    Returns a line for the user where it is another one, and the user has asked for it.
 
     Raises:
         UserError: it is another one, and was not asked for.
@@ -113,10 +108,7 @@ def check_data(config: RunConfig) -> str | None:
     if config.load is None or config.text is None:
         return None
     checkpoint = chosen(folders(config.load, config)[0], config.ckpt_step)
-    try:
-        saved = description(checkpoint).get("data")
-    except ValueError:  # which check_resume says
-        return None
+    saved = description(checkpoint).get("data")  # check_resume has read it
     if saved is None or saved["sha256"] == config.text.sha256:
         return None
     then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
@@ -149,11 +141,27 @@ def check_save(config: RunConfig) -> None:
             if value is not None:
                 raise UserError(f"{name} {value} without --save: nothing would be saved; add --save FOLDER")
         return
-    with _made(config.save):
+    missing = [path for path in (config.save, *config.save.parents) if not path.exists()]
+    try:
+        try:
+            config.save.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=config.save, prefix=".megatron_flux.", buffering=0) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            raise _unwritable(config.save, error) from None
         _check_room(config)
-        check_owner(config)
+        _check_owner(config)
         with _locked(config):
             pass
+    finally:
+        for path in missing:
+            with suppress(OSError):  # something was put there meanwhile
+                path.rmdir()
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    what = "is a file" if folder.is_file() else f"cannot be written: {error.strerror}"
+    return UserError(f"--save {folder} {what}; give a folder that can be written")
 
 
 @contextmanager
@@ -168,60 +176,14 @@ def held(config: RunConfig) -> Iterator[str]:
     except OSError as error:
         raise _unwritable(config.save, error) from None
     with _locked(config):
-        check_owner(config)
-        if not _goes_on(config):
-            _remove_replaced(config)
+        _check_owner(config)
         for folder in folders(config.save, config):
+            if not _goes_on(config):  # what --overwrite replaces; the tracker goes first
+                (folder / TRACKER).unlink(missing_ok=True)
+                for iteration in iterations(folder):
+                    shutil.rmtree(checkpoint_of(folder, iteration))
             remove_partial(folder)
-        yield run_name(config)
-
-
-def run_name(config: RunConfig) -> str:
-    """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
-    if _goes_on(config):
-        folder = folders(config.save, config)[0]
-        return owner(chosen(folder, config.ckpt_step)).get("id") or uuid.uuid4().hex
-    return uuid.uuid4().hex
-
-
-def check_owner(config: RunConfig) -> None:
-    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another.
-
-    Raises:
-        UserError: such checkpoints are there.
-    """
-    if _goes_on(config):
-        _check_later(config)
-        return
-    for folder in folders(config.save, config):
-        there = iterations(folder)
-        runs = [owner(checkpoint_of(folder, n)).get("folder") for n in there]
-        if config.overwrite and runs and all(run == str(config.out.resolve()) for run in runs):
-            continue
-        if there or (folder / TRACKER).exists():
-            raise UserError(
-                f"--save {config.save} holds checkpoints of {_whose(runs)} "
-                f"(iteration {', '.join(map(str, there)) or 'unknown'}); give another folder, or --load {config.save} "
-                "to go on with them"
-            )
-
-
-def _check_later(config: RunConfig) -> None:
-    """A resumed run may replace what it has itself saved after that step, and nothing else."""
-    name = run_name(config)
-    for folder in folders(config.save, config):
-        begin = chosen(folder, config.ckpt_step)
-        for later in (checkpoint_of(folder, n) for n in iterations(folder) if n > iteration_of(begin)):
-            if (of := owner(later)).get("id") != name:
-                raise UserError(
-                    f"--save {config.save} holds {later.name} of {_whose([of.get('folder')])}, after {begin.name} that "
-                    "this run goes on from; move it away, or give another --save"
-                )
-
-
-def _whose(runs: list[str | None]) -> str:
-    known = sorted({run for run in runs if run})
-    return f"the run in {', '.join(known)}" if known else "another run"
+        yield _run_name(config)
 
 
 def _goes_on(config: RunConfig) -> bool:
@@ -229,12 +191,44 @@ def _goes_on(config: RunConfig) -> bool:
     return config.load is not None and config.load.resolve() == config.save.resolve()
 
 
-def _remove_replaced(config: RunConfig) -> None:
-    """Remove what :func:`check_owner` has let pass because of ``--overwrite``. The tracker goes first."""
+def _run_name(config: RunConfig) -> str:
+    """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
+    goes_on = _goes_on(config)
+    known = owner(chosen(folders(config.save, config)[0], config.ckpt_step)).get("id") if goes_on else None
+    return known or uuid.uuid4().hex
+
+
+def _check_owner(config: RunConfig) -> None:
+    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another.
+
+    A resumed run may replace what it has itself saved after that step, and nothing else.
+    """
+    name = _run_name(config)
     for folder in folders(config.save, config):
-        (folder / TRACKER).unlink(missing_ok=True)
-        for iteration in iterations(folder):
-            shutil.rmtree(checkpoint_of(folder, iteration))
+        there = [checkpoint_of(folder, n) for n in iterations(folder)]
+        if _goes_on(config):
+            begin = chosen(folder, config.ckpt_step)
+            for later in there:
+                if iteration_of(later) > iteration_of(begin) and owner(later).get("id") != name:
+                    raise UserError(
+                        f"--save {config.save} holds {later.name} of {_whose([later])}, after {begin.name} that this "
+                        "run goes on from; move it away, or give another --save"
+                    )
+            continue
+        own = str(config.out.resolve())
+        if config.overwrite and there and all(owner(checkpoint).get("folder") == own for checkpoint in there):
+            continue
+        if there or (folder / TRACKER).exists():
+            raise UserError(
+                f"--save {config.save} holds checkpoints of {_whose(there)} "
+                f"(iteration {', '.join(str(iteration_of(checkpoint)) for checkpoint in there) or 'unknown'}); give "
+                f"another folder, or --load {config.save} to go on with them"
+            )
+
+
+def _whose(checkpoints: list[Path]) -> str:
+    known = sorted({run for checkpoint in checkpoints if (run := owner(checkpoint).get("folder"))})
+    return f"the run in {', '.join(known)}" if known else "another run"
 
 
 def least_bytes(config: RunConfig) -> int:
@@ -259,31 +253,8 @@ def _check_room(config: RunConfig) -> None:
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and write a file into it; whatever was made is removed again."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".megatron_flux.", buffering=0) as file:
-                file.write(b"\0" * 4096)
-        except OSError as error:
-            raise _unwritable(folder, error) from None
-        yield
-    finally:
-        for path in missing:
-            with suppress(OSError):  # something was put there meanwhile
-                path.rmdir()
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    what = "is a file" if folder.is_file() else f"cannot be written: {error.strerror}"
-    return UserError(f"--save {folder} {what}; give a folder that can be written")
-
-
-@contextmanager
 def _locked(config: RunConfig) -> Iterator[None]:
-    path = config.save / _LOCK
+    path = config.save / ".megatron_flux.lock"
     about = {"run": str(config.out.resolve()), "host": socket.gethostname(), "pid": os.getpid()}
     with _lock_file(path, config) as file:
         with suppress(OSError):  # only for the message of another run
@@ -308,27 +279,21 @@ def _lock_file(path: Path, config: RunConfig) -> TextIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows both
             file.close()
-            holder = _holder(path)
-            if holder.get("run") == str(config.out.resolve()) and time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            held_by = f"the run in {holder['run']} (process {holder['pid']} on {holder['host']})" if holder else "a run"
-            raise UserError(
-                f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
-            ) from None
+            try:
+                holder = json.loads(path.read_text())
+                held_by = f"the run in {holder['run']} (process {holder['pid']} on {holder['host']})"
+            except (OSError, ValueError, KeyError, TypeError):
+                holder, held_by = {}, "a run"
+            if holder.get("run") != str(config.out.resolve()) or time.monotonic() >= deadline:
+                raise UserError(
+                    f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
+                ) from None
+            time.sleep(0.2)
         except OSError as error:
             logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)
             return file
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()
-
-
-def _holder(lock: Path) -> dict[str, object]:
-    """Who holds the lock, as it has said; empty where that cannot be read."""
-    try:
-        found = json.loads(lock.read_text())
-        return {name: found[name] for name in ("run", "pid", "host")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        else:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
+            file.close()

@@ -12,9 +12,9 @@ The names of folders and tracker are Megatron's own, and Megatron reads them.
 
 Checksums: a disk or a network that changes a few bytes changes weights, and nothing in the format of torch's shards
 would notice. ``sha256sum --check SHA256SUMS`` reads the file too. Every rank hashes what it has written itself, most of
-it still in memory; at a load all ranks share the files by size and read them twice. SHA-256 runs at 1.1 GB/s per rank
-(one core of a Xeon with SHA extensions, OpenSSL 3.0): a save of 10 GB per rank takes nine seconds more.
-``--no-checksums`` leaves both out.
+it still in memory; at a load all ranks share the files and read them twice. SHA-256 runs at 1.1 GB/s per rank (one core
+of a Xeon with SHA extensions, OpenSSL 3.0): a save of 10 GB per rank takes nine seconds more. ``--no-checksums`` leaves
+both out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,6 @@ logger = logging.getLogger("megatron_flux")
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "megatron_flux.json"
 CHECKSUMS = "SHA256SUMS"
-_NAME = re.compile(r"iter_\d{7,}")
-_SHARD_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
-_CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def checkpoint_of(folder: Path, iteration: int) -> Path:
@@ -57,15 +53,16 @@ def iteration_of(checkpoint: Path) -> int:
 def iterations(folder: Path) -> list[int]:
     """The iterations that ``folder`` has a checkpoint of, whole or damaged, in order."""
     there = folder.iterdir() if folder.is_dir() else ()
-    return sorted(iteration_of(path) for path in there if _NAME.fullmatch(path.name))
+    return sorted(iteration_of(path) for path in there if re.fullmatch(r"iter_\d{7,}", path.name))
+
+
+def _shown(folder: Path) -> str:
+    names = ", ".join(map(str, iterations(folder)))
+    return f"iteration(s) {names}" if names else "no checkpoint"
 
 
 def tracked(folder: Path) -> int | None:
-    """The iteration in the tracker; None where there is no tracker.
-
-    Raises:
-        UserError: it holds something else.
-    """
+    """The iteration in the tracker; None where there is no tracker. A UserError where it holds something else."""
     tracker = folder / TRACKER
     try:
         return int(tracker.read_text())
@@ -78,11 +75,7 @@ def tracked(folder: Path) -> int | None:
 
 
 def chosen(folder: Path, step: int | None) -> Path:
-    """The checkpoint to resume from: of ``step``, or the one in the tracker.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The checkpoint to resume from: of ``step``, or the one in the tracker. A UserError where there is none."""
     if step is not None:
         checkpoint = checkpoint_of(folder, step)
         if not checkpoint.is_dir():
@@ -96,14 +89,9 @@ def chosen(folder: Path, step: int | None) -> Path:
 
 
 def description(checkpoint: Path) -> dict[str, Any]:
-    """What the run that saved ``checkpoint`` says of it.
-
-    Raises:
-        ValueError: the file cannot be read, or does not hold that.
-    """
-    file = checkpoint / DESCRIPTION
+    """What the run that saved ``checkpoint`` says of it; a ValueError where that cannot be read."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads((checkpoint / DESCRIPTION).read_text())
         found["shape"], int(found["iteration"]), int(found["consumed_sequences"])
     except FileNotFoundError:
         raise ValueError(f"it has no {DESCRIPTION}, so megatron-flux has not saved it, or only in part") from None
@@ -119,13 +107,19 @@ def damage(checkpoint: Path) -> str | None:
     except ValueError as error:
         return str(error)
     for name, size in files.items():
-        try:
-            there = (checkpoint / name).stat().st_size
-        except OSError:
+        there = _size(checkpoint / name)
+        if there is None:
             return f"{name} is missing"
         if there != size:
             return f"{name} has {there} bytes, {size} were saved"
     return None
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
 
 
 def owner(checkpoint: Path) -> dict[str, str]:
@@ -173,13 +167,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def prune(folder: Path, run: str, newest: int, keep: int) -> list[int]:
-    """Remove what ``run`` saved before ``newest``, but for ``keep`` checkpoints with that one.
+    """Remove what ``run`` saved before ``newest``, but for ``keep`` checkpoints with that one; the iterations removed.
 
     Checkpoints of other runs stay and are not counted; so do later ones, which are of another past. A damaged one does
     not count: what is kept can be resumed from.
-
-    Returns:
-        The iterations that were removed.
     """
     older = [n for n in iterations(folder) if n < newest and owner(checkpoint_of(folder, n)).get("id") == run]
     kept, removed = 1, []
@@ -202,36 +193,32 @@ def remove_partial(folder: Path) -> None:
     (folder / f"{TRACKER}.partial").unlink(missing_ok=True)
 
 
-def _shown(folder: Path) -> str:
-    names = ", ".join(map(str, iterations(folder)))
-    return f"iteration(s) {names}" if names else "no checkpoint"
+def _gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def checksums_of(checkpoint: Path) -> dict[str, str]:
     """The checksums of all files in ``checkpoint``, on all ranks. A collective call.
 
+    Every rank reads the shards that it has written, from memory; all other files are rank 0's.
+
     Raises:
         StorageError: on all ranks, where one of them cannot read its files again.
     """
-
-    def writer(name: str) -> int:
-        """The rank that has written a file reads it from memory. All but the shards are rank 0's."""
-        found = _SHARD_OF_RANK.fullmatch(name)
-        return int(found[1]) if found else 0
-
-    mine = [path.name for path in checkpoint.iterdir() if path.is_file() and writer(path.name) == dist.get_rank()]
+    answer: dict[str, str] | str = {}
     try:
-        answer: dict[str, str] | str = {name: sha256(checkpoint / name) for name in mine}
+        for file in checkpoint.iterdir():
+            shard = re.fullmatch(r"__(\d+)_\d+\.distcp", file.name)
+            if file.is_file() and (int(shard[1]) if shard else 0) == dist.get_rank():
+                answer[file.name] = _sha256(file)
     except OSError as error:
         answer = f"{error.filename} cannot be read again: {error.strerror}"
-    answers: list[dict[str, str] | str] = [""] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
-    found: dict[str, str] = {}
-    for theirs in answers:
-        if isinstance(theirs, str):
-            raise StorageError(theirs, everywhere=True)
-        found |= theirs
-    return found
+    answers = _gathered(answer)
+    if failed := [theirs for theirs in answers if isinstance(theirs, str)]:
+        raise StorageError(failed[0], everywhere=True)
+    return {name: digest for theirs in answers for name, digest in theirs.items()}
 
 
 def write_checksums(checkpoint: Path, found: dict[str, str]) -> None:
@@ -245,9 +232,8 @@ def changed_files(checkpoint: Path) -> list[str] | None:
     dist.broadcast_object_list(listed, src=0)
     if listed[0] is None:
         return None
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, compare_share(checkpoint, listed[0], dist.get_rank(), len(everyone)))
-    return sorted(line for lines in everyone for line in lines)
+    wrong = _gathered(compare_share(checkpoint, listed[0], dist.get_rank(), dist.get_world_size()))
+    return sorted(line for lines in wrong for line in lines)
 
 
 def read_checksums(checkpoint: Path) -> dict[str, str] | None:
@@ -258,41 +244,22 @@ def read_checksums(checkpoint: Path) -> dict[str, str] | None:
         return None
     except OSError as error:
         return {CHECKSUMS: f"unreadable: {error.strerror}"}
-    found = (_CHECKSUM_LINE.fullmatch(line) for line in lines)
+    found = (re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line) for line in lines)
     return {match[2] if match else CHECKSUMS: match[1] if match else "damaged" for match in found}
 
 
 def compare_share(checkpoint: Path, listed: dict[str, str], rank: int, ranks: int) -> list[str]:
-    """What differs among the files that fall to ``rank`` of ``ranks``."""
+    """What differs among the files that fall to ``rank`` of ``ranks``, dealt out by size: most are about as large."""
     wrong = []
-    for name in shares(checkpoint, listed, ranks)[rank]:
+    for name in sorted(listed, key=lambda name: (-(_size(checkpoint / name) or 0), name))[rank::ranks]:
         try:
-            if sha256(checkpoint / name) != listed[name]:
+            if _sha256(checkpoint / name) != listed[name]:
                 wrong.append(f"{name} is not what was saved (its checksum differs)")
         except OSError as error:
             wrong.append(f"{name} cannot be read: {error.strerror}")
     return wrong
 
 
-def shares(checkpoint: Path, names: Iterable[str], ranks: int) -> list[list[str]]:
-    """The files of each rank: about as many bytes for all of them."""
-
-    def size(name: str) -> int:
-        try:
-            return (checkpoint / name).stat().st_size
-        except OSError:
-            return 0
-
-    sizes = {name: size(name) for name in names}
-    loads, shared = [0] * ranks, [[] for _ in range(ranks)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = loads.index(min(loads))
-        loads[least] += sizes[name]
-        shared[least].append(name)
-    return shared
-
-
-def sha256(file: Path) -> str:
-    """The file's SHA-256 as 64 hexadecimal digits."""
+def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -23,7 +23,7 @@ from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
 
-VOCAB_MULTIPLE = 128
+_VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
 
 
@@ -78,14 +78,8 @@ class RunConfig(CheckpointOptions, RunOptions):
     @property
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
-        return FluxConfig(
-            backend=self.backend,
-            forward=self.forward_backend,
-            dgrad=self.dgrad_backend,
-            wgrad=self.wgrad_backend,
-            gather_ahead=self.gather_ahead,
-            strict=self.strict,
-        )
+        directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
+        return FluxConfig(backend=self.backend, gather_ahead=self.gather_ahead, strict=self.strict, **directions)
 
     @property
     def tokens_per_step(self) -> int:
@@ -110,33 +104,38 @@ def resolve(
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
     preset = PRESETS[options.preset]
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
+    flux = getattr(special, "flux", True)
     _check_backends(options, device, precision)
     if options.transformer_impl == "transformer_engine":
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
+    pp = options.pp
+    tp = options.tp or (1 if world_size % pp else world_size // pp)
     if options.cuda_graph_impl != "none":
         _check_cuda_graphs(options, special, device, precision)
-    tp, pp, dp = _layout(options, world_size)
-    if options.cuda_graph_impl != "none" and special.flux and tp > 1:
-        _check_beside_graphs(options, pp, dp)
-    if options.strict and (tp == 1 or not options.sequence_parallel) and getattr(special, "flux", True):
+    if world_size % (tp * pp):
+        raise UserError(
+            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of "
+            f"{tp * pp}, or other sizes of --tp and --pp"
+        )
+    dp = world_size // (tp * pp)
+    if options.cuda_graph_impl != "none" and flux and tp > 1:
+        _check_beside_graphs(options, dp)
+    if options.strict and flux and (tp == 1 or not options.sequence_parallel):
         given = "tp 1" if tp == 1 else "--no-sequence-parallel"
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
     shape = _shape(options, preset.shape)
-    _check_shape(shape, tp, pp, options.sequence_parallel)
+    _check_shape(shape, tp, options)
     micro_batch_size = options.micro_batch_size or preset.micro_batch_size
-    global_batch_size = options.global_batch_size or micro_batch_size * preset.micro_batches * dp
-    if global_batch_size % (micro_batch_size * dp):
+    batch = options.global_batch_size or micro_batch_size * dp * preset.micro_batches
+    if batch % (split := micro_batch_size * dp):
         raise UserError(
-            f"global batch size {global_batch_size} cannot be split into micro-batches of {micro_batch_size} on "
-            f"{dp} data-parallel rank(s); use a multiple of {micro_batch_size * dp}"
+            f"global batch size {batch} is not a multiple of {split} (micro-batches of {micro_batch_size} x dp {dp})"
         )
-    lr = options.lr or preset.lr
+    lr, decay = options.lr or preset.lr, options.lr_decay_steps
     if options.min_lr > lr:
         raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
-    if options.lr_decay_steps is not None and options.lr_decay_steps <= options.lr_warmup_steps:
-        raise UserError(
-            f"lr-decay-steps {options.lr_decay_steps} must be more than lr-warmup-steps {options.lr_warmup_steps}"
-        )
+    if decay is not None and decay <= options.lr_warmup_steps:
+        raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
     if options.nvtx and device != "cuda":
         raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
@@ -147,13 +146,13 @@ def resolve(
     values |= {
         "command": "compare" if isinstance(special, CompareOptions) else "train",
         "shape": shape,
-        "padded_vocab_size": -(-shape.vocab_size // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp,
+        "padded_vocab_size": -(-shape.vocab_size // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp,
         "device": device,
         "world_size": world_size,
         "tp": tp,
         "dp": dp,
         "micro_batch_size": micro_batch_size,
-        "global_batch_size": global_batch_size,
+        "global_batch_size": batch,
         "lr": lr,
         "precision": precision,
         "gradient_accumulation_fusion": device == "cuda" if fusion is None else fusion,
@@ -172,15 +171,9 @@ def _turns(steps: int, special: CompareOptions) -> dict[str, int]:
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
-    """First and last step of ``--profile-steps``.
+    """First and last step of ``--profile-steps``: of ``5-7``, or ``5`` alone, within ``steps``.
 
-    Args:
-        given: ``5-7``, or ``5`` alone; None is none.
-        steps: steps of the run.
-        block_steps: steps of a turn where two arms take turns: one profiler cannot run over both.
-
-    Raises:
-        UserError: not of that form, not within the run, or not within one turn.
+    Where two arms take turns, they must lie within one turn of ``block_steps``: one profiler cannot run over both.
     """
     if given is None:
         return None
@@ -189,10 +182,8 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
         raise UserError(f"--profile-steps {given!r} is not of the form 5-7; give the first and the last step")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 2 <= first <= last <= steps:
-        raise UserError(
-            f"--profile-steps {given} must lie within the steps 2 to {steps}, the first one not behind the last (the "
-            "step ahead of them starts the profiler)"
-        )
+        # The step ahead of them starts the profiler.
+        raise UserError(f"--profile-steps {given} must lie in the steps 2 to {steps}, the first not behind the last")
     if block_steps is not None and (first - 2) // block_steps != (last - 1) // block_steps:
         begin = (first - 1) // block_steps * block_steps + 2
         end = min(begin + block_steps - 2, steps)
@@ -204,26 +195,23 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
     return first, last
 
 
+def _named_backends(options: TrainOptions) -> tuple[list[str | None], list[str]]:
+    """As given: of all layers and of forward, dgrad and wgrad; and of layers by name."""
+    directions = [options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend]
+    return directions, [choice.rpartition("=")[2] for choice in options.layer_backend]
+
+
 def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
     """Every backend that is named exists and can run here."""
     for choice in options.layer_backend:
-        names, _, backend = choice.rpartition("=")
-        if not names or not backend:
+        if not all(choice.rpartition("=")[::2]):
             raise UserError(f"--layer-backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
     directions, layers = _named_backends(options)
     for name in [name for name in directions if name is not None] + [name for name in layers if name != STOCK]:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
-            raise UserError(
-                f"backend {name!r} needs GPUs and bf16, this run is {precision} on {device}; use --backend auto"
-            )
-
-
-def _named_backends(options: TrainOptions) -> tuple[list[str | None], list[str]]:
-    """As given: of all layers and of forward, dgrad and wgrad; and of layers by name."""
-    directions = [options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend]
-    return directions, [choice.rpartition("=")[2] for choice in options.layer_backend]
+            raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
 
 
 def _check_transformer_engine(device: str, given: str, instead: str) -> None:
@@ -236,15 +224,15 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
         )
 
 
-def _check_beside_graphs(options: TrainOptions, pp: int, dp: int) -> None:
+def _check_beside_graphs(options: TrainOptions, dp: int) -> None:
     """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.backends.fused`."""
     (whole, *directions), layers = _named_backends(options)
     chosen = [*(name or whole for name in directions), *layers]
     fused = any(name not in ("reference", "pipelined", STOCK) for name in chosen)
-    if fused and pp * dp > 1 and sm_margin() == 0:
+    if fused and options.pp * dp > 1 and sm_margin() == 0:
         raise UserError(
-            f"--cuda-graph-impl {options.cuda_graph_impl} with PP {pp} x DP {dp}: nothing orders the launch of a graph "
-            "with fused kernels, which wait for their peers, against NCCL's of those groups; set "
+            f"--cuda-graph-impl {options.cuda_graph_impl} with PP {options.pp} x DP {dp}: nothing orders the launch of "
+            "a graph with fused kernels, which wait for their peers, against NCCL's of those groups; set "
             "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or leave graphs out"
         )
 
@@ -283,31 +271,16 @@ def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:
     return ModelShape(**{**preset.model_dump(), **overrides})
 
 
-def _layout(options: TrainOptions, world_size: int) -> tuple[int, int, int]:
-    pp = options.pp
-    if options.tp is None and world_size % pp:
-        raise UserError(
-            f"{world_size} process(es) cannot be split into pipelines of pp {pp}; use --nproc with a multiple of {pp}"
-        )
-    tp = options.tp or world_size // pp
-    if world_size % (tp * pp):
-        raise UserError(
-            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of "
-            f"{tp * pp}, or other sizes of --tp and --pp"
-        )
-    return tp, pp, world_size // (tp * pp)
-
-
-def _check_shape(shape: ModelShape, tp: int, pp: int, sequence_parallel: bool) -> None:
+def _check_shape(shape: ModelShape, tp: int, options: TrainOptions) -> None:
     rules = [
         ("hidden size", shape.hidden_size, "attention heads", shape.num_attention_heads, "--hidden-size"),
         ("attention heads", shape.num_attention_heads, "tp", tp, "--num-attention-heads or --tp"),
         ("attention heads", shape.num_attention_heads, "query groups", shape.num_query_groups, "--num-query-groups"),
         ("query groups", shape.num_query_groups, "tp", tp, "--num-query-groups or --tp"),
         ("MLP hidden size", shape.ffn_hidden_size, "tp", tp, "--ffn-hidden-size or --tp"),
-        ("layers", shape.num_layers, "pp", pp, "--num-layers or --pp"),
+        ("layers", shape.num_layers, "pp", options.pp, "--num-layers or --pp"),
     ]
-    if sequence_parallel:
+    if options.sequence_parallel:
         rules.append(("sequence length", shape.seq_length, "tp", tp, "--seq-length or --tp"))
     for name, value, by, divisor, option in rules:
         if value % divisor:

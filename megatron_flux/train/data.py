@@ -15,10 +15,8 @@ import os
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -27,25 +25,26 @@ from megatron_flux.errors import UserError
 from megatron_flux.settings import cache_folder
 from megatron_flux.train.config import RunConfig
 
-END_OF_DOCUMENT = 256
-PAD = 257
-BYTE_VOCAB_SIZE = 258
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
-
 _FINGERPRINT_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """An indexed dataset on disk."""
+class Corpus(NamedTuple):
+    """An indexed dataset on disk: the pair ``prefix.bin`` and ``prefix.idx``.
+
+    ``is_bytes``: made here from text, one token per byte.
+    """
 
     prefix: Path
-    """The pair is ``prefix.bin`` and ``prefix.idx``."""
     tokens: int
     is_bytes: bool
-    """Made here from text, one token per byte."""
+
+    @property
+    def bin(self) -> Path:
+        """The file of tokens."""
+        return Path(f"{self.prefix}.bin")
 
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
@@ -79,12 +78,12 @@ def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: i
     sources = find_sources(data)
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
+    elif vocab_size < _BYTE_VOCAB_SIZE:
+        raise UserError(
+            f"vocabulary of {vocab_size} is too small for byte-level text, which needs {_BYTE_VOCAB_SIZE}; raise "
+            "--vocab-size or give a .bin/.idx pair"
+        )
     else:
-        if vocab_size < BYTE_VOCAB_SIZE:
-            raise UserError(
-                f"vocabulary of {vocab_size} is too small for byte-level text, which needs {BYTE_VOCAB_SIZE}; raise "
-                "--vocab-size or give a .bin/.idx pair"
-            )
         corpus = _tokenized(sources, cache_folder(cache))
     if corpus.tokens < seq_length + 1:
         given = " ".join(map(str, data)) or name_of(data)
@@ -107,7 +106,7 @@ def fingerprint(corpus: Corpus) -> str:
     find a changed word.
     """
     digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
-    with Path(f"{corpus.prefix}.bin").open("rb") as file:
+    with corpus.bin.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         pieces = 1024 if size > _FINGERPRINT_BYTES else 1
         length = _FINGERPRINT_BYTES // pieces
@@ -158,13 +157,26 @@ def _tokenized(files: list[Path], cache: Path) -> Corpus:
     prefix = cache / f"bytes-{digest.hexdigest()[:16]}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{prefix.name}.lock"):
+        with Path(f"{prefix}.lock").open("w") as lock:
+            _wait_for(lock)
             if not Path(f"{prefix}.idx").is_file():
                 _build(files, prefix)
     except OSError as error:
         raise UserError(f"the data cache {cache} cannot be written: {error.strerror}; set --data-cache") from None
     # One byte a token would do, but 256 and 257 are tokens too: two bytes.
     return Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, is_bytes=True)
+
+
+def _wait_for(lock: TextIO) -> None:
+    deadline = time.monotonic() + 600
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                held = f"another process has held {lock.name} for 10 minutes; end it or set --data-cache"
+                raise UserError(held) from None
+            time.sleep(0.1)
 
 
 def _build(files: list[Path], prefix: Path) -> None:
@@ -181,54 +193,32 @@ def _build(files: list[Path], prefix: Path) -> None:
     os.replace(f"{building}.idx", f"{prefix}.idx")
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        deadline = time.monotonic() + 600
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    message = f"another process has held {path} for 10 minutes; end it or set --data-cache"
-                    raise UserError(message) from None
-                time.sleep(0.1)
-        yield
-
-
 def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     with Path(f"{prefix}.idx").open("rb") as file:
-        if file.read(len(_INDEX_MAGIC)) != _INDEX_MAGIC:
+        if file.read(9) != b"MMIDIDX\x00\x00":  # the reader would leave half an object that complains when it goes
             raise UserError(f"--data {prefix}.idx is not a Megatron index; make the pair with Megatron's preprocessing")
     try:
         dataset = IndexedDataset(str(prefix))
-        lengths, dtype = dataset.sequence_lengths, dataset.index.dtype
+        lengths, dtype = dataset.sequence_lengths, np.dtype(dataset.index.dtype)
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
-        raise UserError(
-            f"--data {prefix}.idx is damaged: {error or type(error).__name__}; make the pair again"
-        ) from None
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
     tokens = int(lengths.sum(dtype=np.int64))
-    size = Path(f"{prefix}.bin").stat().st_size
-    if size != tokens * np.dtype(dtype).itemsize:
+    if (size := Path(f"{prefix}.bin").stat().st_size) != tokens * dtype.itemsize:
         raise UserError(
-            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of "
-            f"{np.dtype(dtype).itemsize} bytes; make the pair again"
+            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of {dtype.itemsize} bytes; make "
+            "the pair again"
         )
     if tokens:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
-        check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))
+        _check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))
     return Corpus(prefix, tokens, is_bytes=False)
 
 
-def check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) -> None:
-    """Refuse tokens outside the vocabulary: Megatron's embedding would silently read them as zeros.
-
-    Raises:
-        UserError: a token outside ``[0, vocab_size)``.
-    """
+def _check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) -> None:
+    """Refuse tokens outside ``[0, vocab_size)``: Megatron's embedding would silently read them as zeros."""
     if lowest < 0 or highest >= vocab_size:
         outside = lowest if lowest < 0 else highest
         raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set --vocab-size")
@@ -238,12 +228,12 @@ class _TokenSpace:
     """What GPTDataset asks a tokenizer for when the text is tokenized already."""
 
     def __init__(self, corpus: Corpus, vocab_size: int) -> None:
-        self.vocab_size = BYTE_VOCAB_SIZE if corpus.is_bytes else vocab_size
+        self.vocab_size = _BYTE_VOCAB_SIZE if corpus.is_bytes else vocab_size
         # A pair made elsewhere is padded and cut already: a pad that never occurs, the usual place for eod.
-        self.pad = PAD if corpus.is_bytes else -1
+        self.pad = _PAD if corpus.is_bytes else -1
         self.eod = END_OF_DOCUMENT if corpus.is_bytes else vocab_size - 1
         # Part of the name of the cached indices: a pair that was made again must not meet its old ones.
-        changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns
+        changed = corpus.bin.stat().st_mtime_ns
         self.unique_identifiers = {"bytes": corpus.is_bytes, "tokens": corpus.tokens, "changed": changed}
 
 
@@ -269,33 +259,30 @@ def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
 
 
 class MicroBatches:
-    """An endless iterator over this rank's micro-batches, starting after ``consumed`` sequences.
+    """An endless iterator over this rank's micro-batches of :func:`build_dataset`'s, after ``consumed`` sequences.
 
-    The sequence at position ``p`` of training is sample ``p`` modulo the epoch's length: it depends neither on the
-    number of ranks nor on the number of steps asked for.
+    Each is ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all ``[micro_batch_size, seq_length]``. The
+    sequence at position ``p`` of training is sample ``p`` modulo the epoch's length: it depends neither on the number
+    of ranks nor on the number of steps asked for.
     """
 
     def __init__(self, config: RunConfig, dataset: Any, dp_rank: int, device: torch.device) -> None:
-        """``dataset`` is :func:`build_dataset`'s; ``dp_rank`` of ``config.dp``."""
         self._config, self._dataset, self._dp_rank, self._device = config, dataset, dp_rank, device
         self.consumed = 0
         """Sequences used so far, over all ranks."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Itself."""
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """``tokens``, ``labels``, ``loss_mask``, ``position_ids``, each ``[micro_batch_size, seq_length]``."""
         size = self._config.micro_batch_size
         first = self.consumed + self._dp_rank * size
         samples = [self._dataset[(first + i) % len(self._dataset)] for i in range(size)]
         self.consumed += size * self._config.dp
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         text = batch["tokens"]
-        check_vocabulary(
-            int(text.min()), int(text.max()), self._config.shape.vocab_size, f"sequence {first} of the data"
-        )
+        vocab_size = self._config.shape.vocab_size
+        _check_vocabulary(int(text.min()), int(text.max()), vocab_size, f"sequence {first} of the data")
         if self._device.type == "cuda":
             batch = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in batch.items()}
         return batch

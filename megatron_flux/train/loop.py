@@ -12,12 +12,15 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from megatron_flux.errors import FluxError, StorageError, UserError
 from megatron_flux.metrics import (
@@ -29,15 +32,54 @@ from megatron_flux.metrics import (
     write_report,
     write_summary,
 )
-from megatron_flux.run.folder import CONFIG
+from megatron_flux.run import folder
+from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.checkpoint_access import folders
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.progress import watch
-from megatron_flux.train.stop import StopRequest
+from megatron_flux.train.measurements import StepResult
+from megatron_flux.train.trainer import Trainer
 
 logger = logging.getLogger("megatron_flux")
+
+Shown = Callable[[str, int, StepResult], None]
+"""Shows that an arm has done a step."""
+
+
+@contextmanager
+def _watch(config: RunConfig) -> Iterator[Shown]:
+    """A progress bar if rank 0 has a terminal, else log lines, one every ``config.log_interval`` steps."""
+    console = Console(stderr=True)
+    bar = None
+    if dist.get_rank() == 0 and console.is_terminal:
+        names, text = TextColumn("{task.description:8}"), TextColumn("{task.fields[text]}")
+        bar = Progress(names, BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), console=console)
+    tasks: dict[str, TaskID] = {}
+
+    def show(arm: str, iteration: int, result: StepResult) -> None:
+        tokens = config.tokens_per_step / result.seconds
+        text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+        text += f"{1000 * result.seconds:.1f} ms  {tokens:,.0f} tok/s"
+        if bar is not None:
+            if arm not in tasks:
+                tasks[arm] = bar.add_task(arm, total=config.steps, completed=iteration - 1, text="")
+            bar.update(tasks[arm], completed=iteration, text=text)
+        elif iteration % config.log_interval == 0 or iteration == config.steps:
+            logger.info("%-8s step %d/%d  %s", arm, iteration, config.steps, text)
+
+    if bar is None:
+        yield show
+        return
+    streams = {handler: handler.stream for handler in logger.handlers if isinstance(handler, logging.StreamHandler)}
+    with bar:
+        for handler in streams:
+            handler.setStream(sys.stderr)  # which Progress has replaced: log lines go above the bar, not into it
+        try:
+            yield show
+        finally:
+            for handler, stream in streams.items():
+                handler.setStream(stream)
 
 
 def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
@@ -49,17 +91,23 @@ def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
             checkpoint.load(trainer, config.load)
         interval = config.save_interval or config.steps
         stopped = False
-        with checkpoint.Saves(config) as saves:
-            run_folder.begun(config)
-            with arm, watch(config) as shown:
+        with checkpoint.saves(config) as save:
+            _begin(config)
+            with arm, _watch(config) as shown:
                 for iteration, result in arm.steps(config.steps - trainer.iteration):
-                    shown.step(arm.name, iteration, result)
+                    shown(arm.name, iteration, result)
                     stopped = iteration < config.steps and stop.agreed()
                     if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
-                        saves.save(trainer, config.save)
+                        save(trainer, config.save)
                     if stopped:
                         break
         run_folder.ended(config, {arm.name: trainer.iteration}, stopped)
+
+
+def _begin(config: RunConfig) -> None:
+    """Training begins: an earlier run that ``config.overwrite`` replaces is deleted."""
+    if dist.get_rank() == 0:
+        folder.begun(config.out)
 
 
 def schedule(steps: int, block_steps: int) -> Iterator[tuple[int, str, int]]:
@@ -88,13 +136,13 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
     with StopRequest(config.exit_signal, device) as stop:
         arms = {name: Arm(name, config, dataset, device) for name in ARMS}
         if config.load is not None:
-            for arm, folder in zip(arms.values(), folders(config.load, config), strict=True):
-                checkpoint.load(arm.trainer, folder)
+            for arm, saved in zip(arms.values(), folders(config.load, config), strict=True):
+                checkpoint.load(arm.trainer, saved)
         iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
         try:
-            with checkpoint.Saves(config) as saves:
-                run_folder.begun(config)
-                stopped, summary = _take_turns(config, arms, iterations, saves, stop)
+            with checkpoint.saves(config) as save:
+                _begin(config)
+                stopped, summary = _take_turns(config, arms, iterations, save, stop)
         except StorageError as error:
             if dist.get_rank() == 0:
                 try:
@@ -110,16 +158,20 @@ def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
 
 
 def _take_turns(
-    config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], saves: checkpoint.Saves, stop: StopRequest
+    config: RunConfig,
+    arms: Mapping[str, Arm],
+    iterations: dict[str, int],
+    save: Callable[[Trainer, Path], None],
+    stop: StopRequest,
 ) -> tuple[bool, dict[str, Any] | None]:
     """Train what is left, counting up ``iterations``: whether a signal stopped it, and if not, rank 0's summary."""
     saved, stopped = min(iterations.values()), False
-    with arms["baseline"], arms["flux"], watch(config) as shown:
+    with arms["baseline"], arms["flux"], _watch(config) as shown:
         for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
             arm = arms[name]
             with closing(arm.steps(count, block=block)) as steps:
                 for iteration, result in steps:
-                    shown.step(name, iteration, result)
+                    shown(name, iteration, result)
                     iterations[name] = iteration
                     stopped = min(iterations.values()) < config.steps and stop.agreed()
                     if stopped:
@@ -128,9 +180,9 @@ def _take_turns(
             due = config.save_interval is not None and slower // config.save_interval > saved // config.save_interval
             if config.save is not None and (stopped or due):
                 saved = slower
-                for arm, folder in zip(arms.values(), folders(config.save, config), strict=True):
+                for arm, to in zip(arms.values(), folders(config.save, config), strict=True):
                     with arm.trainer.turn():
-                        saves.save(arm.trainer, folder)
+                        save(arm.trainer, to)
             if stopped:
                 break
         summary = None
@@ -144,7 +196,7 @@ def _take_turns(
 
 def _summary(config: RunConfig) -> dict[str, Any]:
     baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return summarize(baseline, flux, json.loads((config.out / CONFIG).read_text()))
+    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What is measured of a step on every rank, brought together in one small all-gather behind it.
+"""What is measured of a step on every rank, brought together in one small all-gather behind it; and whose memory it is.
 
     with measurements.step(iteration):
         local = trainer.step()
@@ -14,25 +14,35 @@ that is not sampled costs a comparison or two. Names, units and meanings: :mod:`
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.comm import timeouts
+from megatron_flux.comm import group_state, timeouts
 from megatron_flux.comm.collectives import all_gather
 from megatron_flux.telemetry import call_sampler
-from megatron_flux.train.trainer import LocalStep
-
-REPLAYED = "none: calls inside replayed CUDA graphs are not seen by the host"
-"""Where operator counts and times come from."""
 
 _PER_RANK = ("operators_ms", *nvml.FIELDS, "throttle")
+
+
+class LocalStep(NamedTuple):
+    """What one step did, as far as this rank knows by itself."""
+
+    loss_sum: float
+    """Over the tokens that this rank has the loss of: none except on the last stage's first tensor-parallel rank."""
+    loss_tokens: float
+    grad_norm: float
+    """Before clipping; the same on every rank."""
+    lr: float
+    seconds: float
+    """Wall time, from reading the first batch to the end of the optimizer's step on an idle device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +50,11 @@ class StepResult:
     """What one step did; the same on every rank."""
 
     loss: float
-    """Mean loss over the tokens of the global batch."""
+    """Mean over the tokens of the global batch."""
     grad_norm: float
-    """Before clipping."""
     lr: float
     seconds: float
-    """Wall time of the slowest rank, from reading the first batch to the end of the optimizer's step."""
+    """Of the slowest rank."""
     ranks: dict[str, list[float | None]]
     """By name, one value per rank: ``seconds``, and what else the ranks gave."""
 
@@ -54,8 +63,7 @@ def gathered(local: LocalStep, values: Mapping[str, float | None], device: torch
     """Bring together ``local`` and ``values`` (the same names on all ranks; None is "not known") of all ranks."""
     mine = [local.loss_sum, local.loss_tokens, local.seconds, *values.values()]
     row = torch.tensor([[math.nan if v is None else v for v in mine]], dtype=torch.float64, device=device)
-    table = all_gather(row, dist.group.WORLD).wait().tolist()
-    sums, tokens, *columns = zip(*table, strict=True)
+    sums, tokens, *columns = zip(*all_gather(row, dist.group.WORLD).wait().tolist(), strict=True)
     names = ["seconds", *values]
     return StepResult(
         # Diverged where it is NaN: a rank without a loss has 0 here, never NaN.
@@ -73,14 +81,16 @@ def known(values: list[float | None]) -> list[float]:
 
 
 class StepMeasurements:
-    """Measures beside one arm's steps on this rank."""
+    """Measures beside one arm's steps on this rank, with ``interval`` steps between samples; 0 is never.
+
+    ``flux``: the arm runs patched; ``replayed``: its operator calls are in CUDA graphs.
+    """
 
     def __init__(self, interval: int, device: torch.device, *, flux: bool, replayed: bool = False) -> None:
-        """``interval``: steps between samples, 0 is never; ``flux``: the arm runs patched; ``replayed``: its operator
-        calls are in CUDA graphs.
-        """
         self._flux = flux
-        self.operator_source = REPLAYED if replayed else "events around the host's calls"
+        self.operator_source = "events around the host's calls"
+        if replayed:
+            self.operator_source = "none: calls inside replayed CUDA graphs are not seen by the host"
         self.gpu_source = "none: nothing is sampled"
         self._sampler = call_sampler.Sampler(interval, operators=not replayed)
         self._gpu: nvml.Gpu | None = None
@@ -127,19 +137,14 @@ class StepMeasurements:
             self._choices = made
             fields["flux/choices"] = call_sampler.choices()
         if self._sampled is not None:
-            fields |= self._sampled | across_ranks(result) | over_gpus(result)
+            fields |= self._sampled | across_ranks(result.ranks) | over_gpus(result.ranks)
         return fields
 
 
-def across_ranks(result: StepResult) -> dict[str, Any]:
+def across_ranks(ranks: dict[str, list[float | None]]) -> dict[str, Any]:
     """How the ranks of a sampled step differ. Without operator times it is not known which rank waited for which."""
-    ranks = result.ranks
     step_ms = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
-    own = [
-        step - operators
-        for step, operators in zip(step_ms, ranks["operators_ms"], strict=True)
-        if operators is not None
-    ]
+    own = [step - taken for step, taken in zip(step_ms, ranks["operators_ms"], strict=True) if taken is not None]
     names = ("operators_ms", "peak_memory_bytes", *nvml.FIELDS)
     return {
         "flux/slowest_rank": own.index(max(own)) if own else None,
@@ -148,27 +153,91 @@ def across_ranks(result: StepResult) -> dict[str, Any]:
     }
 
 
-def over_gpus(result: StepResult) -> dict[str, Any]:
+def over_gpus(ranks: dict[str, list[float | None]]) -> dict[str, Any]:
     """Clocks, power and temperature over the ranks' GPUs, and how many were throttled by what; None where not known."""
-    ranks = result.ranks
     if not known(ranks["throttle"]):
         return {"flux/gpu": None, "flux/throttle_reasons": None}
     clocks, memory, power, heat = (known(ranks[name]) for name in nvml.FIELDS)
-
-    def mean(values: list[float]) -> float | None:
-        return sum(values) / len(values) if values else None
-
-    reasons: Counter[str] = Counter()
-    for bits in known(ranks["throttle"]):
-        reasons.update(nvml.throttle_reasons(int(bits)))
+    reasons = Counter(reason for bits in known(ranks["throttle"]) for reason in nvml.throttle_reasons(int(bits)))
     return {
         "flux/gpu": {
             "sm_clock_mhz_min": min(clocks, default=None),
-            "sm_clock_mhz_mean": mean(clocks),
+            "sm_clock_mhz_mean": sum(clocks) / len(clocks) if clocks else None,
             "memory_clock_mhz_min": min(memory, default=None),
-            "power_w_mean": mean(power),
+            "power_w_mean": sum(power) / len(power) if power else None,
             "power_w_max": max(power, default=None),
             "temperature_c_max": max(heat, default=None),
         },
         "flux/throttle_reasons": dict(reasons),
     }
+
+
+def forget_dummy_gradients() -> None:
+    """Drop the unread weight gradients that TransformerEngine keeps for all layers (megatron-core's use them too)."""
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    getattr(base, "_dummy_wgrads", {}).clear()
+
+
+def workspace_bytes() -> int:
+    """Symmetric memory that this process holds: flux's, and torch's for async-TP."""
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    torchs = getattr(module, "_group_name_to_workspace_tensor", {}).values()
+    return group_state.slab_bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
+
+
+class Peak(NamedTuple):
+    """Bytes of one arm: by torch's allocator (None on CPUs) when it was most, and in symmetric memory at the end."""
+
+    allocated: int | None
+    workspace: int
+
+    @property
+    def total(self) -> int | None:
+        """Both."""
+        return None if self.allocated is None else self.allocated + self.workspace
+
+
+class OwnMemory:
+    """Device memory of one of the arms that take turns in one process, measured as if it were the only one.
+
+    torch's allocator knows what a process holds, not for whom. Only its own trainer allocates during an arm's turn, so
+    the others hold what is allocated when a turn begins, less what this arm held when its last one ended. That is taken
+    away from the allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
+
+    Two caches are emptied when a turn ends, since the next arm would use them and not pay for them: the unread weight
+    gradients that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's
+    workspaces. Not where CUDA graphs hold their addresses (``captured``). Tens of MB that other libraries keep for good
+    count for the arm that came first.
+
+    Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP that the tuner
+    may choose, are added by their size. What NCCL, CUDA and its contexts take is in no figure.
+    """
+
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
+        self._device, self._on_gpu, self._captured = device, device.type == "cuda", captured
+        self._own = self._own_workspace = self._others = self._others_workspace = 0
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is allocated inside, and still there at the end, is this arm's. Not counted after an exception."""
+        self._others_workspace = workspace_bytes() - self._own_workspace
+        self._others = self._allocated() - self._own
+        yield
+        self._own_workspace = workspace_bytes() - self._others_workspace
+        if self._on_gpu and not self._captured:
+            forget_dummy_gradients()
+            torch._C._cuda_clearCublasWorkspaces()
+        self._own = self._allocated() - self._others
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak anew."""
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> Peak:
+        """The most that this arm has held since :meth:`reset_peak`; only during its turn."""
+        allocated = torch.cuda.max_memory_allocated(self._device) - self._others if self._on_gpu else None
+        return Peak(allocated, workspace_bytes() - self._others_workspace)

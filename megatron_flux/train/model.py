@@ -1,4 +1,5 @@
-"""A GPT of one of megatron-core's layer specs, the same for stock and flux, so that the arms differ in linears alone.
+"""A GPT of one of megatron-core's layer specs, the same for stock and flux, so that the arms differ in linears alone;
+and Megatron's CUDA graphs of its layers.
 
 ======================  =============================================================================================
 ``local``               ColumnParallelLinear and RowParallelLinear; norm and attention are TransformerEngine's where it
@@ -9,7 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -125,3 +128,76 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while hasattr(model, "module"):
         model = model.module
     return model
+
+
+class CudaGraphs:
+    """Megatron's CUDA graphs of the layers of ``model`` (in DDP): when they are captured, and their end.
+
+    ``local``: megatron-core records the layers' first forwards and backwards and makes the graphs at the end of the
+    first step, in its schedules; nothing is to be done for it. ``transformer_engine``: the training loop has them made
+    after ``cuda_graph_warmup_steps`` steps, as Megatron-LM's does.
+
+    Hazard: megatron-core keeps one record of ``local`` graphs per process, closed when they have been made. A second
+    model in the process finds none of its own: hence no graphs in ``compare``.
+    """
+
+    def __init__(self, config: RunConfig, model: torch.nn.Module, mcore_config: Any, optimizer: Any) -> None:
+        self._model, self._helper = model, None
+        if config.cuda_graph_impl != "transformer_engine":
+            return
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        # The helper asks how many micro-batches there are.
+        calculator.unset_num_microbatches_calculator()
+        calculator.init_num_microbatches_calculator(
+            0, None, config.global_batch_size, config.micro_batch_size, config.dp
+        )
+        self._helper = TECudaGraphHelper(
+            model=[model],
+            config=mcore_config,
+            seq_length=config.shape.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            optimizers=[optimizer],
+        )
+        self._warmup = mcore_config.cuda_graph_warmup_steps
+
+    def before_step(self) -> None:
+        """Capture, if that is to be done here and now. It leaves zeros in the gradients. A collective call."""
+        if self._helper is not None:
+            if self._warmup == 0:
+                self._helper.create_cudagraphs()
+            self._warmup -= 1
+
+    def runners(self) -> list[Any]:
+        """Of ``local``: what holds a graph of a layer's forward and one of its backward (None until they are made)."""
+        return [runner for module in self._model.modules() for runner in getattr(module, "cudagraph_runners", ())]
+
+    def release(self) -> None:
+        """Destroy the graphs; the GPU is idle."""
+        for runner in self.runners():
+            runner.fwd_graph = runner.bwd_graph = None
+        for layer in self._model.modules():
+            if graphs := vars(layer).get("cuda_graphs"):
+                for graph in graphs:
+                    if hasattr(graph, "reset"):  # TransformerEngine 2.10 and newer
+                        graph.reset()
+                layer.cuda_graphs = []
+
+
+@contextlib.contextmanager
+def side_stream(config: RunConfig) -> Iterator[None]:
+    """Where the model gets its DistributedDataParallel, if the run asks for graphs: a stream beside the default one.
+
+    DDP makes the parameters' gradient accumulators. Autograd has them run on the stream on which they were made, which
+    waits for the captured backward; the default stream cannot ("would make the legacy stream depend on a capturing
+    blocking stream", seen with TransformerEngine's graphs).
+    """
+    if config.cuda_graph_impl == "none":
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)

@@ -3,155 +3,132 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class ModelOptions(BaseModel):
+def _option(default: Any, text: str, **limits: Any) -> Any:
+    return Field(default, description=text, **limits)
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelOptions(_Options):
     """What to build, on how many processes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    preset: str = Field("tiny", description="Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
-    num_layers: int | None = Field(None, ge=1, description="Layers to build, instead of the preset's.")
-    hidden_size: int | None = Field(None, ge=1, description="Hidden size, instead of the preset's.")
-    num_attention_heads: int | None = Field(None, ge=1, description="Attention heads, instead of the preset's.")
-    num_query_groups: int | None = Field(None, ge=1, description="Key/value heads (GQA), instead of the preset's.")
-    ffn_hidden_size: int | None = Field(None, ge=1, description="MLP hidden size, instead of the preset's.")
-    seq_length: int | None = Field(None, ge=2, description="Tokens per sequence, instead of the preset's.")
-    vocab_size: int | None = Field(None, ge=2, description="Vocabulary, instead of the preset's; padded for tp.")
-    activation: Literal["gelu", "swiglu"] | None = Field(None, description="MLP activation, instead of the preset's.")
-    normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="Norm, instead of the preset's.")
-    transformer_impl: Literal["local", "transformer_engine"] = Field(
-        "local", description="Linears of the layers: megatron-core's own, or TransformerEngine's (GPUs only)."
+    preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
+    num_layers: int | None = _option(None, "Layers to build, instead of the preset's.", ge=1)
+    hidden_size: int | None = _option(None, "Hidden size, instead of the preset's.", ge=1)
+    num_attention_heads: int | None = _option(None, "Attention heads, instead of the preset's.", ge=1)
+    num_query_groups: int | None = _option(None, "Key/value heads (GQA), instead of the preset's.", ge=1)
+    ffn_hidden_size: int | None = _option(None, "MLP hidden size, instead of the preset's.", ge=1)
+    seq_length: int | None = _option(None, "Tokens per sequence, instead of the preset's.", ge=2)
+    vocab_size: int | None = _option(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
+    activation: Literal["gelu", "swiglu"] | None = _option(None, "MLP activation, instead of the preset's.")
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = _option(None, "Norm, instead of the preset's.")
+    transformer_impl: Literal["local", "transformer_engine"] = _option(
+        "local", "Linears of the layers: megatron-core's own, or TransformerEngine's (GPUs only)."
     )
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = Field(
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _option(
         "none",
-        description="Run every transformer layer as CUDA graphs: megatron-core's own, or TransformerEngine's (bf16). "
-        "GPUs only, and not in compare.",
+        "Run layers as CUDA graphs: megatron-core's own, or TransformerEngine's (bf16). On GPUs, not in compare.",
     )
-    nproc: int | None = Field(
-        None, ge=1, description="Processes to start on this machine. Default: one per GPU, or 2 on a CPU."
-    )
+    nproc: int | None = _option(None, "Processes to start on this machine. Default: one per GPU, or 2 on a CPU.", ge=1)
 
 
-class RunOptions(BaseModel):
+class RunOptions(_Options):
     """How to train it. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    tp: int | None = _option(None, "Tensor-parallel size. Default: processes / pp.", ge=1)
+    pp: int = _option(1, "Pipeline-parallel size; the rest of the processes is data parallel.", ge=1)
+    sequence_parallel: bool = _option(True, "Split the sequence over tp between the linears.")
+    distributed_optimizer: bool = _option(True, "Shard the optimizer state over data parallel.")
+    overlap_grad_reduce: bool = _option(False, "Overlap the gradient reduction with backward.")
 
-    tp: int | None = Field(None, ge=1, description="Tensor-parallel size. Default: processes / pp.")
-    pp: int = Field(1, ge=1, description="Pipeline-parallel size; the rest of the processes is data parallel.")
-    sequence_parallel: bool = Field(True, description="Split the sequence over tp between the linears.")
-    distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data parallel.")
-    overlap_grad_reduce: bool = Field(False, description="Overlap the gradient reduction with backward.")
+    micro_batch_size: int | None = _option(None, "Sequences per micro-batch, default: the preset's.", ge=1)
+    global_batch_size: int | None = _option(None, "Sequences per step over all ranks. Default: by the preset.", ge=1)
+    steps: int = _option(100, "Steps to train to (counted from the start of training).", ge=1)
+    lr: float | None = _option(None, "Learning rate. Default: the preset's.", gt=0)
+    min_lr: float = _option(0.0, "Learning rate at the end of the decay.", ge=0)
+    lr_warmup_steps: int = _option(0, "Steps of linear warm-up.", ge=0)
+    lr_decay_steps: int | None = _option(None, "Steps of cosine decay to min-lr. Default: constant.", ge=1)
+    weight_decay: float = _option(0.01, "AdamW weight decay.", ge=0)
+    clip_grad: float = _option(1.0, "Gradient norm to clip at; 0 is off.", ge=0)
+    dropout: float = _option(0.0, "Dropout of attention and hidden states.", ge=0, lt=1)
+    seed: int = _option(1234, "Seed of weights, data order and dropout.", ge=1)
+    precision: Literal["fp32", "bf16"] | None = _option(None, "Default: bf16 on GPUs, fp32 on a CPU.")
+    recompute: Literal["none", "selective", "full"] = _option("none", "Activation recomputation.")
+    gradient_accumulation_fusion: bool | None = _option(None, "wgrad adds to the fp32 gradient. Default: on GPUs.")
 
-    micro_batch_size: int | None = Field(None, ge=1, description="Sequences per micro-batch, default: the preset's.")
-    global_batch_size: int | None = Field(
-        None, ge=1, description="Sequences per step over all ranks. Default: the preset's micro-batches on each."
+    data: list[Path] = _option(
+        [], "Text files or folders (repeatable), or a .bin/.idx pair's prefix. Default: Python's own library."
     )
-    steps: int = Field(100, ge=1, description="Steps to train to (counted from the start of training).")
-    lr: float | None = Field(None, gt=0, description="Learning rate. Default: the preset's.")
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
-    lr_decay_steps: int | None = Field(
-        None, ge=1, description="Steps of cosine decay to min-lr. Default: constant after the warm-up."
-    )
-    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
-    clip_grad: float = Field(1.0, ge=0, description="Gradient norm to clip at; 0 is off.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of attention and hidden states.")
-    seed: int = Field(1234, ge=1, description="Seed of weights, data order and dropout.")
-    precision: Literal["fp32", "bf16"] | None = Field(None, description="Default: bf16 on GPUs, fp32 on a CPU.")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
-    gradient_accumulation_fusion: bool | None = Field(
-        None, description="wgrad GEMMs add to the fp32 gradient directly. Default: on GPUs."
-    )
-
-    data: list[Path] = Field(
-        default_factory=list,
-        description="Text files or folders, or one .bin/.idx pair (its common prefix). May be repeated. Default: the "
-        "source files of Python's standard library.",
-    )
-    data_cache: Path | None = Field(
-        None, description="Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
+    data_cache: Path | None = _option(
+        None, "Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
     )
 
-    backend: str = Field("auto", description="Operator backend of flux layers: auto, or one by name.")
-    forward_backend: str | None = Field(None, description="Operator backend of forward, where it is another one.")
-    dgrad_backend: str | None = Field(None, description="Operator backend of dgrad, where it is another one.")
-    wgrad_backend: str | None = Field(None, description="Backend of the gather for wgrad, where it is another one.")
-    layer_backend: list[str] = Field(
-        default_factory=list,
-        description="NAMES=BACKEND for some layers, e.g. '*.mlp.*=reference' or 'output_layer=stock'. May be repeated.",
+    backend: str = _option("auto", "Operator backend of flux layers: auto, or one by name.")
+    forward_backend: str | None = _option(None, "Operator backend of forward, where it is another one.")
+    dgrad_backend: str | None = _option(None, "Operator backend of dgrad, where it is another one.")
+    wgrad_backend: str | None = _option(None, "Backend of the gather for wgrad, where it is another one.")
+    layer_backend: list[str] = _option(
+        [], "NAMES=BACKEND for some layers, e.g. '*.mlp.*=reference' or 'output_layer=stock'. May be repeated."
     )
-    gather_ahead: bool = Field(
-        True, description="In backward, gather a column-parallel layer's input beside the row-parallel layer's wgrad."
+    gather_ahead: bool = _option(True, "In backward, gather a column layer's input beside the wgrad of the row layer.")
+    strict: bool = _option(False, "An error where a layer cannot run flux, instead of stock.")
+    timeout: float = _option(600.0, "Seconds after which a collective without its peers is an error.", gt=0)
+    exit_signal: Literal["USR1"] | None = _option(
+        None, "Save (with --save) and end in order after the step in which it comes."
     )
-    strict: bool = Field(False, description="An error where a layer cannot run flux, instead of stock.")
-    timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
-    exit_signal: Literal["USR1"] | None = Field(
-        None, description="On this signal the run saves (with --save) and ends in order after the step it is at."
+    out: Path | None = _option(None, "Run folder. Default: runs/<time>-<command>-<preset>.")
+    overwrite: bool = _option(False, "Replace an earlier run in --out, and the checkpoints that it left in --save.")
+    log_interval: int = _option(1, "Steps between log lines where there is no progress bar.", ge=1)
+    sample_interval: int = _option(10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0)
+    profile_steps: str | None = _option(
+        None, "Steps to trace with torch.profiler, as 5-7 (from the start of training)."
     )
-    out: Path | None = Field(None, description="Run folder. Default: runs/<time>-<command>-<preset>.")
-    overwrite: bool = Field(
-        False, description="Replace what an earlier run left in --out, and the checkpoints that it left in --save."
+    nvtx: bool = _option(False, "Name operators for nsys; with --profile-steps nsys captures, not torch.profiler.")
+    wandb: Literal["disabled", "offline", "online", "auto"] = _option(
+        "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )
-    log_interval: int = Field(1, ge=1, description="Steps between log lines where there is no progress bar.")
-    sample_interval: int = Field(
-        10, ge=0, description="Steps between samples of operator times, ranks and GPUs; 0 is never."
-    )
-    profile_steps: str | None = Field(
-        None, description="Steps to trace with torch.profiler, as 5-7 (counted from the start of training)."
-    )
-    nvtx: bool = Field(
-        False, description="Name operators for nsys; with --profile-steps its capture runs instead of torch.profiler."
-    )
-    wandb: Literal["disabled", "offline", "online", "auto"] = Field(
-        "disabled", description="Mirror the metrics to wandb; auto is online where it is logged in, else offline."
-    )
-    wandb_project: str = Field("megatron-flux", description="wandb project.")
-    wandb_group: str | None = Field(None, description="wandb group. Default: of this comparison alone.")
-    wandb_tags: list[str] = Field(default_factory=list, description="wandb tag, beside the preset. May be repeated.")
-    wandb_ranks: bool = Field(False, description="Also send to wandb what is known of every rank.")
+    wandb_project: str = _option("megatron-flux", "wandb project.")
+    wandb_group: str | None = _option(None, "wandb group. Default: of this comparison alone.")
+    wandb_tags: list[str] = _option([], "wandb tag, beside the preset. May be repeated.")
+    wandb_ranks: bool = _option(False, "Also send to wandb what is known of every rank.")
 
 
 class TrainOptions(RunOptions, ModelOptions):
     """Options as given; None means "as the preset, the device or the other options say"."""
 
 
-class CheckpointOptions(BaseModel):
+class _SaveOptions(_Options):
+    save: Path | None = _option(
+        None,
+        "Folder for checkpoints: at --save-interval, on --exit-signal and, of train, at the end.",
+    )
+    save_interval: int | None = _option(None, "Steps (of each arm) between checkpoints.", ge=1)
+    save_keep: int | None = _option(None, "Newest checkpoints (of each arm) to keep. Default: all.", ge=1)
+    load: Path | None = _option(None, "Folder of checkpoints to resume from (the latest one in it).")
+    ckpt_step: int | None = _option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
+    other_data: bool = _option(False, "Resume on other text than the checkpoint was trained on.")
+    checksums: bool = _option(True, "Write checksums beside checkpoints, and compare them on --load.")
+
+
+class CheckpointOptions(_SaveOptions):
     """Options of ``train`` alone."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    flux: bool = Field(True, description="Run patched, or with --no-flux stock.")
-    save: Path | None = Field(None, description="Folder for checkpoints; one is saved at the end.")
-    save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints.")
-    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints to keep in --save. Default: all.")
-    load: Path | None = Field(None, description="Folder of checkpoints to resume from (the latest one in it).")
-    ckpt_step: int | None = Field(None, ge=1, description="Resume from this iteration in --load, not from the latest.")
-    other_data: bool = Field(False, description="Resume on other text than the checkpoint was trained on.")
-    checksums: bool = Field(True, description="Write checksums beside checkpoints, and compare them on --load.")
+    flux: bool = _option(True, "Run patched, or with --no-flux stock.")
 
 
-class CompareOptions(BaseModel):
+class CompareOptions(_SaveOptions):
     """Options of ``compare`` alone."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    block_steps: int | None = Field(
-        None, ge=1, description="Steps of one arm before the other's turn (A B B A). Default: about eight blocks each."
+    block_steps: int | None = _option(
+        None, "Steps of one arm before the other's turn (A B B A). Default: about eight blocks each.", ge=1
     )
-    warmup_steps: int | None = Field(
-        None, ge=0, description="First steps of each arm left out of the timing. Default: a tenth, between 1 and 5."
+    warmup_steps: int | None = _option(
+        None, "First steps of each arm left out of the timing. Default: a tenth, between 1 and 5.", ge=0
     )
-    save: Path | None = Field(
-        None, description="Folder for checkpoints of both arms, saved at --save-interval and on --exit-signal."
-    )
-    save_interval: int | None = Field(None, ge=1, description="Steps of each arm between checkpoints of both.")
-    save_keep: int | None = Field(None, ge=1, description="Newest checkpoints of each arm to keep. Default: all.")
-    load: Path | None = Field(None, description="Folder of checkpoints of both arms to resume from (the latest ones).")
-    ckpt_step: int | None = Field(None, ge=1, description="Resume both arms from this iteration, not from the latest.")
-    other_data: bool = Field(False, description="Resume on other text than the checkpoints were trained on.")
-    checksums: bool = Field(True, description="Write checksums beside checkpoints, and compare them on --load.")

@@ -1,8 +1,14 @@
-"""Model shapes by name. All but ``tiny`` are published models; only how much of them is built can be overridden."""
+"""Model shapes by name, and what a training step of one computes. All but ``tiny`` are published models.
+
+Model FLOPs: what the model's mathematics needs, whatever is recomputed. A multiply and an add are two operations;
+backward costs twice forward; causal attention needs half of its score matrix. As in Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473), appendix, without its recompute
+term, with GQA and gated MLPs.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
@@ -27,101 +33,56 @@ class ModelShape(BaseModel):
     rotary_base: PositiveInt = 10_000
 
 
-class Preset(BaseModel):
-    """A shape, its source, and the batch it is run with unless told otherwise."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Preset(NamedTuple):
+    """A shape and the batch it is run with unless told otherwise; ``micro_batches`` per step and data-parallel rank."""
 
     shape: ModelShape
-    micro_batch_size: PositiveInt
-    micro_batches: PositiveInt
-    """Micro-batches per step and data-parallel rank."""
+    micro_batch_size: int
+    micro_batches: int
     lr: float
-    source: str
 
 
-_LLAMA_70B = {
-    "num_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-    "ffn_hidden_size": 28672,
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "bias": False,
-    "position_embedding": "rope",
-}
+_GPT = {"normalization": "LayerNorm", "activation": "gelu", "bias": True}
+_LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "position_embedding": "rope"}
 
-PRESETS: dict[str, Preset] = {
-    "tiny": Preset(
-        shape=ModelShape(
-            num_layers=2,
-            hidden_size=128,
-            num_attention_heads=8,
-            num_query_groups=8,
-            ffn_hidden_size=512,
-            seq_length=128,
-            vocab_size=258,
-            normalization="LayerNorm",
-            activation="gelu",
-            bias=True,
-            position_embedding="rope",
-        ),
-        micro_batch_size=4,
-        micro_batches=2,
-        lr=1e-3,
-        source="made for CPUs; byte-level vocabulary; divides by every tp up to 8",
-    ),
+
+def _shape(*sizes: int, **rest: Any) -> ModelShape:
+    """``sizes``: layers, hidden size, heads, key/value heads, MLP, sequence, vocabulary."""
+    return ModelShape(**dict(zip(tuple(ModelShape.model_fields)[:7], sizes, strict=True)), **rest)
+
+
+PRESETS = {
+    # Made for CPUs: byte-level vocabulary; divides by every tp up to 8.
+    "tiny": Preset(_shape(2, 128, 8, 8, 512, 128, 258, **_GPT, position_embedding="rope"), 4, 2, 1e-3),
+    # Brown et al., arXiv 2005.14165, table 2.1.
     "gpt3-175b": Preset(
-        shape=ModelShape(
-            num_layers=96,
-            hidden_size=12288,
-            num_attention_heads=96,
-            num_query_groups=96,
-            ffn_hidden_size=49152,
-            seq_length=2048,
-            vocab_size=50257,
-            normalization="LayerNorm",
-            activation="gelu",
-            bias=True,
-            position_embedding="learned_absolute",
-        ),
-        micro_batch_size=4,
-        micro_batches=1,
-        lr=6e-5,
-        source="Brown et al., arXiv 2005.14165, table 2.1",
+        _shape(96, 12288, 96, 96, 49152, 2048, 50257, **_GPT, position_embedding="learned_absolute"), 4, 1, 6e-5
     ),
-    "llama2-70b": Preset(
-        shape=ModelShape(**_LLAMA_70B, seq_length=4096, vocab_size=32000),
-        micro_batch_size=2,
-        micro_batches=1,
-        lr=1.5e-4,
-        source="Touvron et al., arXiv 2307.09288, table 1",
-    ),
-    "llama3-70b": Preset(
-        shape=ModelShape(**_LLAMA_70B, seq_length=8192, vocab_size=128256, rotary_base=500_000),
-        micro_batch_size=1,
-        micro_batches=1,
-        lr=1.5e-4,
-        source="Llama team, arXiv 2407.21783, table 3",
-    ),
+    # Touvron et al., arXiv 2307.09288, table 1.
+    "llama2-70b": Preset(_shape(80, 8192, 64, 8, 28672, 4096, 32000, **_LLAMA), 2, 1, 1.5e-4),
+    # Llama team, arXiv 2407.21783, table 3.
+    "llama3-70b": Preset(_shape(80, 8192, 64, 8, 28672, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 1.5e-4),
 }
 
-LLAMA3_405B = ModelShape(
-    num_layers=126,
-    hidden_size=16384,
-    num_attention_heads=128,
-    num_query_groups=8,
-    ffn_hidden_size=53248,
-    seq_length=8192,
-    vocab_size=128256,
-    normalization="RMSNorm",
-    activation="swiglu",
-    bias=False,
-    position_embedding="rope",
-    rotary_base=500_000,
-)
+LLAMA3_405B = _shape(126, 16384, 128, 8, 53248, 8192, 128256, **_LLAMA, rotary_base=500_000)
 """For benchmarks of its layers, no preset of a training. Source: Llama team, arXiv 2407.21783, table 3."""
+
+_PEAK_BF16_TFLOPS = {
+    # Dense bf16 with fp32 accumulation, from NVIDIA's data sheets of these products (their figures "with sparsity" are
+    # twice as high). The first name that occurs in the device's name counts.
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.05,
+    "L20": 119.5,
+}
 
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
@@ -130,3 +91,26 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     attention = shape.hidden_size * head * (2 * shape.num_attention_heads + 2 * shape.num_query_groups)
     mlp = shape.hidden_size * shape.ffn_hidden_size * (3 if shape.activation == "swiglu" else 2)
     return shape.num_layers * (attention + mlp) + padded_vocab_size * shape.hidden_size
+
+
+def step_flops(shape: ModelShape, sequences: int) -> float:
+    """Model FLOPs of forward and backward over ``sequences`` sequences of the whole model."""
+    s, h = shape.seq_length, shape.hidden_size
+    kv = h * shape.num_query_groups // shape.num_attention_heads
+    attention_linears = 2 * s * h * (2 * h + 2 * kv)
+    attention_scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
+    mlp = 2 * s * h * shape.ffn_hidden_size * (3 if shape.activation == "swiglu" else 2)
+    logits = 2 * s * h * shape.vocab_size
+    return 3.0 * sequences * (shape.num_layers * (attention_linears + attention_scores + mlp) + logits)
+
+
+def device_peak(device_name: str, device: str, precision: str) -> tuple[float | None, str]:
+    """Dense peak in TFLOP/s of a device (``cuda`` or ``cpu``) and its source; None and why, where it is not known."""
+    if device != "cuda":
+        return None, "no MFU: the peak of processors is not in the table"
+    if precision != "bf16":
+        return None, f"no MFU: the table of peaks is for bf16, this run is {precision}"
+    for name, peak in _PEAK_BF16_TFLOPS.items():
+        if name in device_name:
+            return peak, f"NVIDIA's data sheet of the {name}, bf16 without sparsity"
+    return None, f"no MFU: the peak of {device_name!r} is not in the table (megatron_flux/train/presets.py)"

@@ -23,24 +23,15 @@ logger = logging.getLogger("megatron_flux")
 
 
 class WandbNames(NamedTuple):
-    """What a run and its arms are called in wandb."""
+    """What a run is called in wandb; an arm of it has the arm's name behind ``run``."""
 
     group: str
     run: str
-    """Of an arm with the arm's name behind it."""
 
 
 @contextmanager
 def made(config: RunConfig, *, default: bool) -> Iterator[RunConfig]:
-    """Make the run folder with its ``config.json`` for the run inside the context; yields ``config`` with that folder.
-
-    Args:
-        config: the run.
-        default: ``config.out`` was not given, and may become another name.
-
-    Raises:
-        UserError: as :func:`megatron_flux.run.folder.made`.
-    """
+    """:func:`megatron_flux.run.folder.made` for a training; yields ``config`` with the folder that was made."""
 
     def describe(out: Path) -> dict[str, Any]:
         return description(config.model_copy(update={"out": out}))
@@ -66,7 +57,7 @@ def description(config: RunConfig) -> dict[str, Any]:
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
         "started": folder.started(),
-        "wandb": wandb_names(config)._asdict(),
+        "wandb": _wandb_names(config)._asdict(),
     }
 
 
@@ -83,33 +74,34 @@ def run_info(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def wandb_names(config: RunConfig) -> WandbNames:
+def _wandb_names(config: RunConfig) -> WandbNames:
     """The names that the run folder has already where it is resumed; else new ones, which no other run has.
 
     They are made of the scheduler's job where there is one, and else of the folder's name, the time and a random part:
     two folders of one name, on different days or disks, are two groups. ``config.wandb_group`` is the group as it is.
     """
-    kept = _kept_names(config.out) if config.load is not None else None
-    new = kept or WandbNames(group := _new_name(config.out), group)
-    if config.wandb_group is None:
-        return new
+    group, run = _kept_names(config.out) if config.load is not None else (None, None)
     given = config.wandb_group
-    return WandbNames(given, new.run if new.run.startswith(f"{given}-") else f"{given}-{new.run}")
+    if run is None:
+        group = run = _new_name(config.out)
+    if given is None:
+        return WandbNames(group, run)
+    return WandbNames(given, run if run.startswith(f"{given}-") else f"{given}-{run}")
 
 
-def _kept_names(out: Path) -> WandbNames | None:
+def _kept_names(out: Path) -> tuple[str, str] | tuple[None, None]:
     try:
         described = json.loads((out / folder.CONFIG).read_text())
         if names := described.get("wandb"):
             return WandbNames(**names)
         # Written by a version that had no such names: it took these.
         group = described["config"].get("wandb_group") or Path(described["config"]["out"]).name
-        return WandbNames(group, group)
+        return group, group
     except FileNotFoundError:
-        return None
+        pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be read (%r): wandb gets new names", out / folder.CONFIG, error)
-        return None
+    return None, None
 
 
 def _new_name(out: Path) -> str:
@@ -122,19 +114,10 @@ def _new_name(out: Path) -> str:
     return name if out.name == "run" else f"{name}-{out.name}"
 
 
-def begun(config: RunConfig) -> None:
-    """Training begins; an earlier run that ``config.overwrite`` replaces is deleted. Rank 0 does so."""
-    if dist.get_rank() == 0:
-        folder.begun(config.out)
-
-
 def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
     """Leave in the folder how the run ended, for job scripts; rank 0 writes.
 
-    Args:
-        config: the run.
-        iterations: the last step of each arm.
-        stopped: ``config.exit_signal`` arrived with steps left.
+    ``iterations``: the last step of each arm; ``stopped``: ``config.exit_signal`` arrived with steps left.
     """
     if dist.get_rank() != 0:
         return

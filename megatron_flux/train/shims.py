@@ -22,24 +22,23 @@ import torch
 
 from megatron_flux.layers.backward import accumulate, apex_kernel
 
-_ABSENT = object()
 _CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Attributes of ``owner``, present or not, replaced inside the context."""
-    saved = {name: vars(owner).get(name, _ABSENT) for name in values}
+    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, value in saved.items():
-            if value is _ABSENT:
-                delattr(owner, name)
+        for name in values:
+            if name in saved:
+                setattr(owner, name, saved[name])
             else:
-                setattr(owner, name, value)
+                delattr(owner, name)
 
 
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
@@ -133,10 +132,6 @@ def cpu_shims() -> Iterator[None]:
         yield
 
 
-def _accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
-    accumulate(main_grad, dy, x)
-
-
 @contextlib.contextmanager
 def gradient_accumulation_fusion() -> Iterator[None]:
     """Let stock layers accumulate wgrad into ``main_grad`` without Apex; does nothing where Apex is there.
@@ -150,7 +145,10 @@ def gradient_accumulation_fusion() -> Iterator[None]:
         return
     from megatron.core.tensor_parallel import layers
 
-    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+    def add(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        accumulate(main_grad, dy, x)
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
     with _replaced(layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True):
         yield
 
@@ -159,17 +157,12 @@ class SequenceParallelNorm:
     """Makes a ``torch.nn.LayerNorm`` or ``RMSNorm`` over ``[s/tp, b, h]`` as ``config.normalization`` says.
 
     megatron-core's ``WrappedTorchNorm`` asserts that sequence parallelism is off, and Apex's ``FusedLayerNorm`` knows
-    no RMSNorm. The arithmetic is per token, so torch's norm is right as it is; but each rank sees only its tokens, so
-    the gradients of weight and bias must be summed over the tensor-parallel group. Megatron does that
-    (``finalize_model_grads``) for parameters with ``sequence_parallel`` set.
+    no RMSNorm. torch's norm is right per token, but each rank sees only its own: the gradients of weight and bias are
+    summed over the tensor-parallel group by ``finalize_model_grads``, for parameters with ``sequence_parallel`` set.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
-        """Build the norm; ``unused`` are hints of megatron-core's other norms (persistent kernels and the like).
-
-        Raises:
-            ValueError: a normalisation that torch does not have, or a zero-centred gamma.
-        """
+        """``unused``: hints of megatron-core's other norms (persistent kernels and the like)."""
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:
             raise ValueError(f"normalization must be one of {', '.join(norms)}, got {config.normalization!r}")

@@ -11,60 +11,47 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import OPTIMIZER
-from megatron_flux.train import cuda_graphs
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
-from megatron_flux.train.memory import CudaAllocator, OwnMemory
-from megatron_flux.train.model import build_model, transformer_config
+from megatron_flux.train.measurements import LocalStep, OwnMemory
+from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalStep:
-    """What one step did, as far as this rank knows by itself."""
-
-    loss_sum: float
-    """Over the tokens that this rank has the loss of: none except on the last stage's first tensor-parallel rank."""
-    loss_tokens: float
-    grad_norm: float
-    """Before clipping; the same on every rank."""
-    lr: float
-    seconds: float
-    """Wall time, from reading the first batch to the end of the optimizer's step on an idle device."""
-
-
-@dataclass(frozen=True)
-class _Advanced:
+class _Advanced(NamedTuple):
     losses: list[dict[str, torch.Tensor]]
     grad_norm: float
     lr: float
 
 
 class Trainer:
-    """A model in training. Building one and every step are collective calls."""
+    """A model in training, built from ``config.seed``; ``dataset`` as from :func:`~.data.build_dataset`.
+
+    Building one and every step are collective calls.
+    """
 
     def __init__(self, config: RunConfig, dataset: Any, device: torch.device) -> None:
-        """Build model, optimizer, scheduler from ``config.seed``; ``dataset`` as from :func:`~.data.build_dataset`."""
-        from megatron.core import parallel_state
-
         self.config, self.device = config, device
-        forgets = config.cuda_graph_impl == "none"
-        self.memory = OwnMemory(CudaAllocator(device, forgets=forgets) if device.type == "cuda" else None)
+        self.memory = OwnMemory(device, captured=config.cuda_graph_impl != "none")
         with self.memory.turn():
             seed_everything(config.seed, config.cuda_graph_impl)
             self._mcore_config = transformer_config(config)
             self.model = self._build_model()
             self.optimizer, self.scheduler = self._build_optimizer()
-            self._graphs = cuda_graphs.make(config, self.model, self._mcore_config, self.optimizer)
+            self._graphs = CudaGraphs(config, self.model, self._mcore_config, self.optimizer)
             self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
         self.iteration = 0
         self._random_state = random_state()
@@ -81,11 +68,8 @@ class Trainer:
 
     def advance(self) -> _Advanced:
         """Forward, backward and optimizer over one global batch, enqueued and not measured."""
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
         config = self.config
-        if self._graphs is not None:
-            self._graphs.before_step()
+        self._graphs.before_step()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -106,14 +90,11 @@ class Trainer:
 
     def close(self) -> None:
         """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
-        if self._graphs is not None:
-            self._synchronize()
-            self._graphs.release()
+        self._synchronize()
+        self._graphs.release()
 
     def step(self) -> LocalStep:
         """:meth:`advance`, timed between two moments at which the device is idle."""
-        from megatron.core import parallel_state
-
         self._synchronize()
         start = time.perf_counter()
         done = self.advance()
@@ -122,50 +103,33 @@ class Trainer:
         total = tokens = 0.0
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             total, tokens = sum(loss["lm loss"].double() for loss in done.losses).tolist()
-        return LocalStep(loss_sum=total, loss_tokens=tokens, grad_norm=done.grad_norm, lr=done.lr, seconds=seconds)
+        return LocalStep(total, tokens, done.grad_norm, done.lr, seconds)
 
     def _build_model(self) -> torch.nn.Module:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
+        config, mcore = self.config, self._mcore_config
+        bare = build_model(config, mcore)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            use_distributed_optimizer=config.distributed_optimizer,
         )
-
-        config = self.config
-        bare = build_model(config, self._mcore_config)
-        with cuda_graphs.side_stream(config):
-            model = DistributedDataParallel(
-                self._mcore_config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    overlap_grad_reduce=config.overlap_grad_reduce,
-                    use_distributed_optimizer=config.distributed_optimizer,
-                ),
-                bare,
-            )
-        self._mcore_config.finalize_model_grads_func = finalize_model_grads
-        self._mcore_config.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
-        self._mcore_config.grad_scale_func = None
+        with side_stream(config):
+            model = DistributedDataParallel(mcore, ddp, bare)
+        mcore.finalize_model_grads_func, mcore.grad_scale_func = finalize_model_grads, None
+        mcore.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
         return model
 
     def _build_optimizer(self) -> tuple[Any, Any]:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
         config = self.config
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                clip_grad=config.clip_grad,
-                bf16=config.precision == "bf16",
-                params_dtype=config.dtype,
-                use_distributed_optimizer=config.distributed_optimizer,
-            ),
-            [self.model],
+        same = {name: getattr(config, name) for name in ("lr", "min_lr", "weight_decay", "clip_grad")}
+        adam = OptimizerConfig(
+            optimizer="adam",
+            **same,
+            bf16=config.precision == "bf16",
+            params_dtype=config.dtype,
+            use_distributed_optimizer=config.distributed_optimizer,
         )
+        optimizer = get_megatron_optimizer(adam, [self.model])
         batch = config.global_batch_size
         # The scheduler counts sequences. Constant rates ignore the decay's length, but it must exceed the warm-up.
         decay_steps = config.lr_decay_steps or config.lr_warmup_steps + 1
@@ -195,29 +159,22 @@ def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
 
     For CUDA graphs the tracker holds generators, which graphs advance as they are replayed.
     """
-    from megatron.core import parallel_state, tensor_parallel
-
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
-    if cuda_graph_impl == "none":
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    else:
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            seed,
-            te_rng_tracker=cuda_graph_impl == "transformer_engine",
-            use_cudagraphable_rng=True,
-            force_reset_rng=True,
-        )
+    for_graphs = {
+        "te_rng_tracker": cuda_graph_impl == "transformer_engine",
+        "use_cudagraphable_rng": True,
+        "force_reset_rng": True,
+    }
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, **({} if cuda_graph_impl == "none" else for_graphs))
     torch.manual_seed(seed)
 
 
 def random_state() -> dict[str, Any]:
     """The state now. Tensors and plain values only."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     numpy_state = np.random.get_state(legacy=False)["state"]
-    tracker = get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
     return {
         "python": random.getstate(),
         "numpy": {"key": torch.from_numpy(numpy_state["key"].astype(np.int64)), "pos": int(numpy_state["pos"])},
@@ -228,20 +185,14 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to a state of :func:`random_state`.
-
-    Raises:
-        UserError: it is of other trackers than those whose generators CUDA graphs know.
-    """
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
+    """Go back to a state of :func:`random_state`; a UserError where CUDA graphs know generators of other trackers."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     key = state["numpy"]["key"].cpu().numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
     torch.set_rng_state(state["torch"].cpu())
     torch.cuda.set_rng_state(state["cuda"].cpu())
-    tracker = get_cuda_rng_tracker()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
     values = {name: s.cpu() for name, s in state["tracker"].items()}
     generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
     if generators and generators.keys() != values.keys():
@@ -256,11 +207,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> None:
-    """Stop a run that has diverged, after its record has been written.
-
-    Raises:
-        FluxError: loss or gradient norm is NaN or infinite.
-    """
+    """Stop a run that has diverged (FluxError), after its record has been written."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise FluxError(
             f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}: training has diverged; lower "

@@ -1,50 +1,91 @@
-"""What every rank of a training or comparison executes, started by :mod:`megatron_flux.run.worker`."""
+"""What every rank of a training or comparison executes, started by :mod:`megatron_flux.run.rank`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from megatron_flux.errors import RendezvousError
 from megatron_flux.train.config import RunConfig
+
+
+class Layout(Protocol):
+    """What a run's configuration must say for its process groups: sizes, and seconds that a collective may wait."""
+
+    device: str
+    tp: int
+    pp: int
+    timeout: float
+
+
+@contextmanager
+def process_groups(config: Layout) -> Iterator[torch.device]:
+    """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
+
+    On an error the groups are left as they are: tearing them down would wait for peers that may be gone.
+
+    Raises:
+        RendezvousError: the ranks have not found each other.
+    """
+    from megatron.core import parallel_state
+
+    backend, device_id, device = "gloo", None, torch.device("cpu")
+    if config.device == "cuda":
+        backend, device_id = "nccl", (device := torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
+    except dist.DistError as error:
+        raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
+    minutes = max(1, round(config.timeout / 60))
+    parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes)
+    yield device
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _no_meeting(cause: str, timeout: float) -> str:
+    """Why the ranks have not met, in one line, by what torch says of it (with a C++ backtrace on some platforms)."""
+    rank, size, address, port = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if "EADDRINUSE" in cause:
+        return f"port {port} (MASTER_PORT) is in use on this machine; give the launcher another one"
+    return (
+        f"rank {rank} of {size} has not met the others at {address}:{port} within {timeout:.0f} s "
+        f"({cause.splitlines()[0]}); are all of them running, or is this left in the environment from a launcher?"
+    )
 
 
 @contextmanager
 def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
     """Everything that a run needs on this rank, as ``(dataset, device)``: data, process groups, shims."""
-    # Heavy imports here: refusing bad input must not wait for them.
+    # Heavy imports here and below: refusing bad input must not wait for them.
     from megatron_flux.train import data
-    from megatron_flux.train.distributed import process_groups
     from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
     corpus = data.prepare(config.data, config.data_cache, config.shape.seq_length, config.shape.vocab_size)
-    with ExitStack() as stack:
-        stack.enter_context(cpu_shims())
-        if config.gradient_accumulation_fusion:
-            stack.enter_context(gradient_accumulation_fusion())
-        device = stack.enter_context(process_groups(config))
+    fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
+    with cpu_shims(), fused, process_groups(config) as device:
         yield data.build_dataset(config, corpus), device
 
 
 def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
     with world(config) as (dataset, device):
-        config = config.model_copy(update={"out": _out_of_first_rank(config.out)})
-        from megatron_flux.train.loop import compare, train
+        from megatron_flux.train import loop
 
-        {"train": train, "compare": compare}[config.command](config, dataset, device)
-
-
-def _out_of_first_rank(out: Path) -> Path:
-    """Under a launcher of the user's own, every rank has named the default folder by its own clock."""
-    import torch.distributed as dist
-
-    box = [out]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        # Under a launcher of the user's own, every rank has named the default folder by its own clock.
+        out = [config.out]
+        dist.broadcast_object_list(out, src=0)
+        config = config.model_copy(update={"out": out[0]})
+        {"train": loop.train, "compare": loop.compare}[config.command](config, dataset, device)
 
 
 def work(folder: str) -> None:

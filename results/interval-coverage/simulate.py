@@ -13,7 +13,7 @@ import json
 
 import numpy as np
 
-from megatron_flux.metrics.statistics import speedup_interval
+from megatron_flux.metrics.summary import speedup_interval
 
 RUNS, STEPS = 400, 12
 WANDER, BLOCK, STEP = 0.01, 0.003, 0.01
@@ -37,9 +37,9 @@ def blocks(pairs: int, random: np.random.Generator) -> list[tuple[list[float], l
 
 def main() -> None:
     """One line of JSON for each number of pairs."""
-    import megatron_flux.metrics.statistics as statistics
+    import megatron_flux.metrics.summary as summary
 
-    statistics.MIN_PAIRED_BLOCKS = 2
+    summary.MIN_PAIRED_BLOCKS = 2
     for pairs in (2, 4, 6, 8, 12, 16):
         random = np.random.default_rng(pairs)
         held = 0

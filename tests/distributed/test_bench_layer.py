@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, Workload
 from megatron_flux.bench.shapes import Model
+from megatron_flux.ops.checks import OperatorCall
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
@@ -43,10 +44,10 @@ def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dic
     stock = ReferenceBackend.gemm_reduce_scatter
     if spoil:
 
-        def own_part_only(self, x, weight, group, *, transposed, async_op):
+        def own_part_only(self, call):
             from megatron_flux.bench.no_communication import NoCommunication
 
-            return NoCommunication().gemm_reduce_scatter(x, weight, group, transposed=transposed, async_op=async_op)
+            return NoCommunication().gemm_reduce_scatter(call)
 
         ReferenceBackend.gemm_reduce_scatter = own_part_only
     try:
@@ -101,12 +102,12 @@ def rank_unsynchronised() -> None:
     size, me = group.size(), group.rank()
     busy, idle = Unsynchronised(), NoCommunication()
     x, weight = torch.full((2, 8), float(me + 1)), torch.eye(8)
-    y, _ = busy.all_gather_gemm(x, weight, group, transposed=False)
-    other, _ = idle.all_gather_gemm(x, weight, group, transposed=False)
+    y, _ = OperatorCall("all_gather_gemm", x, weight, group).run(busy)
+    other, _ = OperatorCall("all_gather_gemm", x, weight, group).run(idle)
     assert torch.equal(y, other)
     whole = (1.0 + me) * torch.arange(1.0, size + 1).repeat_interleave(2)[:, None].expand(-1, 8)
     assert torch.equal(
-        busy.gemm_reduce_scatter(whole.contiguous(), weight, group, transposed=False, async_op=False).wait(),
+        OperatorCall("gemm_reduce_scatter", whole.contiguous(), weight, group).run(busy).wait(),
         whole[2 * me : 2 * me + 2],
     )
     dist.barrier()
@@ -217,7 +218,7 @@ def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "-m", "megatron_flux.run.worker", "megatron_flux.bench.layer", str(tmp_path)],
+        [sys.executable, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", str(tmp_path)],
         capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,6 +40,6 @@ def rank_cold() -> list[str]:
 
 def test_the_first_all_gather_gemm_visits_twenty_files(world2: WorkerPool) -> None:
     for files in world2.run(rank_cold):
-        assert "kernels/plain/ag_gemm.py" in files, "the kernel itself"
+        assert "kernels/plain.py" in files, "the kernel itself"
         print(len(files), files)
         assert len(files) <= 20, files

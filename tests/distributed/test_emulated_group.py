@@ -16,6 +16,7 @@ from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, Workload, resolve
 from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
@@ -94,20 +95,20 @@ def operators(size: int) -> None:
         for mp, n, k, transposed in ((32, 32, 48, False), (16, 48, 32, True)):
             w = integers(*((k, n) if transposed else (n, k)), torch.bfloat16)
             x = integers(mp, k, torch.bfloat16)
-            y, gathered = twin.all_gather_gemm(x, w, group, transposed=transposed)
-            want, want_gathered = stock.all_gather_gemm(x, w, group, transposed=transposed)
+            y, gathered = OperatorCall("all_gather_gemm", x, w, group, transposed=transposed).run(twin)
+            want, want_gathered = OperatorCall("all_gather_gemm", x, w, group, transposed=transposed).run(stock)
             assert torch.equal(gathered, want_gathered)
             assert torch.equal(y, want)
-            assert torch.equal(twin.all_gather(x, group, async_op=True).wait(), want_gathered)
+            assert torch.equal(OperatorCall("all_gather", x, None, group).run(twin).wait(), want_gathered)
             x = integers(mp * size, k, torch.bfloat16)
-            z = twin.gemm_reduce_scatter(x, w, group, transposed=transposed, async_op=False).wait()
-            exact = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=transposed, async_op=False)
+            z = OperatorCall("gemm_reduce_scatter", x, w, group, transposed=transposed).run(twin).wait()
+            exact = OperatorCall("gemm_reduce_scatter", x.float(), w.float(), group, transposed=transposed).run(stock)
             assert torch.equal(z, exact.wait().to(z.dtype))
         twin.renew(group)  # the next plan's calls have workspaces of their own
         assert not twin._slabs
     twin.config = None
     with pytest.raises(UserError, match="emulated groups only"):
-        twin.all_gather(x, dist.group.WORLD, async_op=True)
+        OperatorCall("all_gather", x, None, dist.group.WORLD).run(twin)
     group.clear()
     twin.clear()
 
@@ -199,9 +200,9 @@ def rank_unsynchronised() -> None:
 
     group, size, me = opened(8), 8, dist.get_rank()
     busy, weight = EmulatedUnsynchronised(), torch.eye(8)
-    busy.all_gather_gemm(torch.full((2, 8), float(me + 1)), weight, group, transposed=False)
+    OperatorCall("all_gather_gemm", torch.full((2, 8), float(me + 1)), weight, group).run(busy)
     whole = (1.0 + me) * torch.arange(1.0, size + 1).repeat_interleave(2)[:, None].expand(-1, 8)
-    busy.gemm_reduce_scatter(whole.contiguous(), weight, group, transposed=False, async_op=False).wait()
+    OperatorCall("gemm_reduce_scatter", whole.contiguous(), weight, group).run(busy).wait()
     dist.barrier()
     ((spaces, _),) = busy._targets.values()
     mine = spaces[me].view(torch.float32).view(size, 2, 8)

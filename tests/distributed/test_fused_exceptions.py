@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
@@ -61,13 +62,13 @@ def call_of(backend: Any, operator: str, rows: int = 32) -> Call:
         dist.all_reduce(total)
         mine = rows // group.size()
         want = total[mine * group.rank() : mine * (group.rank() + 1)].half()
-        return lambda: backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False).wait(), want
+        return lambda: OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait(), want
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x)
     whole = torch.cat(parts)
     if operator == "all_gather":
-        return lambda: backend.all_gather(x, group, async_op=True).wait().clone(), whole
-    return lambda: backend.all_gather_gemm(x, w, group, transposed=False)[0], (whole.float() @ w.float().t()).half()
+        return lambda: OperatorCall("all_gather", x, None, group).run(backend).wait().clone(), whole
+    return lambda: OperatorCall("all_gather_gemm", x, w, group).run(backend)[0], (whole.float() @ w.float().t()).half()
 
 
 def right(call: Call, *, late: bool = False) -> None:
@@ -181,7 +182,7 @@ def a_gather_is_open() -> None:
         dist.all_gather(want, x)
         for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
             run, _ = call_of(backend, operator)
-            pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
+            pending = OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend)
             with out_of_memory(), pytest.raises(torch.OutOfMemoryError):
                 run()
             if dist.get_rank() == 1:
@@ -189,17 +190,17 @@ def a_gather_is_open() -> None:
             assert torch.equal(pending.wait(), torch.cat(want))
             right(call_of(backend, operator))
         run, _ = call_of(backend, "gemm_reduce_scatter")
-        pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
+        pending = OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend)
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
             run()
         backend.renew(dist.group.WORLD)
         right(call_of(backend, "all_gather"))  # on another workspace
         assert torch.equal(pending.wait(), torch.cat(want))
-        pending = backend.all_gather(x, dist.group.WORLD, async_op=True)
+        pending = OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend)
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
             pending.wait()
         assert "all_gather" in refusal(pending.wait)
-        assert "all_gather" in refusal(lambda: backend.all_gather(x, dist.group.WORLD, async_op=True))
+        assert "all_gather" in refusal(lambda: OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend))
 
 
 def larger_calls_come_next() -> None:
@@ -219,7 +220,7 @@ def larger_calls_come_next() -> None:
 
 def in_a_capture() -> None:
     """Nothing of a capture has run: when it has failed, the next one and eager calls begin as if it had not been."""
-    from megatron_flux.comm import copy_engine, graph_capture
+    from megatron_flux.comm import copy_engine, slab
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     with fresh(HALVES, 20) as backend:
@@ -229,8 +230,8 @@ def in_a_capture() -> None:
             run, _ = call_of(backend, operator)
             with ExitStack() as nothing_runs:
                 nothing_runs.enter_context(one_capture(1))
-                nothing_runs.enter_context(mock.patch.object(graph_capture, "_enter"))
-                for module in (importlib.import_module("megatron_flux.ops.launch.plain"), copy_engine):
+                nothing_runs.enter_context(mock.patch.object(slab, "_enter"))
+                for module in (importlib.import_module("megatron_flux.ops.launch"), copy_engine):
                     nothing_runs.enter_context(mock.patch.object(module, "push", return_value=lambda: None))
                 nothing_runs.enter_context(no_compiler())
                 with pytest.raises(RuntimeError, match=MESSAGE):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 
@@ -53,24 +54,24 @@ def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transpose
     group, stock = dist.group.WORLD, ReferenceBackend()
     w = integers(k, n, dtype) if transposed else integers(n, k, dtype)
     x = integers(mp, k, dtype)
-    y, gathered = backend.all_gather_gemm(x, w, group, transposed=transposed)
-    want, want_gathered = stock.all_gather_gemm(x, w, group, transposed=transposed)
+    y, gathered = OperatorCall("all_gather_gemm", x, w, group, transposed=transposed).run(backend)
+    want, want_gathered = OperatorCall("all_gather_gemm", x, w, group, transposed=transposed).run(stock)
     assert torch.equal(gathered, want_gathered)
     assert torch.equal(y, want)
     x = integers(mp * group.size(), k, dtype)
-    z = backend.gemm_reduce_scatter(x, w, group, transposed=transposed, async_op=False).wait()
-    exact = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=transposed, async_op=False).wait()
+    z = OperatorCall("gemm_reduce_scatter", x, w, group, transposed=transposed).run(backend).wait()
+    exact = OperatorCall("gemm_reduce_scatter", x.float(), w.float(), group, transposed=transposed).run(stock).wait()
     assert torch.equal(z, exact.to(dtype))
-    pending = backend.all_gather(x, group, async_op=True)
-    assert torch.equal(pending.wait(), stock.all_gather(x, group, async_op=False).wait())
+    pending = OperatorCall("all_gather", x, None, group).run(backend)
+    assert torch.equal(pending.wait(), OperatorCall("all_gather", x, None, group).run(stock).wait())
 
 
 def all_shapes(plan: KernelConfig, tma: bool) -> None:
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     backend = twin()
-    from megatron_flux.ops.launch import operands
+    from megatron_flux.ops import launch
 
-    operands._has_tma.cache_clear()
+    launch._has_tma.cache_clear()
     backend.config = plan
     for mp, n, k, transposed, dtype in (
         (32, 64, 48, False, torch.float16),
@@ -95,7 +96,9 @@ def bias_before_rounding() -> None:
             w = w.t().contiguous() if transposed else w
             bias = torch.arange(40).remainder(2).bfloat16()
             for runner in (backend, ReferenceBackend()):
-                y, _ = runner.all_gather_gemm(x, w, dist.group.WORLD, transposed=transposed, bias=bias)
+                y, _ = OperatorCall("all_gather_gemm", x, w, dist.group.WORLD, transposed=transposed, bias=bias).run(
+                    runner
+                )
                 assert y.shape == (32 * dist.get_world_size(), 40)
                 assert torch.equal(y, (256 + 2 * bias).expand_as(y)), y
 
@@ -143,12 +146,12 @@ def operands_of_one_rank_lie_elsewhere() -> None:
             if group.rank() == 0:
                 x, w = shifted(x), shifted(w)
                 assert x.data_ptr() % 16 == w.data_ptr() % 16 == 2
-            y, gathered = backend.all_gather_gemm(x, w, group, transposed=False)
-            want, want_gathered = stock.all_gather_gemm(x, w, group, transposed=False)
+            y, gathered = OperatorCall("all_gather_gemm", x, w, group).run(backend)
+            want, want_gathered = OperatorCall("all_gather_gemm", x, w, group).run(stock)
             assert torch.equal(y, want)
             assert torch.equal(gathered, want_gathered)
-            z = backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False).wait()
-            want = stock.gemm_reduce_scatter(x.float(), w.float(), group, transposed=False, async_op=False).wait()
+            z = OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait()
+            want = OperatorCall("gemm_reduce_scatter", x.float(), w.float(), group).run(stock).wait()
             assert torch.equal(z, want.bfloat16())
     assert chosen
     assert all(chosen)
@@ -187,7 +190,7 @@ def outgrown() -> None:
             if rows != 16:
                 with one_capture(rows):
                     small = integers(16, 32, torch.float16)
-                    backend.all_gather_gemm(small, w, dist.group.WORLD, transposed=False)
+                    OperatorCall("all_gather_gemm", small, w, dist.group.WORLD).run(backend)
         assert len(group_state.state_of(dist.group.WORLD).kept_slabs) == kept
     group_state.drop_slabs()
 
@@ -195,16 +198,16 @@ def outgrown() -> None:
 @contextlib.contextmanager
 def one_capture(number: int | None) -> Iterator[None]:
     """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
-    from megatron_flux.comm import graph_capture
+    from megatron_flux.comm import slab
     from megatron_flux.ops.cuda_graphs import captured_calls
 
-    with captured_calls(), mock.patch.object(graph_capture, "capture_id", return_value=number):
+    with captured_calls(), mock.patch.object(slab, "capture_id", return_value=number):
         yield
 
 
 def replays_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
-    from megatron_flux.comm import graph_capture, group_state
+    from megatron_flux.comm import group_state, slab
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend, group = twin(), dist.group.WORLD
@@ -225,18 +228,18 @@ def replays_in_any_order() -> None:
             x, w = operands[i]
             full, y, z = wants[i]
             if i % 2 == 0:
-                found, gathered = backend.all_gather_gemm(x, w, group, transposed=False)
+                found, gathered = OperatorCall("all_gather_gemm", x, w, group).run(backend)
                 if rng.random() < 0.3:
                     time.sleep(0.05)
                 assert torch.equal(gathered, full)
                 assert torch.equal(found.float(), y)
             else:
-                part = backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False).wait()
+                part = OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait()
                 assert torch.equal(part.float(), z)
 
     entered: list[int] = []
-    once = graph_capture._enter
-    with mock.patch.object(graph_capture, "_enter", lambda work: (entered.append(1), once(work))):
+    once = slab._enter
+    with mock.patch.object(slab, "_enter", lambda work: (entered.append(1), once(work))):
         for plan in PLANS.values():
             backend.config = plan
             for number, count in enumerate((3, 1, 1, 2, 3, 3, 1, 2)):
@@ -254,21 +257,21 @@ def replays_in_any_order() -> None:
 
 def failed_capture() -> None:
     """A gather that a failed capture left open has never run: nobody may wait for it."""
-    from megatron_flux.comm import copy_engine as launch_copies
-    from megatron_flux.comm import group_state
+    from megatron_flux.comm import copy_engine, group_state
+    from megatron_flux.comm.slab import Slab
 
     group_state.drop_slabs()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
-    nothing_runs = {"begin": lambda work: work.begin_captured(1), "push": lambda *_: lambda: None}
-    with one_capture(1), mock.patch.multiple(launch_copies, **nothing_runs):
-        backend.all_gather(x, group, async_op=True)
+    nothing_waits = mock.patch.object(Slab, "begin", lambda work: work.begin_captured(1))
+    with one_capture(1), nothing_waits, mock.patch.object(copy_engine, "push", return_value=lambda: None):
+        OperatorCall("all_gather", x, None, group).run(backend)
     for number in (2, None):
         want = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(want, x)
         with one_capture(number):
-            assert torch.equal(backend.all_gather(x, group, async_op=True).wait(), torch.cat(want))
+            assert torch.equal(OperatorCall("all_gather", x, None, group).run(backend).wait(), torch.cat(want))
     del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
     group_state.drop_slabs()
 
@@ -290,9 +293,9 @@ def captured_gather_stays_open() -> None:
     a, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     with captured_calls():
         for late, x, wanted in rounds:
-            pending = backend.all_gather(x, group, async_op=True)
-            backend.gemm_reduce_scatter(a, w, group, transposed=True, async_op=False).wait()
-            _, gathered = backend.all_gather_gemm(a, w, group, transposed=False)
+            pending = OperatorCall("all_gather", x, None, group).run(backend)
+            OperatorCall("gemm_reduce_scatter", a, w, group, transposed=True).run(backend).wait()
+            _, gathered = OperatorCall("all_gather_gemm", a, w, group).run(backend)
             whole = pending.wait()
             before = gathered.clone()
             if dist.get_rank() == late:
@@ -315,7 +318,7 @@ def gather_across_captures() -> None:
     wanted = torch.cat(want)
 
     def gather() -> Any:
-        return backend.all_gather(x, group, async_op=True)
+        return OperatorCall("all_gather", x, None, group).run(backend)
 
     eager = gather()
     with one_capture(1), pytest.raises(UserError, match="begun outside of a CUDA graph's capture"):
@@ -341,10 +344,10 @@ def gather_across_captures() -> None:
 
 
 def with_tma(function: Any, tma: bool) -> None:
-    from megatron_flux.ops.launch import operands
+    from megatron_flux.ops import launch
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    operands._has_tma.cache_clear()
+    launch._has_tma.cache_clear()
     function()
 
 
@@ -389,8 +392,8 @@ def two_gathers_open() -> None:
     backend = twin()
     group = dist.group.WORLD
     a, b = integers(8, 16, torch.float16), integers(8, 16, torch.float16)
-    first = backend.all_gather(a, group, async_op=True)
-    second = backend.all_gather(b, group, async_op=True)
+    first = OperatorCall("all_gather", a, None, group).run(backend)
+    second = OperatorCall("all_gather", b, None, group).run(backend)
     wants = []
     for x in (a, b):
         want = [torch.empty_like(x) for _ in range(group.size())]
@@ -414,10 +417,10 @@ def peer_never_comes() -> str | None:
     x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     said = None
     try:
-        backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False)
+        OperatorCall("gemm_reduce_scatter", x, w, group).run(backend)
         if group.rank() == 0:
             with pytest.raises(OperatorError) as caught:
-                backend.gemm_reduce_scatter(x, w, group, transposed=False, async_op=False)
+                OperatorCall("gemm_reduce_scatter", x, w, group).run(backend)
             said = str(caught.value)
             assert watch.timeouts() == before + 1
             group_state.state_of(group).slab("gemm", 1, x.device, False).alarm.message()  # said again, counted once
@@ -433,7 +436,7 @@ def different_shapes() -> str:
     backend = twin()
     x, w = integers(8 + 8 * dist.get_rank(), 16, torch.float16), integers(16, 16, torch.float16)
     with pytest.raises(UserError) as caught:
-        backend.all_gather_gemm(x, w, dist.group.WORLD, transposed=False)
+        OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(backend)
     return str(caught.value)
 
 

@@ -25,6 +25,7 @@ from megatron_flux.layers import backward, column_parallel_linear, prefetch, row
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, require_close
@@ -45,17 +46,17 @@ class Spy(ReferenceBackend):
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def all_gather_gemm(self, *args: Any, **options: Any) -> Any:
+    def all_gather_gemm(self, call: OperatorCall) -> Any:
         self.log.append("row: dgrad")
-        return super().all_gather_gemm(*args, **options)
+        return super().all_gather_gemm(call)
 
-    def gemm_reduce_scatter(self, *args: Any, **options: Any) -> Any:
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Any:
         self.log.append("column: dgrad")
-        return super().gemm_reduce_scatter(*args, **options)
+        return super().gemm_reduce_scatter(call)
 
-    def all_gather(self, *args: Any, **options: Any) -> Any:
+    def all_gather(self, call: OperatorCall) -> Any:
         self.log.append("column: gather")
-        return super().all_gather(*args, **options)
+        return super().all_gather(call)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, integers, twin
@@ -56,15 +57,15 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
             time.sleep(LATE_S)
 
     together()
-    y, seen = backend.all_gather_gemm(x, w, group, transposed=False)
+    y, seen = OperatorCall("all_gather_gemm", x, w, group).run(backend)
     found, seen = y.float(), seen.clone()
     assert torch.equal(seen, full), f"rank {late} was late: the gathered input is another"
     assert torch.equal(found, product), f"rank {late} was late: the product is another"
     together()
-    z = backend.gemm_reduce_scatter(whole, w, group, transposed=False, async_op=False).wait()
+    z = OperatorCall("gemm_reduce_scatter", whole, w, group).run(backend).wait()
     assert torch.equal(z.float(), mine), f"rank {late} was late: the sum is another"
     together()
-    alone = backend.all_gather(x, group, async_op=True).wait().clone()
+    alone = OperatorCall("all_gather", x, None, group).run(backend).wait().clone()
     assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
 
 
@@ -110,7 +111,7 @@ def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelCo
 
 def rank_world_made_again(folder: Path) -> None:
     """The world is destroyed and made again, its ranks in another order, as after a failure that a job survives."""
-    from megatron_flux.comm import group_state, links, rank_errors
+    from megatron_flux.comm import collectives, group_state, links
 
     backend = twin()
     backend.config = PLANS["halves of tiles"]
@@ -120,7 +121,7 @@ def rank_world_made_again(folder: Path) -> None:
     memory = weakref.ref(group_state.state_of(first).slab("gemm", 1, torch.device("cpu"), False).data[1 - rank])
     assert held > 0
     links.probe(first, torch.device("cpu"))
-    rank_errors.failures(first, None)
+    collectives.failures(first, None)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=1 - rank, world_size=2)
     second = dist.group.WORLD
@@ -132,7 +133,7 @@ def rank_world_made_again(folder: Path) -> None:
     assert memory() is None, "or its memory"
     fresh = group_state.state_of(second)
     assert (fresh.slabs, fresh.link, fresh.compared, fresh.gathers_begun) == ({}, None, set(), 0)
-    assert rank_errors.failures(second, "mine" if rank else None) == {0: "mine"}, "an answer that the first group left"
+    assert collectives.failures(second, "mine" if rank else None) == {0: "mine"}, "an answer that the first group left"
     for turn in range(2):
         round_of_calls(backend, second, turn)
     assert group_state.slab_bytes() == held

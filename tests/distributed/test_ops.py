@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import UserError, ops
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.checks import OperatorCall
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
 from tests.distributed.pool import WorkerPool
 
@@ -274,20 +275,26 @@ class Spy(ReferenceBackend):
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
+    def _note(self, call: OperatorCall) -> None:
+        asked = {"all_gather_gemm": ("transposed", "bias", "return_gathered"), "all_gather": ()}
+        names = asked.get(call.operator, ("transposed", "bias", "async_op"))
+        options = {name: getattr(call, name) for name in names}
+        self.asked.append((call.operator, call.x.dim(), call.x.is_contiguous(), options))
+
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         return "the spy knows fp32 only" if x.dtype != torch.float32 else None
 
-    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **options: Any) -> Any:
-        self.asked.append(("all_gather_gemm", x.dim(), x.is_contiguous(), options))
-        return super().all_gather_gemm(x, weight, group, **options)
+    def all_gather_gemm(self, call: OperatorCall) -> Any:
+        self._note(call)
+        return super().all_gather_gemm(call)
 
-    def gemm_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor, group: Any, **options: Any) -> Pending:
-        self.asked.append(("gemm_reduce_scatter", x.dim(), x.is_contiguous(), options))
-        return super().gemm_reduce_scatter(x, weight, group, **options)
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        self._note(call)
+        return super().gemm_reduce_scatter(call)
 
-    def all_gather(self, x: torch.Tensor, group: Any, **options: Any) -> Pending:
-        self.asked.append(("all_gather", x.dim(), x.is_contiguous(), options))
-        return super().all_gather(x, group, **options)
+    def all_gather(self, call: OperatorCall) -> Pending:
+        self._note(call)
+        return super().all_gather(call)
 
 
 def rank_dispatch() -> tuple[list[tuple[Any, ...]], dict[tuple[str, str], int], str]:
@@ -316,8 +323,8 @@ def test_a_registered_backend_is_used(world2: WorkerPool) -> None:
     for asked, calls, refusal in world2.run(rank_dispatch):
         assert asked == [
             ("all_gather_gemm", 2, True, {"transposed": False, "bias": None, "return_gathered": False}),
-            ("gemm_reduce_scatter", 2, True, {"transposed": True, "async_op": True}),
-            ("all_gather", 2, True, {"async_op": True}),
+            ("gemm_reduce_scatter", 2, True, {"transposed": True, "bias": None, "async_op": True}),
+            ("all_gather", 2, True, {}),
         ]
         assert calls == {
             ("all_gather_gemm", "spy"): 1,

@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import RankError, WorkerPool
 
@@ -41,10 +42,10 @@ class Fused(ReferenceBackend):
         self._failing = failing.get(dist.get_rank(), ())
         self._alone = bool(failing)  # as a kernel that is enqueued: it does not hold up the host
 
-    def gemm_reduce_scatter(self, x: torch.Tensor, *args: Any, config: Any = None, **options: Any) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, config: Any = None) -> Pending:
         if config in self._failing:
             raise MemoryError("no room for the tiles")
-        return Pending(x) if self._alone else super().gemm_reduce_scatter(x, *args, **options)
+        return Pending(call.x) if self._alone else super().gemm_reduce_scatter(call)
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """Nothing here is ever broken off."""
@@ -97,7 +98,7 @@ def tune_once(
         tuned = TunedBackend(ReferenceBackend(), None, Fused(failing))  # type: ignore[arg-type]
         for _ in range(2):  # the second call of another tuner's life: what is wrong is said once
             state_of(dist.group.WORLD).tuned.clear()
-            y = tuned.gemm_reduce_scatter(x, weight, group, transposed=False, async_op=False).wait()
+            y = OperatorCall("gemm_reduce_scatter", x, weight, group).run(tuned).wait()
         (answer,) = tuned.decisions(dist.group.WORLD).answers.values()
     return answer, said, y.flatten().tolist()
 

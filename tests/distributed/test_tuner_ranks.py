@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 
@@ -28,11 +29,9 @@ class Recorder:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, config: Any = None) -> Pending:
         self.log.append((self.name, config))
-        return Pending(x)
+        return Pending(call.x)
 
 
 def rank_answers(folder: Path) -> list[Any]:
@@ -58,7 +57,7 @@ def rank_answers(folder: Path) -> list[Any]:
                 kept[key] = {**mine, "ms": {mine["backend"]: 1.0}}
                 (folder / f"{rank}.json").write_text(json.dumps(kept))
             dist.barrier()
-            made.gemm_reduce_scatter(x, weight, group, transposed=False, async_op=False).wait()
+            OperatorCall("gemm_reduce_scatter", x, weight, group).run(made).wait()
     return log
 
 

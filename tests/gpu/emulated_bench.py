@@ -28,7 +28,7 @@ from megatron_flux.bench.layer_workload import WorkloadBench
 from megatron_flux.bench.options import CallOptions, OpsOptions, OpsRun, calls
 from megatron_flux.bench.variants import variants
 from megatron_flux.errors import UserError
-from megatron_flux.run import rank, worker
+from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
 from tests.gpu.emulated_group import EmulatedGroup, opened, tensor_parallel
 
@@ -144,7 +144,7 @@ def main() -> None:
                 _argument(command, option, field)
     given = parser.parse_args()
     out = Path(given.out or f"runs/emulated-{given.command}")
-    worker.set_environment()
+    rank.set_environment()
     rank.configure_logging()
     if given.command == "ops":
         run = OpsRun(
@@ -160,8 +160,8 @@ def main() -> None:
             if rank.is_first():
                 ops_report.show(summary)
         return
-    from megatron_flux.train.distributed import process_groups
     from megatron_flux.train.shims import cpu_shims
+    from megatron_flux.train.worker import process_groups
 
     config = resolve(_options(LayerOptions, given), given.size)
     with (

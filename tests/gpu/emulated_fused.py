@@ -74,7 +74,7 @@ class EmulatedTuned(TunedBackend):
 
 
 def _gather_flags(plan: KernelConfig, mp: int, k: int) -> int:
-    """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.ops.launch.plain` counts them."""
+    """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.kernels.hopper.ag_gemm` counts them."""
     if not plan.ws:
         return 1
     if plan.comm == 0:

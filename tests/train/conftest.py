@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def command(environment: dict[str, str], corpus: Path) -> Run:
-    """Run ``megatron-flux`` on the small corpus as a process; fails the test on another exit code than ``code``."""
+def command(environment: dict[str, str], corpus: Path, warm_python: str) -> Run:
+    """Run ``megatron-flux`` on the small corpus as a warm process; another exit code than ``code`` fails the test."""
 
     def run(*arguments: str | Path, code: int = 0, data: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "megatron_flux.cli", *map(str, arguments)]
+        words = [warm_python, "-m", "megatron_flux.cli", *map(str, arguments)]
         done = subprocess.run(
             [*words, "--data", str(corpus)] if data else words,
             capture_output=True,

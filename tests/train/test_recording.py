@@ -31,17 +31,19 @@ COMMON = ["--wandb", "offline", "--wandb-group", "the-group", "--wandb-tags", "n
 COMMON += ["--sample-interval", "2", "--save-interval", "3", "--log-interval", "1"]
 
 
-def words(corpus: Path, folder: Path, *more: str) -> list[str]:
-    run = [sys.executable, "-m", "megatron_flux.cli", "train", "--data", str(corpus), "--out", str(folder / "run")]
+def words(python: str, corpus: Path, folder: Path, *more: str) -> list[str]:
+    run = [python, "-m", "megatron_flux.cli", "train", "--data", str(corpus), "--out", str(folder / "run")]
     return [*run, *COMMON, "--save", str(folder / "checkpoints"), *more]
 
 
-def test_a_killed_run_loses_nothing_and_is_resumed(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+def test_a_killed_run_loses_nothing_and_is_resumed(
+    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
     arm, tracker = tmp_path / "run" / "flux", tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            words(corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
+            words(sys.executable, corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
         )
         try:
             deadline = time.monotonic() + 300
@@ -67,7 +69,7 @@ def test_a_killed_run_loses_nothing_and_is_resumed(environment: dict[str, str], 
     profiled = f"{resumed + 3}-{resumed + 4}"
     steps = ["--steps", str(resumed + 6), "--load", str(tmp_path / "checkpoints"), "--profile-steps", profiled]
     done = subprocess.run(
-        words(corpus, tmp_path, *steps),
+        words(warm_python, corpus, tmp_path, *steps),
         capture_output=True,
         text=True,
         timeout=600,

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,12 +26,14 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def stopped(environment: dict[str, str], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(
+    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with ``run`` and ``saved`` of a run that saved every third step, kept two, and was then stopped."""
     root = tmp_path_factory.mktemp("stopped")
     words = ["--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--save-keep", "2"]
     words += ["--exit-signal", "USR1", "--data", corpus, "--out", root / "run"]
-    command = [sys.executable, "-m", "megatron_flux.cli", "train", *map(str, words)]
+    command = [warm_python, "-m", "megatron_flux.cli", "train", *map(str, words)]
     with (root / "log.txt").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env=environment)
         try:
@@ -132,7 +133,9 @@ def test_a_full_disk_shows_what_was_measured(command: Run, tmp_path: Path) -> No
         assert len(losses(out / "baseline")) == len(losses(out / "flux")) == 4
 
 
-def test_a_used_port_is_named_and_leaves_nothing(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+def test_a_used_port_is_named_and_leaves_nothing(
+    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -140,7 +143,7 @@ def test_a_used_port_is_named_and_leaves_nothing(environment: dict[str, str], co
         rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         words = ["train", "--steps", "1", "--data", corpus, "--out", tmp_path / "run"]
         done = subprocess.run(
-            [sys.executable, "-m", "megatron_flux.cli", *map(str, words)],
+            [warm_python, "-m", "megatron_flux.cli", *map(str, words)],
             capture_output=True,
             text=True,
             timeout=120,

@@ -128,19 +128,22 @@ def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, argumen
     assert found["max_relative_grad_norm_difference"] <= 1e-5
 
 
-def under_torchrun(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def under_torchrun(
+    python: str, environment: dict[str, str], *arguments: str | Path
+) -> subprocess.CompletedProcess[str]:
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*launcher, "-m", "megatron_flux.cli", *map(str, arguments)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     return done
 
 
-def test_what_cannot_run_flux_says_so(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+def test_what_cannot_run_flux_says_so(
+    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    done = under_torchrun(
-        environment, "compare", "--steps", "2", "--no-sequence-parallel", "--data", corpus, "--out", out
-    )
+    words = ["compare", "--steps", "2", "--no-sequence-parallel", "--data", corpus, "--out", out]
+    done = under_torchrun(warm_python, environment, *words)
     found = summary(out)
     assert found["flux_active_layers"] == 0
     assert "column: sequence parallelism is off" in found["flux_fallbacks"]
@@ -149,7 +152,7 @@ def test_what_cannot_run_flux_says_so(environment: dict[str, str], corpus: Path,
 
 
 def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
-    command: Run, environment: dict[str, str], corpus: Path, tmp_path: Path
+    command: Run, warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
     common = ["--dropout", "0.1", "--lr-warmup-steps", "5", "--steps", "6"]
     saved = tmp_path / "checkpoints"
@@ -158,7 +161,7 @@ def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
     stock, patched = tmp_path / "stock", tmp_path / "patched"
     resume = ["train", *common, "--ckpt-step", "3"]
     command(*resume, "--no-flux", "--load", saved / "flux", "--out", stock)
-    under_torchrun(environment, *resume, "--load", saved / "baseline", "--data", corpus, "--out", patched)
+    under_torchrun(warm_python, environment, *resume, "--load", saved / "baseline", "--data", corpus, "--out", patched)
     for resumed, arm in ((stock, "baseline"), (patched, "flux")):
         rows = records(resumed / arm)
         assert [row["iteration"] for row in rows] == [4, 5, 6]
@@ -219,10 +222,12 @@ def test_an_existing_pair_is_read(command: Run, tmp_path: Path) -> None:
     assert losses(tmp_path / "run" / "flux")[0] == pytest.approx(7, abs=0.5)  # ln(1024) = 6.93
 
 
-def test_a_terminal_gets_a_progress_bar(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+def test_a_terminal_gets_a_progress_bar(
+    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
     import pty
 
-    words = [sys.executable, "-m", "megatron_flux.cli", "train", "--nproc", "1", "--steps", "3", "--data", corpus]
+    words = [warm_python, "-m", "megatron_flux.cli", "train", "--nproc", "1", "--steps", "3", "--data", corpus]
     parent, child = pty.openpty()
     process = subprocess.Popen(
         [*map(str, words), "--out", str(tmp_path / "run")],

@@ -1,6 +1,6 @@
 """All-gather + GEMM, warp-specialised for Hopper: ``c = all_gather(x) @ w``.
 
-Shapes, guarantees and the copy engine's flags are those of :mod:`megatron_flux.kernels.plain.ag_gemm`; the kinds of
+Shapes, guarantees and the copy engine's flags are those of :mod:`megatron_flux.kernels.plain`; the kinds of
 warps are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
 
 Operands
@@ -34,11 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megatron_flux.kernels.device import OP_AG, leave, publish, raster
 from megatron_flux.kernels.hopper.pieces import (
+    FENCE_PROXY,
+    FENCE_SYSTEM,
     PIECE,
+    advance,
     barrier,
     copy_out,
-    fence_proxy,
-    fence_system,
+    each_thread,
     hand_over_tile,
     load_block,
     multiply_tile,
@@ -110,21 +112,18 @@ def _load(
                     xd, b, rb * BM, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot), BM, BN, BK,
                     TRANSPOSED,
                 )  # fmt: skip
-                slot += 1
-                if slot == STAGES:
-                    slot = 0
-                    phase ^= 1
+                slot, phase = advance(slot, phase, STAGES)
         else:
             for kc in range(KCH):
                 if PUSH:
                     unit = (src * own + rb) * KCH + kc
                     wait_flags(flags + flag_off + unit * BM, BM, epoch, err, limit, OP_AG, src, rb * KCH + kc, 50)
-                    fence_proxy(epoch)
+                    each_thread(FENCE_PROXY, epoch)
                 else:
                     unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
                     if unit != arrived:
                         wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
-                        fence_proxy(epoch)
+                        each_thread(FENCE_PROXY, epoch)
                         arrived = unit
                 for ki in range(kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt)):
                     mbarrier.wait(empty.index(slot), phase)
@@ -132,10 +131,7 @@ def _load(
                         a, b, src * mp + rb * BM, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot),
                         BM, BN, BK, TRANSPOSED,
                     )  # fmt: skip
-                    slot += 1
-                    if slot == STAGES:
-                        slot = 0
-                        phase ^= 1
+                    slot, phase = advance(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -153,10 +149,7 @@ def _store(
             copy_out(c, [src * mp + rb * BM, pn * BN + piece * PIECE], pieces.index(slot))
             tma.store_wait(0)
             mbarrier.arrive(free.index(slot), count=1)
-            slot += 1
-            if slot == RING:
-                slot = 0
-                phase ^= 1
+            slot, phase = advance(slot, phase, RING)
 
 
 @gluon.jit
@@ -186,7 +179,7 @@ def _push(
                     gl.store(mine + to_row + at + lane, value, mask=at + lane < end)
             if PUSH:
                 barrier()
-                fence_system(epoch)
+                each_thread(FENCE_SYSTEM, epoch)
                 for step in gl.static_range(1, TP):
                     to = gl.load(flag_table + (rank + TP - step) % TP)
                     publish(to, flag_off + rank * own * KCH * BM + unit, epoch, "relaxed")

@@ -1,6 +1,6 @@
 """GEMM + reduce-scatter, warp-specialised for Hopper: ``out[own rows] = sum over ranks of x_r @ w_r``.
 
-Shapes, order of tiles, flags and guarantees are those of :mod:`megatron_flux.kernels.plain.gemm_rs`; the kinds of warps
+Shapes, order of tiles, flags and guarantees are those of :mod:`megatron_flux.kernels.plain`; the kinds of warps
 are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
 
 Schedule
@@ -24,16 +24,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megatron_flux.kernels.device import OP_RS, leave, now, publish, scatter_place
 from megatron_flux.kernels.hopper.pieces import (
+    FENCE_SYSTEM,
     PIECE,
+    SLEEP,
+    STORES_DONE,
+    advance,
     barrier,
     copy_out,
-    fence_system,
+    each_thread,
     hand_over_tile,
     load_block,
     multiply_tile,
     rings,
-    sleep,
-    stores_done,
     wait_flags,
 )
 
@@ -54,10 +56,7 @@ def _load(
             load_block(
                 a, b, row, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot), BM, BN, BK, TRANSPOSED
             )
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            slot, phase = advance(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -84,20 +83,17 @@ def _store(
                     start = now() + offset
                 if (step != TP - 1) & (t + CTAS < tiles * TP):
                     while now() - start < piece * step_ns:
-                        sleep(200)
+                        each_thread(SLEEP, 200)
             source = pieces.index(slot)
             for to in gl.static_range(TP):
                 if step == to:
                     copy_out(sinks[to], [row, piece * PIECE], source)
             tma.store_wait(0)
             mbarrier.arrive(free.index(slot), count=1)
-            slot += 1
-            if slot == RING:
-                slot = 0
-                phase ^= 1
-        stores_done(epoch)
+            slot, phase = advance(slot, phase, RING)
+        each_thread(STORES_DONE, epoch)
         barrier()
-        fence_system(epoch)
+        each_thread(FENCE_SYSTEM, epoch)
         publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
 
 

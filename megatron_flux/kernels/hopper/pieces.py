@@ -45,36 +45,30 @@ PIECE = gl.constexpr(64)
 """Columns of a piece: one 128-byte swizzle span of 16-bit elements."""
 
 
-@gluon.jit
-def sleep(nanoseconds):
-    """About this long, less often more; at most 1 ms."""
-    return gl.inline_asm_elementwise(
-        "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [nanoseconds], dtype=gl.int32, is_pure=False, pack=1
-    )
+FENCE_SYSTEM = gl.constexpr("fence.acq_rel.sys;")
+"""Of every thread."""
+FENCE_PROXY = gl.constexpr("fence.proxy.async;")
+"""Orders generic accesses (a polled flag) before TMA ones."""
+STORES_DONE = gl.constexpr("cp.async.bulk.wait_group 0;")
+"""Waits until this thread's TMA stores have arrived wherever they went."""
+SLEEP = gl.constexpr("nanosleep.u32 $1;")
+"""Nanoseconds, about so long, less often more; at most 1 ms."""
 
 
 @gluon.jit
-def fence_system(any_int):
-    """``fence.acq_rel.sys`` by every thread."""
-    return gl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [any_int], dtype=gl.int32, is_pure=False, pack=1
-    )
+def each_thread(ASM: gl.constexpr, number):
+    """Run ``ASM``, whose operand is ``number`` (any int32 where it has none)."""
+    return gl.inline_asm_elementwise(ASM + " mov.u32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def fence_proxy(any_int):
-    """Order generic accesses (a polled flag) before TMA ones."""
-    return gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [any_int], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def stores_done(any_int):
-    """Wait until this thread's TMA stores have arrived wherever they went."""
-    return gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [any_int], dtype=gl.int32, is_pure=False, pack=1
-    )
+def advance(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of a ring, and its phase."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
 
 
 @gluon.jit
@@ -98,7 +92,7 @@ def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, 
     if behind < 0:
         start = now()
         while behind < 0:
-            sleep(PAUSE)
+            each_thread(SLEEP, PAUSE)
             ahead = _acquire(flags + lane) - epoch
             behind = gl.min(ahead, axis=0)
             if behind < 0:
@@ -162,10 +156,7 @@ def multiply_tile(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         barrier()
         mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=ki > 0)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = advance(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     barrier()
     mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
@@ -179,10 +170,7 @@ def _hand_over(value, pieces, ready, free, slot, phase, DTYPE: gl.constexpr, RIN
     fence_async_shared()
     barrier()
     mbarrier.arrive(ready.index(slot), count=1)
-    slot += 1
-    if slot == RING:
-        slot = 0
-        phase ^= 1
+    slot, phase = advance(slot, phase, RING)
     return slot, phase
 
 

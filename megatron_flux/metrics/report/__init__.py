@@ -1,52 +1,49 @@
 """Reports of run folders: ``report.html``, one page that needs nothing but itself, ``report.md`` and PNG figures.
 
 A report is chapters of parts, made once from the records and then written in every form. What is missing or damaged in
-a run is explained in its chapter. To be read in this order: ``parts`` (what a report is made of), ``run`` (a folder as
-the report sees it), ``figures``, the chapters ``training`` with its ``samples``, ``benchmarks`` and ``several``,
-``render`` (HTML, Markdown, PNG).
+a run is explained in its chapter. To be read in this order: ``render`` (what a report is made of, and HTML, Markdown,
+PNG), ``run`` (a folder as the report sees it), ``figures``, the chapters ``training`` and ``benchmarks``; the one that
+lays several runs beside each other is here.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.report import benchmarks, render, several, training
-from megatron_flux.metrics.report.parts import Chapter, Part
-from megatron_flux.metrics.report.run import Run, load, load_all
+from megatron_flux.metrics.report import benchmarks, render, training
+from megatron_flux.metrics.report.figures import Drawn, figure, label, line, row_axis, trace
+from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
+from megatron_flux.metrics.report.run import Run, different_models, load, load_all, with_pairs
+from megatron_flux.metrics.strict_json import without_secrets
+from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.table import UNKNOWN, counted, memory, milliseconds, relative, shown
+
+_IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeout")
+"""Settings that name where a run goes, not what it does."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a run folder, replacing an earlier one, and return its path.
 
     A run that was killed has no ``summary.json``; its figures are then computed from the records, and the report says
-    so. An arm without a file counts as one without records.
-
-    Raises:
-        UserError: this is no run folder, or the page cannot be written.
+    so. An arm without a file counts as one without records. UserError: no run folder, or it cannot be written.
     """
     run = load(Path(run_dir))
     return strict_json.write_text(run.path / "report.html", render.html(*make_chapters([run])))
 
 
 def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: Part | None = None) -> list[Path]:
-    """Write ``report.html`` and ``report.md`` about one or several run folders into ``out``.
+    """Write ``report.html`` and ``report.md`` about run folders, or folders of them, into ``out``; returns the files.
 
-    Args:
-        paths: run folders, or folders of run folders.
-        out: where to; made when missing.
-        png: also write every figure as ``figures/NAME.png`` and show it in ``report.md``; needs kaleido and a browser.
-        lead: shown before everything else.
-
-    Returns:
-        What was written, ``report.html`` first.
-
-    Raises:
-        UserError: a path is no run folder, ``out`` cannot be written, or PNG figures cannot be made here.
+    ``png``: also every figure as ``figures/NAME.png``, shown in ``report.md``; needs kaleido and a browser. ``lead`` is
+    shown before everything else. UserError: no run folder, ``out`` cannot be written, or no PNG can be made here.
     """
     chapters, title = make_chapters(load_all(paths))
     if lead is not None:
@@ -61,16 +58,87 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     return [page, text, *(out / name for name in pictures.values())]
 
 
+_MAKERS = {"training": training.chapter, "operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
+
+
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """The chapters about these runs, and a title for the whole."""
-    makers = {
-        "training": training.chapter,
-        "operators": benchmarks.operators_chapter,
-        "layers": benchmarks.layers_chapter,
+    runs, notes = with_pairs(runs)
+    chapters = [_MAKERS[run.kind](run, f"run{number}") for number, run in enumerate(runs, 1)]
+    if len(runs) == 1:
+        return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
+    chapters.insert(0, _overview(runs, notes))
+    return chapters, chapters[0].title
+
+
+def _overview(runs: Sequence[Run], notes: list[str]) -> Chapter:
+    """Verdicts in one table, speed-ups in one figure, and what differs between the runs."""
+    training = [run for run in runs if run.kind == "training"]
+    parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
+    for first, second in combinations(training, 2):
+        apart = different_models(first, second)
+        if apart and not any(first.name in note and second.name in note for note in notes):
+            notes.append(f"{first.name} and {second.name} trained different models ({apart}): do not compare them.")
+    if notes:
+        parts.append(Part("notes", "Notes", table=Table([("", note) for note in notes])))
+    if training:
+        head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
+        parts.append(Part("overview", "Training runs", table=Table(list(map(_row, training)), head)))
+        parts.append(Part("all-speed-ups", "Speed-ups", *_speedups(training)))
+    if len(training) > 1:
+        table = _differences(training)
+        caption = "" if table else "None: the runs were asked for the same, on the same devices and versions."
+        parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
+    kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark"}
+    counts = Counter(run.kind for run in runs)
+    title = ", ".join(counted(counts[kind], noun) for kind, noun in kinds.items() if counts[kind])
+    return Chapter("all", title, title, "megatron-flux", parts)
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    summary, arms = run.summary, run.summary["arms"]
+    interval = summary["speedup_ci95"]
+    return (
+        run.name,
+        *(shown(arms[arm]["step_time_ms"]["median"], milliseconds) for arm in ARMS),
+        shown(summary["speedup"], "{:.3f}".format) + (f" ({interval[0]:.3f}…{interval[1]:.3f})" if interval else ""),
+        relative(summary["max_relative_loss_difference"]),
+        shown(arms["flux"]["peak_memory_bytes"] or arms["baseline"]["peak_memory_bytes"], memory),
+    )
+
+
+def _speedups(runs: Sequence[Run]) -> Drawn:
+    """Speed-up of each run with its 95 % interval."""
+    known = [run for run in reversed(runs) if isinstance(run.summary["speedup"], int | float)]
+    if not known:
+        return None, "No run has both arms timed, so there is no speed-up."
+    values = [run.summary["speedup"] for run in known]
+    lows, highs = zip(*(run.summary["speedup_ci95"] or [run.summary["speedup"]] * 2 for run in known), strict=True)
+    errors = {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - value for high, value in zip(highs, values, strict=True)],
+        "arrayminus": [value - low for low, value in zip(lows, values, strict=True)],
     }
-    runs, notes = several.with_pairs(runs)
-    chapters = [makers[run.kind](run, f"run{number}") for number, run in enumerate(runs, 1)]
-    if len(runs) > 1:
-        chapters.insert(0, several.chapter(runs, notes))
-    first = chapters[0]
-    return chapters, f"{first.title}: {first.verdict}" if len(runs) == 1 else first.title
+    names = [label(run.name).replace("/", "/<br>").replace(" and ", " and<br>") for run in known]
+    points = trace("speed-up", "flux", values, names, "%{x:.4g}", symbol="diamond", error_x=errors, showlegend=False)
+    without = [run.name for run in known if run.summary["speedup_ci95"] is None]
+    caption = "Baseline step time / flux step time with its 95 % interval; dashed: no difference."
+    caption += f" Without an interval: {', '.join(without)}." if without else ""
+    layout = {"yaxis": row_axis(len(known)), "shapes": [line("text", x=1.0, dash="dash")]}
+    return figure([points], "speed-up", "", height=110 + 44 * len(known), **layout), caption
+
+
+def _differences(runs: Sequence[Run]) -> Table | None:
+    """The settings that are not the same in all runs; None when there are none."""
+    every = []
+    for run in runs:
+        asked = {name: value for name, value in without_secrets(run.settings).items() if name not in _IGNORED}
+        found = {name: run.summary.get(name) or run.config.get(name) for name in ("device", "link", "versions")}
+        every.append(dict(flat(asked | {name: value for name, value in found.items() if value})))
+    rows = [
+        (name, *(one.get(name, UNKNOWN) or UNKNOWN for one in every))
+        for name in dict.fromkeys(name for one in every for name in one)
+        if len({one.get(name) for one in every}) > 1
+    ]
+    return Table(rows, head=("setting", *(run.name for run in runs))) if rows else None

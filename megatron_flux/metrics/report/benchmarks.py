@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 from megatron_flux.metrics.report.figures import efficiencies, label, time_parts
-from megatron_flux.metrics.report.parts import Chapter, Part, Table, settings_part
+from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.statistics import overlap_efficiency
-from megatron_flux.metrics.table import CROSS, UNKNOWN, connections, multicast, percent
+from megatron_flux.metrics.summary import overlap_efficiency
+from megatron_flux.metrics.table import CROSS, UNKNOWN, Form, connections, finite, multicast, percent
 
 Row = Mapping[str, Any]
 
@@ -40,35 +39,31 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
         )
     elif shared := connections(_environment(run)):
         caption += f" Async-TP ran with {shared} as all methods did, which may not be its best."
+    own = [f"async-TP, {queues} queues"] if queues else []
+    head = ("call", f"m {CROSS} n {CROSS} k", *TIMES.values(), "E tuned", *own)
     parts: list[Part] = []
     for op, title in OPERATORS.items():
-        calls = [row for row in rows if row["op"] == op]
-        if calls:
+        if calls := [row for row in rows if row["op"] == op]:
             names = [label(_call(row, "\n")).replace("\n", "<br>") for row in calls]
             points = {
                 name: (colour, symbol, [_efficiency(row, key) for row in calls])
                 for key, (name, colour, symbol) in methods.items()
             }
+            times = [
+                (
+                    _call(row, " "),
+                    f" {CROSS} ".join(str(row[name]) for name in "mnk"),
+                    *(_cell(row.get(key), "{:.3f}".format) for key in TIMES),
+                    _cell(_efficiency(row, "tuned_ms"), percent),
+                    *(_cell((row.get(OWN) or {}).get("async_tp_ms"), "{:.3f}".format) for _ in own),
+                )
+                for row in calls
+            ]
             parts.append(Part(f"e-{op}", f"{title}: overlap efficiency", *efficiencies(names, points)))
-            parts.append(Part(f"ms-{op}", f"{title}: milliseconds", table=_times(calls, queues), caption=caption))
+            parts.append(Part(f"ms-{op}", f"{title}: milliseconds", table=Table(times, head), caption=caption))
     if not rows:
         parts.append(Part("empty", "Calls", caption="No call has been measured."))
-    return Chapter(id_, run.name, run.verdict, f"operators; {_conditions(run)}", [*parts, *_settings(run)])
-
-
-def _times(calls: Sequence[Row], queues: object) -> Table:
-    rows = [
-        (
-            _call(row, " "),
-            f" {CROSS} ".join(str(row[name]) for name in "mnk"),
-            *(_cell(row.get(key), "{:.3f}".format) for key in TIMES),
-            _cell(_efficiency(row, "tuned_ms"), percent),
-            *([_cell((row.get(OWN) or {}).get("async_tp_ms"), "{:.3f}".format)] if queues else []),
-        )
-        for row in calls
-    ]
-    own = [f"async-TP, {queues} queues"] if queues else []
-    return Table(rows, head=("call", f"m {CROSS} n {CROSS} k", *TIMES.values(), "E tuned", *own))
+    return _chapter(run, id_, "operators", parts)
 
 
 def _efficiency(row: Row, method: str) -> float | None:
@@ -76,7 +71,7 @@ def _efficiency(row: Row, method: str) -> float | None:
         own = row.get(OWN)
         return _efficiency(own, "async_tp_ms") if isinstance(own, Mapping) else None
     time = row.get(method)
-    return overlap_efficiency(time if _is_number(time) else None, row["gemm_ms"], row["serial_ms"])
+    return overlap_efficiency(time if finite(time) else None, row["gemm_ms"], row["serial_ms"])
 
 
 def _call(row: Row, separator: str) -> str:
@@ -93,51 +88,43 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
         "Median over rounds of the slowest rank (quartiles). Hidden: share of what no communication would save. "
         f"¹ {FUSED_WAITS}"
     )
+    head = ("arm", "ms per layer", "against te", "hidden", "exposed ms ¹", "peak GB")
     parts: list[Part] = []
     for number, (title, group) in enumerate(groupby(run.summary["rows"], key=_workload), 1):
         rows = list(group)
         # By the names that a training run's breakdown.json has for them.
         breakdowns = {
-            label(row["arm"]): {k.removesuffix("_ms"): ms for k, ms in row["breakdown"].items() if _is_number(ms)}
+            label(row["arm"]): {k.removesuffix("_ms"): ms for k, ms in row["breakdown"].items() if finite(ms)}
             for row in rows
         }
         figure = time_parts(breakdowns, "layer")
-        about = traced if figure else "No step was traced, so nobody knows where the time went."
+        about = traced if figure else "No step was traced, so where the time went is not known."
         parts.append(Part(f"time-{number}", f"{title}: where the time goes", figure, about))
-        layers = max(rows[0].get("layers") or 1, 1)
-        parts.append(Part(f"layers-{number}", f"{title}, {layers} layers", table=_layers(rows), caption=caption))
+        cells = [
+            (
+                row["arm"],
+                f"{row['ms_per_layer']:.2f} ({row['ms_per_layer_low']:.2f}…{row['ms_per_layer_high']:.2f})",
+                _cell(row.get("speedup_vs_te"), f"{{:.3f}}{CROSS}".format),
+                _cell(row.get("hidden_share"), percent),
+                _cell(row["breakdown"].get("communication_exposed_ms"), "{:.2f}".format),
+                _cell(row.get("peak_memory_gb"), "{:.1f}".format),
+            )
+            for row in rows
+        ]
+        title = f"{title}, {max(rows[0].get('layers') or 1, 1)} layers"
+        parts.append(Part(f"layers-{number}", title, table=Table(cells, head), caption=caption))
     skipped = [(f"{_workload(s)}: {s['arm']}", s["reason"]) for s in run.summary.get("skipped", [])]
     if skipped:
         parts.append(Part("skipped", "Not measured", table=Table(skipped)))
-    subtitle = f"layers, forward and backward; {_conditions(run)}"
-    return Chapter(id_, run.name, run.verdict, subtitle, [*parts, *_settings(run)])
+    return _chapter(run, id_, "layers, forward and backward", parts)
 
 
 def _workload(row: Row) -> str:
     return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}"
 
 
-def _layers(rows: Sequence[Row]) -> Table:
-    cells = [
-        (
-            row["arm"],
-            f"{row['ms_per_layer']:.2f} ({row['ms_per_layer_low']:.2f}…{row['ms_per_layer_high']:.2f})",
-            _cell(row.get("speedup_vs_te"), f"{{:.3f}}{CROSS}".format),
-            _cell(row.get("hidden_share"), percent),
-            _cell(row["breakdown"].get("communication_exposed_ms"), "{:.2f}".format),
-            _cell(row.get("peak_memory_gb"), "{:.1f}".format),
-        )
-        for row in rows
-    ]
-    return Table(cells, head=("arm", "ms per layer", "against te", "hidden", "exposed ms ¹", "peak GB"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _cell(value: Any, form: Callable[[float], str]) -> str:
-    return form(value) if _is_number(value) else UNKNOWN
+def _cell(value: Any, form: Form) -> str:
+    return form(value) if finite(value) else UNKNOWN
 
 
 def _environment(run: Run) -> Mapping[str, Any] | None:
@@ -145,20 +132,18 @@ def _environment(run: Run) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _conditions(run: Run) -> str:
+def _chapter(run: Run, id_: str, what: str, parts: list[Part]) -> Chapter:
+    """With the conditions of the benchmark as subtitle, and its damage and settings behind its own parts."""
     summary, environment = run.summary, _environment(run)
     userbuffers = any(row.get("arm") == "te_ub" for row in summary["rows"])
-    words = (
-        f"{summary.get('tp', '?')} {CROSS} {summary.get('device', '?')}",
+    conditions = (
+        f"{what}; {summary.get('tp', '?')} {CROSS} {summary.get('device', '?')}",
         str(summary.get("link", "?")),
         multicast(environment, userbuffers=userbuffers),
         connections(environment),
     )
-    return ", ".join(filter(None, words))
-
-
-def _settings(run: Run) -> list[Part]:
-    damage = Part("damage", "Damage", table=Table([("damage", text) for text in run.problems]))
-    known = {name: run.summary.get(name) for name in ("versions", "environment")} | {"configuration": run.settings}
-    parts = [part for name, value in known.items() if isinstance(value, Mapping) for part in settings_part(name, value)]
-    return [damage, *parts] if run.problems else parts
+    if run.problems:
+        parts.append(Part("damage", "Damage", table=Table([("damage", text) for text in run.problems])))
+    known = {name: summary.get(name) for name in ("versions", "environment")} | {"configuration": run.settings}
+    settings = settings_parts({name: value for name, value in known.items() if isinstance(value, Mapping)})
+    return Chapter(id_, run.name, run.verdict, ", ".join(filter(None, conditions)), [*parts, *settings])

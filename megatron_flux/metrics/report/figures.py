@@ -1,25 +1,22 @@
-"""The figures as plain plotly JSON, validated against plotly's schema by the tests.
+"""The figures as plain plotly JSON: what all share, curves and step times of training, bars and efficiencies of all.
 
 Colours are not in here. A trace names one of the palette (``meta.colour``) and the page's script paints it from the
 page's CSS variables, so that one file serves light, dark and print. Numbers are finite or None (a gap); what a gap
-hides is in the caption.
-
-A figure function returns ``(figure or None, caption)``: without data there is no figure, and the caption says why.
-In order: what all figures share, curves and step times of training runs, bars and efficiencies of all runs.
+hides is in the caption. A figure function returns ``(figure or None, caption)``: without data the caption says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
-from megatron_flux.metrics.report.parts import Figure
-from megatron_flux.metrics.statistics import Record, counts, paired_blocks, relative_differences, timed
-from megatron_flux.metrics.table import MINUS, counted
+from megatron_flux.metrics.report.render import Figure
+from megatron_flux.metrics.summary import Record, counts, paired_blocks, relative_differences, timed
+from megatron_flux.metrics.table import MINUS, counted, finite
 
 Arms = Mapping[str, Sequence[Record]]
 Drawn = tuple[Figure | None, str]
@@ -33,67 +30,72 @@ LOW, HIGH = -1.0, 1.5
 
 SYMBOLS = {"baseline": "circle", "flux": "diamond"}
 # Curves of the two arms usually lie on each other: a wide pale band with a thin line on it shows both.
-_WIDTHS = {"baseline": 7, "flux": 2}
-_OPACITIES = {"baseline": 0.45, "flux": 1}
+_STYLES = {"baseline": {"line": {"width": 7}, "opacity": 0.45}, "flux": {"line": {"width": 2}, "opacity": 1}}
 
 
 def figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     """Traces with axes titled ``x`` and ``y``; ``layout`` holds what else differs from the report's usual."""
-    axes = {
-        name: {
-            "title": {"text": title, "font": {"size": 13}},
-            "automargin": True,
-            "zeroline": False,
-            **layout.pop(name, {}),
-        }
-        for name, title in (("xaxis", x), ("yaxis", y))
-    }
+    usual = {"automargin": True, "zeroline": False}
+    for name, title in (("xaxis", x), ("yaxis", y)):
+        layout[name] = {"title": {"text": title, "font": {"size": 13}}, **usual, **layout.get(name, {})}
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     margin = {"l": 8, "r": 12, "t": 36 if any(trace.get("showlegend", True) for trace in traces) else 12, "b": 8}
-    return {"data": traces, "layout": {"legend": legend, "margin": margin, "height": 360, **axes, **layout}}
+    return {"data": traces, "layout": {"legend": legend, "margin": margin, "height": 360, **layout}}
 
 
 def trace(
     name: str, colour: str, x: Sequence[Any], y: Sequence[Any], hover: str, symbol: str = "", size: int = 9, **more: Any
 ) -> Figure:
-    """Points at ``x`` and ``y``; ``more`` holds further fields of the trace, or others than these."""
+    """Points at ``x`` and ``y``, with gaps for what cannot be drawn; ``more`` holds further fields of the trace."""
+    gaps = (
+        [None if isinstance(value, float) and not finite(value) else value for value in values] for values in (x, y)
+    )
     marker = {"marker": {"symbol": symbol, "size": size}} if symbol else {}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "meta": {"colour": colour},
-        "x": list(x),
-        "y": list(y),
-        "hovertemplate": f"{hover}<extra></extra>",
-        **marker,
-        **more,
-    }
+    usual = {"type": "scatter", "mode": "markers", "name": name, "meta": {"colour": colour}}
+    return {**usual, **dict(zip("xy", gaps, strict=True)), "hovertemplate": f"{hover}<extra></extra>", **marker, **more}
 
 
-def bars(name: str, colour: str, lengths: Sequence[float], y: Sequence[str], hover: str, **more: Any) -> Figure:
-    """One segment of every stacked horizontal bar."""
-    bar = trace(name, colour, lengths, y, f"%{{y}}: {name} {hover}", type="bar", orientation="h", **more)
-    del bar["mode"]
-    return bar
+def _stacked(
+    bars: Mapping[str, Mapping[str, float]], parts: Mapping[str, tuple[str, str]], hover: str, text: str = ""
+) -> list[Figure]:
+    """Horizontal bars by name, stacked of ``parts``: name and colour by the key that their length has in ``bars``."""
+    names = list(reversed(bars))  # plotly stacks upwards: the first goes on top
+    traces = []
+    for key, (name, colour) in parts.items():
+        lengths = [bars[bar].get(key) or 0.0 for bar in names]
+        if any(lengths):
+            # Inside: beside a bar it would be cut by the edge of a narrow page.
+            words = (
+                {"text": [text.format(name, x) if x else "" for x in lengths], "textposition": "inside"} if text else {}
+            )
+            bar = trace(name, colour, lengths, names, f"%{{y}}: {name} {hover}", type="bar", orientation="h", **words)
+            del bar["mode"]
+            traces.append(bar)
+    return traces
 
 
-def _span(axis: str, ends: Sequence[float] | None) -> Figure:
-    """From one end to the other along ``axis``; the whole plot where there are none."""
-    low, high = ends or (0, 1)
-    return {f"{axis}ref": axis if ends else "paper", f"{axis}0": low, f"{axis}1": high}
+def _shape(colour: str, ends: Mapping[str, Sequence[float]], **style: Any) -> Figure:
+    """From one end to the other along the axis in ``ends``, and over the whole plot along the other."""
+    for axis in "xy":
+        low, high = ends.get(axis, (0, 1))
+        style |= {f"{axis}ref": axis if axis in ends else "paper", f"{axis}0": low, f"{axis}1": high}
+    return {"name": colour, **style}
 
 
-def line(colour: str, *, x: float | None = None, y: float | None = None, dash: str = "solid") -> Figure:
+def line(colour: str, dash: str = "solid", **at: float) -> Figure:
     """A line across the whole plot at one ``x`` or one ``y``."""
-    place = _span("x", None if x is None else (x, x)) | _span("y", None if y is None else (y, y))
-    return {"type": "line", "layer": "above", "name": colour, "line": {"width": 1, "dash": dash}, **place}
+    ends = {axis: (value, value) for axis, value in at.items()}
+    return _shape(colour, ends, type="line", layer="above", line={"width": 1, "dash": dash})
 
 
-def band(colour: str, opacity: float, *, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> Figure:
+def _band(colour: str, opacity: float, **ends: Sequence[float]) -> Figure:
     """A rectangle behind the points between two ``x`` or two ``y``."""
-    style = {"type": "rect", "layer": "below", "line": {"width": 0}, "opacity": opacity, "name": colour}
-    return style | _span("x", x) | _span("y", y)
+    return _shape(colour, ends, type="rect", layer="below", line={"width": 0}, opacity=opacity)
+
+
+def row_axis(rows: int) -> Figure:
+    """A y axis of named rows."""
+    return {"tickfont": {"size": 11}, "range": [-0.6, rows - 0.4]}
 
 
 def _padded(values: Sequence[float], least: float) -> list[float]:
@@ -102,17 +104,12 @@ def _padded(values: Sequence[float], least: float) -> list[float]:
     return [min(values) - pad, max(values) + pad]
 
 
-def finite(value: float | None) -> float | None:
-    """A gap for what cannot be drawn."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def label(text: str) -> str:
     """A name that comes from a run, as plotly has to be given it: plotly takes some tags in text for markup."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def thinned(points: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], str]:
+def _thinned(points: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], str]:
     """At most :data:`MAX_POINTS` of the points ``(x, y, ...)``, and the sentence that names what was left out, if any.
 
     Of each group of neighbours the ones with the least and the largest y stay, so that no peak vanishes; a group
@@ -123,35 +120,37 @@ def thinned(points: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], s
     size = math.ceil(2 * len(points) / MAX_POINTS)
     kept = []
     for start in range(0, len(points), size):
-        known = [point for point in points[start : start + size] if finite(point[1]) is not None]
+        known = [point for point in points[start : start + size] if finite(point[1])]
         ends = {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else {points[start]}
         kept += sorted(ends, key=lambda point: point[0])
     return kept, f"Of every {size} steps the least and the largest value are drawn."
 
 
-def in_order(arms: Arms) -> list[tuple[str, Record]]:
+def _in_order(arms: Arms) -> list[tuple[str, Record]]:
     """``(arm, record)`` in order of execution."""
     steps = [(arm, record) for arm, records in arms.items() for record in records]
     return sorted(steps, key=lambda step: (step[1]["block"], step[1]["iteration"], step[0]))
 
 
+def _sentences(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
 def curves(arms: Arms, name: str, unit: str) -> Drawn:
     """A field of both arms over the iterations."""
-    traces, remarks = [], []
+    traces, left_out = [], {}
     for arm, records in arms.items():
-        shown, left_out = thinned([(record["iteration"], record[name]) for record in records])
-        remarks.append(left_out)
+        shown, remark = _thinned([(record["iteration"], record[name]) for record in records])
+        left_out[remark] = None
         if any(math.isfinite(record[name]) for record in records):
             x, y = zip(*shown, strict=True)
-            hover = f"{arm} %{{y:.7g}}<br>iteration %{{x}}"
-            style = {"line": {"width": _WIDTHS[arm]}, "opacity": _OPACITIES[arm]}
             mode = "lines" if len(records) > 1 else "markers"
-            traces.append(trace(arm, arm, x, [finite(value) for value in y], hover, mode=mode, **style))
+            traces.append(trace(arm, arm, x, y, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", mode=mode, **_STYLES[arm]))
     lost = {arm: sum(not math.isfinite(record[name]) for record in records) for arm, records in arms.items()}
-    caption = " ".join(
-        [f"The {arm} {name} is not finite in {counted(count)}." for arm, count in lost.items() if count]
-        + [remark for remark in dict.fromkeys(remarks) if remark]
-        + [f"The {arm} arm has no records." for arm, records in arms.items() if not records]
+    caption = _sentences(
+        *(f"The {arm} {name} is not finite in {counted(count)}." for arm, count in lost.items() if count),
+        *left_out,
+        *(f"The {arm} arm has no records." for arm, records in arms.items() if not records),
     )
     return figure(traces, "iteration", f"{name} ({unit})" if unit else name) if traces else None, caption
 
@@ -166,28 +165,20 @@ def difference(arms: Arms, name: str) -> Drawn:
     caption = f"No finite difference in {counted(lost)}." if lost else ""
     if not any(known):
         same = f"The {name} is identical in {counted(len(known))} of {len(differences)}."
-        return None, f"{same} {caption}".strip() if known else caption
-    shown, left_out = thinned(differences)
-    drawn = trace(
-        "relative difference",
-        "text",
-        [iteration for iteration, _ in shown],
-        [finite(value) for _, value in shown],
-        "%{y:.2e}<br>iteration %{x}",
-        symbol=SYMBOLS["flux"],
-        size=5,
-        mode="lines+markers" if len(known) < 100 else "lines",
-        line={"width": 2},
-        showlegend=False,
-    )
+        return None, _sentences(same if known else "", caption)
+    shown, left_out = _thinned(differences)
+    x, y = zip(*shown, strict=True)
+    style = {"mode": "lines+markers" if len(known) < 100 else "lines", "line": {"width": 2}, "showlegend": False}
+    hover = "%{y:.2e}<br>iteration %{x}"
+    drawn = trace("relative difference", "text", x, y, hover, symbol=SYMBOLS["flux"], size=5, **style)
     axis = {"tickformat": ".1e", "rangemode": "tozero"}
     made = figure([drawn], "iteration", "relative difference (1)", yaxis=axis, height=280)
-    return made, f"{caption} {left_out}".strip()
+    return made, _sentences(caption, left_out)
 
 
 def step_times(arms: Arms) -> Drawn:
     """Step time (ms) over the order of execution, blocks as bands behind the points, warm-up as open markers."""
-    steps = in_order(arms)
+    steps = _in_order(arms)
     times = [1000 * record["iteration-time"] for records in arms.values() for record in timed(records)]
     times = [time for time in times if math.isfinite(time)]
     if not times:
@@ -195,51 +186,52 @@ def step_times(arms: Arms) -> Drawn:
     uncounted = "warm-up or profiled" if any(record.get("profiled") for _, record in steps) else "warm-up"
     traces: list[Figure] = []
     left_out = ""
-    for arm in arms:
-        for counting in (True, False):
-            points = [
-                (x, 1000 * record["iteration-time"], record["iteration"], record["block"])
-                for x, (of, record) in enumerate(steps, 1)
-                if of == arm and counts(record) is counting
-            ]
-            shown, remark = thinned(points)
-            left_out = left_out or remark
-            if not shown:
-                continue
-            drawn = trace(
-                arm if counting else f"{arm}, {uncounted}",
-                arm,
-                [x for x, *_ in shown],
-                [finite(time) for _, time, *_ in shown],
-                f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}",
-                symbol=SYMBOLS[arm] + ("" if counting else "-open"),
-                size=7,
-                customdata=[[iteration, block] for *_, iteration, block in shown],
-            )
-            traces.append(drawn)
+    for arm, counting in ((arm, counting) for arm in arms for counting in (True, False)):
+        points = [
+            (x, 1000 * record["iteration-time"], record["iteration"], record["block"])
+            for x, (of, record) in enumerate(steps, 1)
+            if of == arm and counts(record) is counting
+        ]
+        shown, remark = _thinned(points)
+        left_out = left_out or remark
+        if shown:
+            x, y, *places = zip(*shown, strict=True)
+            name, symbol = (arm, SYMBOLS[arm]) if counting else (f"{arm}, {uncounted}", f"{SYMBOLS[arm]}-open")
+            hover = f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
+            customdata = list(map(list, zip(*places, strict=True)))
+            traces.append(trace(name, arm, x, y, hover, symbol=symbol, size=7, customdata=customdata))
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     every = [1000 * record["iteration-time"] for _, record in steps]
-    limit = 1.25 * max(times)
-    high = max(time for time in every if time <= limit)
+    high = max(time for time in every if time <= 1.25 * max(times))
     axis = {"range": _padded([min(times), high], 0.05 * high)}
-    bands = _block_bands([(record["block"], arm) for arm, record in steps])
+    # Two shades, since A B B A puts blocks of one arm side by side.
+    blocks = [(arm, len(list(block))) for (_, arm), block in groupby((record["block"], arm) for arm, record in steps)]
+    ends = pairwise(accumulate((0.5, *(length for _, length in blocks))))
+    bands = [_band(arm, (0.18, 0.1)[n % 2], x=x) for n, ((arm, _), x) in enumerate(zip(blocks, ends, strict=True))]
+    bands = bands if len(bands) <= MAX_BANDS else []
     above = sum(time > high for time in every)
-    caption = "Shaded bands are the interleaved blocks. " if bands else ""
-    caption += f"Open markers are {uncounted} steps, left out of all statistics"
-    caption += f"; above the axis: {above}." if above else "."
-    caption += f" {left_out}" if left_out else ""
+    caption = _sentences(
+        "Shaded bands are the interleaved blocks." if bands else "",
+        f"Open markers are {uncounted} steps, left out of all statistics"
+        + (f"; above the axis: {above}." if above else "."),
+        left_out,
+    )
     return figure(traces, "step in order of execution", "step time (ms)", yaxis=axis, shapes=bands), caption
 
 
-def _block_bands(steps: Sequence[tuple[int, str]]) -> list[Figure]:
-    """A band behind the steps of each block; two shades, since A B B A puts blocks of one arm side by side."""
-    bands: list[Figure] = []
-    start = 0
-    for (_, arm), block in groupby(steps):
-        end = start + len(list(block))
-        bands.append(band(arm, 0.1 if len(bands) % 2 else 0.18, x=(start + 0.5, end + 0.5)))
-        start = end
-    return bands if len(bands) <= MAX_BANDS else []
+def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
+    """What ``pick`` takes of each sample over the order of execution; caption: how many samples there are."""
+    order = [(arm, pick(record)) for arm, record in _in_order(arms)]
+    traces, count = [], 0
+    for arm in arms:
+        if points := [(x, y) for x, (of, y) in enumerate(order, 1) if of == arm and finite(y)]:
+            count += len(points)
+            hover = f"{arm} %{{y:.4g}}<br>step %{{x}}"
+            traces.append(trace(arm, arm, *zip(*points, strict=True), hover, symbol=SYMBOLS[arm], size=8))
+    if not traces:
+        return None, ""
+    caption = f"{counted(count, 'sampled step')} of {len(order)}."
+    return figure(traces, "step in order of execution", title, height=280), caption
 
 
 def distribution(arms: Arms) -> Drawn:
@@ -250,7 +242,7 @@ def distribution(arms: Arms) -> Drawn:
             "name": arm,
             "meta": {"colour": arm},
             "orientation": "h",
-            "x": [finite(1000 * record["iteration-time"]) for record in timed(records)],
+            "x": [time if finite(time) else None for time in (1000 * r["iteration-time"] for r in timed(records))],
             "boxpoints": "all" if len(records) <= 500 else "outliers",
             "jitter": 0.5,
             "pointpos": 0,
@@ -268,27 +260,24 @@ def distribution(arms: Arms) -> Drawn:
 
 def block_speedups(arms: Arms, interval: Sequence[Any] | None, speedup: Any) -> Drawn:
     """Baseline / flux step time of each pair of neighbouring blocks, with the interval of the whole as a band."""
+    if not isinstance(speedup, int | float):
+        return None, "Not both arms have been timed, so there is no speed-up."
     pairs = enumerate(paired_blocks(arms["baseline"], arms["flux"]), 1)
     ratios = [(number, float(np.median(baseline) / np.median(flux))) for number, (baseline, flux) in pairs]
     ratios = [(number, ratio) for number, ratio in ratios if math.isfinite(ratio)]
-    if not isinstance(speedup, int | float):
-        return None, "Not both arms have been timed, so there is no speed-up."
-    if interval is not None and not all(isinstance(end, int | float) for end in interval):
-        interval = None  # a step time that is not finite
     if len(ratios) < 2:
         return None, "Fewer than two pairs of blocks were timed in both arms, so pairs cannot be compared."
-    shapes = [line("text", y=1.0, dash="dash"), line("flux", y=speedup)]
+    x, y = zip(*ratios, strict=True)
+    shapes, ends = [line("text", y=1.0, dash="dash"), line("flux", y=speedup)], [1.0, speedup, *y]
     caption = "Each point: median step time of one baseline block / of its flux neighbour; above 1 flux is faster. "
     caption += "Line: the speed-up over all timed steps."
-    if interval is not None:
-        shapes.append(band("flux", 0.2, y=interval))
+    if interval is not None and all(map(finite, interval)):  # a step time may not be finite
+        shapes.append(_band("flux", 0.2, y=interval))
+        ends += interval
         caption += " Band: its 95 % interval, a bootstrap that draws whole pairs of blocks."
-    x, y = zip(*ratios, strict=True)
-    hover = "pair %{x}: %{y:.4g}"
-    drawn = trace("pairs of blocks", "flux", x, y, hover, symbol=SYMBOLS["flux"], showlegend=False)
-    axis = {"range": _padded([1.0, speedup, *y, *(interval or ())], 0.05)}
-    titles = "pair of blocks", "speed-up (baseline / flux)"
-    return figure([drawn], *titles, yaxis=axis, shapes=shapes, height=300), caption
+    points = trace("pairs of blocks", "flux", x, y, "pair %{x}: %{y:.4g}", symbol=SYMBOLS["flux"], showlegend=False)
+    layout = {"yaxis": {"range": _padded(ends, 0.05)}, "shapes": shapes, "height": 300}
+    return figure([points], "pair of blocks", "speed-up (baseline / flux)", **layout), caption
 
 
 TIME_PARTS: dict[str, tuple[str, str]] = {
@@ -311,17 +300,12 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figu
     known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
     if not known:
         return None
-    names = list(reversed(known))  # plotly stacks upwards: the first goes on top
-    traces = [
-        bars(name, colour, [known[bar].get(key) or 0.0 for bar in names], names, "%{x:.4g} ms")
-        for key, (name, colour) in TIME_PARTS.items()
-        if any(known[bar].get(key) for bar in names)
-    ]
+    traces = _stacked(known, TIME_PARTS, "%{x:.4g} ms")
     # Below the axis: above, a legend of eight entries would cover the bars on a phone.
     legend = {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
     legend["maxheight"] = 1  # by default a legend that fills half of a figure gets a scroll bar
     margin = {"l": 8, "r": 12, "t": 12, "b": 95}
-    height = 44 * len(names)
+    height = 44 * len(known)
     narrow = {"height": height + 70 + 20 * len(traces), "margin": {**margin, "b": 55 + 20 * len(traces)}}
     layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "margin": margin, "height": height + 110}
     layout["meta"] = {"narrow": narrow}  # a phone has one entry of the legend in a line
@@ -334,27 +318,13 @@ def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> 
     why = [note for note in notes if note.startswith("Peak memory of")]
     if not known:
         return None, " ".join(why) or "Peak memory is not known: arms on CPUs share the memory of their processes."
-    sizes = {
-        (name, colour): {arm: found[key] / 2**30 for arm, found in reversed(known.items())}
-        for key, name, colour in (
-            ("allocated_peak_bytes", "allocated", "part-gemm"),
-            ("workspace_bytes", "workspace", "part-fused"),
-        )
-    }
-    traces = [
-        bars(
-            name,
-            colour,
-            list(gib.values()),
-            list(gib),
-            "%{x:.3f} GiB",
-            text=[f"{name} {size:.2f} GiB" if size else "" for size in gib.values()],
-            # Beside a bar it would be cut by the edge of a narrow page.
-            textposition="inside",
-        )
-        for (name, colour), gib in sizes.items()
+    parts = {"allocated_peak_bytes": ("allocated", "part-gemm"), "workspace_bytes": ("workspace", "part-fused")}
+    gib = {arm: {key: found[key] / 2**30 for key in parts} for arm, found in known.items()}
+    traces = _stacked(gib, parts, "%{x:.3f} GiB", text="{} {:.2f} GiB")
+    each = [
+        f"{arm}: {', '.join(f'{name} {sizes[key]:.2f} GiB' for key, (name, _) in parts.items())}"
+        for arm, sizes in gib.items()
     ]
-    each = [f"{arm}: {', '.join(f'{name} {gib[arm]:.2f} GiB' for (name, _), gib in sizes.items())}" for arm in known]
     caption = (
         "Each arm's own on the rank with the most: what torch's allocator held for it, and workspaces in symmetric "
         f"memory. {' '.join(['What NCCL and CUDA themselves take is in neither.', *why])} {'; '.join(each)}."
@@ -365,38 +335,31 @@ def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> 
 
 
 def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> Drawn:
-    """Overlap efficiency (%) of several methods, one row of points for each of ``rows``.
+    """Overlap efficiency (%) of several methods, one row of points for each of ``rows`` (``<br>`` breaks a line).
 
-    Args:
-        rows: what each row is called; ``<br>`` breaks its line.
-        methods: colour, marker and the value of each row (a fraction, or None) by the method's name.
+    ``methods``: colour, marker and the value of each row (a fraction, or None) by the method's name.
     """
-    every = [value for *_, values in methods.values() for value in values if finite(value) is not None]
+    every = [value for *_, values in methods.values() for value in values if finite(value)]
     if not every:
         return None, "No overlap efficiency is known: there is nothing to hide, or it was not measured."
     names = list(reversed(rows))  # plotly counts upwards: the first goes on top
     traces = []
     for name, (colour, symbol, values) in methods.items():
-        shown = [finite(value) for value in reversed(values)]
+        shown = [value if finite(value) else None for value in reversed(values)]
         if any(value is not None for value in shown):
             x = [None if value is None else 100 * min(max(value, LOW), HIGH) for value in shown]
             exact = [None if value is None else 100 * value for value in shown]
             hover = f"{name} %{{customdata:.0f}} %"
             traces.append(trace(name, colour, x, names, hover, symbol=symbol, customdata=exact))
-    caption = "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn."
-    for cut, edge in (
-        (sum(value < LOW for value in every), f"below {MINUS}{-100 * LOW:.0f} %"),
-        (sum(value > HIGH for value in every), f"above {100 * HIGH:.0f} %"),
-    ):
-        caption += f" {counted(cut, 'point')} {edge} at the edge." if cut else ""
+    below, above = sum(value < LOW for value in every), sum(value > HIGH for value in every)
+    caption = _sentences(
+        "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn.",
+        f"{counted(below, 'point')} below {MINUS}{-100 * LOW:.0f} % at the edge." if below else "",
+        f"{counted(above, 'point')} above {100 * HIGH:.0f} % at the edge." if above else "",
+    )
     least, most = max(min(every), LOW), min(max(every), HIGH)
     axis = {"range": [100 * min(least, 0) - 8, 100 * max(most, 1) + 8], "nticks": 5, "tickfont": {"size": 11}}
     lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
     height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
     layout = {"xaxis": axis, "yaxis": row_axis(len(rows)), "shapes": lines, "height": height}
     return figure(traces, "overlap efficiency (%)", "", **layout), caption
-
-
-def row_axis(rows: int) -> Figure:
-    """A y axis of named rows."""
-    return {"tickfont": {"size": 11}, "range": [-0.6, rows - 0.4]}

@@ -1,7 +1,7 @@
-"""Chapters as one HTML page that needs nothing but itself, as Markdown for a pull request, and figures as PNG files.
+"""What a report is made of, and chapters as HTML, as Markdown for a pull request, and their figures as PNG files.
 
-plotly.js is inside the page once, and a content security policy forbids every request, so a page that needs the network
-would be broken for everybody, not only for those without one. Whatever a run holds is text: autoescaped in HTML; the
+The page needs nothing but itself: plotly.js is inside once, and a content security policy forbids every request, so a
+page that needs the network would be broken for everybody. Whatever a run holds is text: autoescaped in HTML; the
 figures' JSON lies in a data block in which ``<``, ``>`` and ``&`` are escaped and is parsed, never run.
 
 The palette is named: CSS variables of the page, and the light one again for PNG figures. Blue and vermilion of Okabe
@@ -13,19 +13,19 @@ alone: lines differ in width, points in shape, bars have a legend in their order
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report.parts import Chapter, Figure, Part, Table, figures_of
+from megatron_flux.metrics.strict_json import without_secrets
 
-if TYPE_CHECKING:
-    from jinja2 import Template
+Figure = dict[str, Any]
+"""A plotly figure as plain JSON; a trace's colour is a name of the palette in its ``meta.colour``."""
 
 _COLOURS = {  # on light, on dark
     "page": ("#ffffff", "#16181b"),
@@ -44,9 +44,8 @@ _COLOURS = {  # on light, on dark
     "part-exposed": ("#c0392b", "#ff6b5b"),
     "part-idle": ("#e6e6e6", "#3f4349"),
 }
-LIGHT = {name: light for name, (light, _) in _COLOURS.items()}
-DARK = {name: dark for name, (_, dark) in _COLOURS.items()}
-PRINT = {**LIGHT, "text": "#000000", "quiet": "#404040", "line": "#bfbfbf"}
+LIGHT, DARK = ({name: pair[index] for name, pair in _COLOURS.items()} for index in (0, 1))
+PALETTES = {"light": LIGHT, "dark": DARK, "print": {**LIGHT, "text": "#000000", "quiet": "#404040", "line": "#bfbfbf"}}
 
 PNG = {"format": "png", "width": 900, "scale": 2}
 PNG_TIMEOUT_S = 120
@@ -54,27 +53,83 @@ PNG_TIMEOUT_S = 120
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#&~])")
 
 
+class Table(NamedTuple):
+    """Cells as text. With a head the first column names the row and the others are figures; without, pairs."""
+
+    rows: Sequence[Sequence[str]]
+    head: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One section: a figure, a table, or both; what is missing is explained in the caption instead of drawn empty."""
+
+    id: str
+    title: str
+    figure: Figure | None = None
+    caption: str = ""
+    table: Table | None = None
+    folded: bool = False
+    """For those who look for it: closed on a page, left out of Markdown."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """Everything about one run, or about all of them."""
+
+    id: str
+    title: str
+    verdict: str
+    subtitle: str
+    parts: Sequence[Part]
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as ``(dotted name, text)``; lists stay on one line."""
+    for key, item in value.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(item, Mapping) and item:
+            yield from flat(item, name)
+        elif isinstance(item, list):
+            yield name, ", ".join(str(part) for part in item)
+        else:
+            yield name, "" if item is None else str(item)
+
+
+def settings_parts(settings: Mapping[str, Any]) -> list[Part]:
+    """A part for each of these settings that is known, without secrets."""
+    parts = []
+    for name, value in settings.items():
+        pairs = list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value}))) if value else []
+        if pairs:
+            parts.append(Part(name, name.capitalize(), table=Table(pairs), folded=name != "command"))
+    return parts
+
+
+def _figures(chapters: Sequence[Chapter]) -> dict[str, Figure]:
+    """Every figure by ``<chapter>-<part>``."""
+    return {f"{chapter.id}-{part.id}": part.figure for chapter in chapters for part in chapter.parts if part.figure}
+
+
 def html(chapters: Sequence[Chapter], title: str) -> str:
     """The page. ``title`` is shown by the browser."""
-    from plotly.offline import get_plotlyjs
-
-    figures = figures_of(chapters)
-    return _page_template().render(
-        title=title,
-        chapters=chapters,
-        palettes={"light": LIGHT, "dark": DARK, "print": PRINT},
-        figures_json=script_json(figures),
-        plotlyjs=get_plotlyjs() if figures else "",
-    )
-
-
-@functools.cache
-def _page_template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
 
     loader = PackageLoader("megatron_flux.metrics")
     options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    return Environment(loader=loader, autoescape=True, **options).get_template("report.html.j2")
+    figures = _figures(chapters)
+    return (
+        Environment(loader=loader, autoescape=True, **options)
+        .get_template("report.html.j2")
+        .render(
+            title=title,
+            chapters=chapters,
+            palettes=PALETTES,
+            figures_json=script_json(figures),
+            plotlyjs=get_plotlyjs() if figures else "",
+        )
+    )
 
 
 def script_json(value: Any) -> str:
@@ -84,12 +139,7 @@ def script_json(value: Any) -> str:
 
 
 def markdown(chapters: Sequence[Chapter], pictures: Mapping[str, str]) -> str:
-    """The document.
-
-    Args:
-        chapters: what to show.
-        pictures: relative path of a figure's PNG by ``<chapter>-<part>``; other figures are left to the page.
-    """
+    """The document; ``pictures`` is the path of a figure's PNG by ``<chapter>-<part>``: others are left to the page."""
     lines: list[str] = []
     for chapter in chapters:
         heading = "##" if lines else "#"
@@ -110,19 +160,14 @@ def _markdown_part(part: Part, heading: str, picture: str | None) -> list[str]:
         lines += [f"![{escaped(part.title)}]({picture})", ""]
     if part.caption:
         lines += [escaped(part.caption), ""]
-    if part.table is not None and any(row[0] for row in part.table.rows):
-        lines += [*_markdown_table(part.table), ""]
-    elif part.table is not None:
-        lines += [line for row in part.table.rows for line in (escaped(row[1]), "")]
-    return lines
-
-
-def _markdown_table(table: Table) -> list[str]:
-    columns = max((len(row) for row in table.rows), default=len(table.head))
-    head = list(table.head) or [""] * columns
-    rule = ["---"] + (["---:"] if table.head else ["---"]) * (columns - 1)
-    first, *others = ([escaped(cell) for cell in row] for row in (head, *table.rows))
-    return ["| " + " | ".join(cells) + " |" for cells in (first, rule, *others)]
+    if part.table is None:
+        return lines
+    if not any(row[0] for row in part.table.rows):
+        return lines + [line for row in part.table.rows for line in (escaped(row[1]), "")]
+    columns = max(map(len, part.table.rows))
+    rule = ["---"] + (["---:"] if part.table.head else ["---"]) * (columns - 1)
+    first, *others = ([escaped(cell) for cell in row] for row in (part.table.head or [""] * columns, *part.table.rows))
+    return [*lines, *("| " + " | ".join(cells) + " |" for cells in (first, rule, *others)), ""]
 
 
 def escaped(text: str) -> str:
@@ -133,10 +178,7 @@ def escaped(text: str) -> str:
 def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     """Write every figure to ``out/figures`` and return its path relative to ``out`` by ``<chapter>-<part>``.
 
-    kaleido draws them in a headless Chrome or Chromium.
-
-    Raises:
-        UserError: kaleido or a browser is missing, or drawing failed.
+    kaleido draws them in a headless Chrome or Chromium; UserError where one is missing, or drawing failed.
     """
     instead = "leave out --png: report.html has the figures and needs neither"
     try:
@@ -146,19 +188,19 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     import plotly.graph_objects as go
     from choreographer.errors import ChromeNotFoundError
 
-    folder = out / "figures"
-    paths = {name: folder / f"{name}.png" for name in figures_of(chapters)}
+    figures = _figures(chapters)
+    pictures = {name: f"figures/{name}.png" for name in figures}
     jobs = [
         {
             "fig": go.Figure(painted(figure, LIGHT)),
-            "path": paths[name],
+            "path": out / pictures[name],
             "opts": {**PNG, "height": figure["layout"]["height"]},
         }
-        for name, figure in figures_of(chapters).items()
+        for name, figure in figures.items()
     ]
     logging.getLogger("kaleido").setLevel(logging.WARNING)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (out / "figures").mkdir(parents=True, exist_ok=True)
         # mathjax off: it would be asked for over the network.
         kaleido.write_fig_from_object_sync(jobs, kopts={"mathjax": False, "timeout": PNG_TIMEOUT_S, "n": 1})
     except ChromeNotFoundError:
@@ -169,10 +211,10 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     except Exception as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"PNG figures could not be drawn ({cause}); {instead}") from error
-    missing = [path.name for path in paths.values() if not path.is_file()]
+    missing = [path for path in pictures.values() if not (out / path).is_file()]
     if missing:
         raise UserError(f"PNG figures could not be drawn (no {missing[0]}); {instead}")
-    return {name: path.relative_to(out).as_posix() for name, path in paths.items()}
+    return pictures
 
 
 def painted(figure: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
@@ -180,9 +222,8 @@ def painted(figure: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
     painted = copy.deepcopy(dict(figure))
     for trace in painted["data"]:
         own = palette[trace["meta"]["colour"]]
-        trace["marker"] = {**trace.get("marker", {}), "color": own}
-        if trace["type"] != "bar":
-            trace["line"] = {**trace.get("line", {}), "color": own}
+        for name in ("marker", "line") if trace["type"] != "bar" else ("marker",):
+            trace[name] = {**trace.get(name, {}), "color": own}
     layout = painted["layout"]
     for shape in layout.get("shapes", []):
         if shape["type"] == "line":

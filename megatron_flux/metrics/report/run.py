@@ -1,4 +1,4 @@
-"""A run folder as the report sees it: what is there, and in words what is not.
+"""A run folder as the report sees it: what is there, in words what is not, and how it differs from another.
 
 Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``) or
 ``layers`` (``bench layer``). Damage is no reason to show nothing: it is listed in :attr:`Run.problems`.
@@ -13,15 +13,17 @@ from typing import Any, Literal
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.statistics import Record
-from megatron_flux.metrics.summary import ARMS, read_json_object, summarize, verdict
+from megatron_flux.metrics.report.render import flat
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
+from megatron_flux.metrics.table import UNKNOWN
 
 Kind = Literal["training", "operators", "layers"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, or two of one arm each as one comparison (``several.with_pairs``)."""
+    """One run folder, or two of one arm each as one comparison (:func:`with_pairs`)."""
 
     path: Path
     name: str
@@ -56,10 +58,9 @@ class Run:
     def verdict(self) -> str:
         """One line: what was found."""
         if self.kind != "training":
-            count = len(self.summary["rows"])
             noun = "operator calls" if self.kind == "operators" else "layer timings"
             device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
-            return f"{count} {noun}, {device}, tp {tp}"
+            return f"{len(self.summary['rows'])} {noun}, {device}, tp {tp}"
         if not any(self.arms.values()):
             return "no step has been recorded"
         if (arm := self.trained_arm) is None:
@@ -70,47 +71,59 @@ class Run:
 
 
 def load(path: Path) -> Run:
-    """Read a run folder, or the one run in the folder of a job that has no other.
+    """Read a run folder, or the one run in the folder of a job that has no other."""
+    runs = load_all([path]) if any(path.glob("rep-*/")) else [_load(path)]
+    if len(runs) > 1:
+        raise UserError(f"{path} is a job's folder with {len(runs)} repetitions; name one: {runs[0].path}")
+    return runs[0]
 
-    Raises:
-        UserError: it is missing, cannot be read, no run wrote it, or a job's folder holds several.
-    """
-    if not path.is_dir():
-        raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
-    if any(path.glob("rep-*/")):
-        repetitions = _repetitions(path)
-        if len(repetitions) == 1:
-            return replace(load(repetitions[0]), name=path.resolve().name)
-        if not repetitions:
+
+def load_all(paths: Sequence[Path]) -> list[Run]:
+    """Read run folders; one that only holds run folders, as that of a job with repetitions does, stands for those."""
+    runs: list[Run] = []
+    for path in paths:
+        name = path.resolve().name
+        repetitions = sorted(path.glob("rep-*/"), key=lambda repetition: (len(repetition.name), repetition.name))
+        inner = {repetition.name: repetition / "run" for repetition in repetitions}
+        if not inner and path.is_dir() and not _looks_like_run(path) and not (path / "config.json").exists():
+            inner = {child.name: child for child in sorted(path.iterdir())}
+        found = [replace(_load(run), name=f"{name}/{own}") for own, run in inner.items() if _looks_like_run(run)]
+        if repetitions and not found:
             raise UserError(
                 f"{path} is a job's folder, and no repetition of it has recorded anything yet; see the logs in "
-                f"{min(path.glob('rep-*/'))}/logs"
+                f"{repetitions[0]}/logs"
             )
-        raise UserError(f"{path} is a job's folder with {len(repetitions)} repetitions; name one: {repetitions[0]}")
-    problems: list[str] = []
-    config = _json(path / "config.json", problems)
-    stored = _json(path / "summary.json", problems)
+        if repetitions and len(found) == 1:
+            found = [replace(found[0], name=name)]
+        runs += found or [_load(path)]
+    return runs
+
+
+def _looks_like_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
+
+
+def _load(path: Path) -> Run:
+    if not path.is_dir():
+        raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
     name = path.resolve().name
+    problems: list[str] = []
+    config, stored = (_json(path / file, problems) for file in ("config.json", "summary.json"))
     kind = _bench_kind(path / "summary.json", stored)
     if kind is not None:
         return Run(path, name, kind, stored, config, problems=problems)
-    files = {arm: path / arm / "metrics.jsonl" for arm in ARMS}
+    tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
     settings = config.get("config")
     begun = isinstance(settings, Mapping) and "preset" in settings
-    if not begun and not any(file.exists() for file in files.values()):
+    if not begun and not any(tail.path.exists() for tail in tails.values()):
         raise UserError(
             f"{path} is not a run folder: it has no {' or '.join(f'{arm}/metrics.jsonl' for arm in ARMS)}, and no "
             "summary.json of a benchmark; name a folder that megatron-flux compare, train or bench has written"
         )
-    arms: dict[str, list[Record]] = {}
-    for arm, file in files.items():
-        tail = RecordTail(file)
-        try:
-            tail.poll()
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}; name a folder that you may read") from error
-        arms[arm] = tail.records
+    for arm, tail in tails.items():
+        tail.poll()
         problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
+    arms = {arm: tail.records for arm, tail in tails.items()}
     breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
     about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "layout", "command")}
@@ -120,43 +133,12 @@ def load(path: Path) -> Run:
     return Run(path, name, "training", summary, config, arms, breakdowns, problems)
 
 
-def load_all(paths: Sequence[Path]) -> list[Run]:
-    """Read run folders; one that only holds run folders, as that of a job with repetitions does, stands for those.
-
-    Raises:
-        UserError: as :func:`load`.
-    """
-    runs: list[Run] = []
-    for path in paths:
-        try:
-            runs.append(load(path))
-        except UserError:
-            inner = {run.parent.name: run for run in _repetitions(path)}
-            if not inner and path.is_dir():
-                inner = {child.name: child for child in sorted(path.iterdir()) if _looks_like_run(child)}
-            if not inner:
-                raise
-            runs += [replace(load(child), name=f"{path.resolve().name}/{name}") for name, child in inner.items()]
-    return runs
-
-
-def _repetitions(path: Path) -> list[Path]:
-    """The run folders of a job's folder, ``rep-N/run``, in order."""
-    found = [run for run in path.glob("rep-*/run") if _looks_like_run(run)]
-    return sorted(found, key=lambda run: (len(run.parent.name), run.parent.name))
-
-
-def _looks_like_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
-
-
-_NUMBER = (int, float)
 _COLUMNS: dict[Kind, tuple[tuple[Any, str], ...]] = {
-    "operators": ((str, "op"), (int, "m n k"), (_NUMBER, "gemm_ms serial_ms")),
+    "operators": ((str, "op"), (int, "m n k"), (int | float, "gemm_ms serial_ms")),
     "layers": (
         (str, "arm model"),
         (int, "seq micro_batch layers"),
-        (_NUMBER, "ms_per_layer ms_per_layer_low ms_per_layer_high"),
+        (int | float, "ms_per_layer ms_per_layer_low ms_per_layer_high"),
         (dict, "breakdown"),
     ),
 }
@@ -164,11 +146,7 @@ _COLUMNS: dict[Kind, tuple[tuple[Any, str], ...]] = {
 
 
 def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
-    """The kind of benchmark that wrote the summary; None if none did.
-
-    Raises:
-        UserError: one did, and a row of it is damaged.
-    """
+    """The kind of benchmark that wrote the summary, None if none did; UserError where a row of it is damaged."""
     rows = summary.get("rows")
     if not isinstance(rows, list):
         return None
@@ -199,3 +177,51 @@ def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.parent.name}/breakdown.json has no parts in ms: left out.")
         return {}
     return found
+
+
+def with_pairs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The runs, with a comparison in front where exactly one of them is stock alone and one flux alone; and notes.
+
+    Two such runs of different models are not compared. Of others a note says that they were not interleaved.
+    """
+    baselines, fluxes = ([run for run in runs if run.kind == "training" and run.only_arm == arm] for arm in ARMS)
+    if len(baselines) != 1 or len(fluxes) != 1:
+        return list(runs), []
+    baseline, flux = baselines[0], fluxes[0]
+    if (apart := different_models(baseline, flux)) is not None:
+        return list(runs), [f"{baseline.name} and {flux.name} trained different models ({apart}): not compared."]
+    # Blocks count the order of execution over both arms; these ran one after the other.
+    after = 1 + max(record["block"] for record in baseline.arms["baseline"])
+    second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
+    arms = {"baseline": baseline.arms["baseline"], "flux": second}
+    summary = summarize(*arms.values(), flux.config, separate=True)
+    summary["notes"].append(
+        "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
+    )
+    both = (("baseline", baseline), ("flux", flux))
+    breakdowns = {arm: run.breakdowns[arm] for arm, run in both if arm in run.breakdowns}
+    name = f"{baseline.name} and {flux.name}"
+    return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs], []
+
+
+def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
+    """``name a and b`` for each of these settings that both runs know and that is not the same."""
+    a, b = first.settings, second.settings
+    return [
+        f"{name} {a[name] or 'none'} and {b[name] or 'none'}"
+        for name in names
+        if name in a and name in b and a[name] != b[name]
+    ]
+
+
+def different_models(first: Run, second: Run) -> str | None:
+    """How the trained models differ, in a few words; None when they are the same or one is not known.
+
+    Losses and step times of two models say nothing about each other.
+    """
+    if not {"shape"} <= first.settings.keys() & second.settings.keys():
+        return None
+    a, b = (dict(flat({"shape": run.settings["shape"]})) for run in (first, second))
+    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+    found = [f"{name.removeprefix('shape.')} {a.get(name, UNKNOWN)} and {b.get(name, UNKNOWN)}" for name in names]
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "") if found else None

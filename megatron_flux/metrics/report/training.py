@@ -1,27 +1,56 @@
-"""The chapter of a training run: one arm, or baseline against flux."""
+"""The chapter of a training run, one arm or baseline against flux: its steps, its samples of operators and machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from megatron_flux.metrics.report import figures, samples
-from megatron_flux.metrics.report.parts import NOT_RECORDED, Chapter, Part, Table, settings_part
+import numpy as np
+
+from megatron_flux.metrics import table
+from megatron_flux.metrics.report import figures
+from megatron_flux.metrics.report.figures import Arms
+from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.table import CROSS, HEAD, findings, rows, shown
+from megatron_flux.metrics.summary import Record, timed
+from megatron_flux.metrics.table import CROSS, MINUS, UNKNOWN, counted, memory, milliseconds, percent, shown
+
+NOT_RECORDED = "Not recorded"
+"""How the caption of a part begins whose data the run does not have: such parts become one table."""
 
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """What can be compared between arms: waiting for peers is in one of the three, whichever arm it is."""
+
+REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."
+WAITS_COUNT = "Exposed: the time beyond the GEMM alone, which has what fused kernels wait for their peers."
+
+SAME_STATE_SINCE = 3
+"""The schema version from which calls are compared with times from the state that training has put the GPU in."""
+EARLIER = "an earlier version compared with times from another state of the GPU"
+
+TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
+GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
+PER_RANK = {
+    "step_ms": ("step (ms)", "{:.1f}".format),
+    "operators_ms": ("in operators (ms)", "{:.1f}".format),
+    "peak_memory_bytes": ("peak (GiB)", lambda size: f"{size / 2**30:.2f}"),
+    "sm_clock_mhz": ("SM clock (MHz)", "{:.0f}".format),
+    "power_w": ("power (W)", "{:.0f}".format),
+    "temperature_c": ("°C", "{:.0f}".format),
+}
 
 
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
     speedups = figures.block_speedups(arms, summary["speedup_ci95"], summary["speedup"])
+    found = [(label, text) for label, text in table.findings(summary) if label != "fallback to stock"]
     parts = [
-        Part("comparison", "Comparison", table=Table(rows(summary), HEAD)),
-        Part("findings", "Findings", table=Table(_findings(run))),
+        Part("comparison", "Comparison", table=Table(table.rows(summary), table.HEAD)),
+        Part("findings", "Findings", table=Table([*found, *(("damage", problem) for problem in run.problems)])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         Part("distribution", "Step time, distribution", *figures.distribution(arms)),
         Part("speed-ups", "Speed-up, block by block", *speedups),
@@ -30,9 +59,11 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
-        *samples.operator_parts(arms),
+        *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
         Part("memory", "Peak memory", *figures.peak_memory(summary["arms"], summary["notes"])),
-        *samples.machine_parts(arms),
+        _ranks(arms),
+        *_gpus(arms),
+        _throttling(arms),
         _fallbacks(run),
     ]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
@@ -41,7 +72,10 @@ def chapter(run: Run, id_: str) -> Chapter:
         pairs = [(part.title, part.caption.removeprefix(NOT_RECORDED).strip(" :.")) for part in missing]
         parts = [part for part in parts if part not in missing]
         parts.append(Part("missing", NOT_RECORDED, table=Table(pairs)))
-    return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, *_settings(run)])
+    command = summary.get("command") or run.config.get("command")
+    settings = {"command": " ".join(map(str, command)) if isinstance(command, list) else command}
+    settings |= {name: summary.get(name) for name in ("layout", "device", "versions")} | {"configuration": run.settings}
+    return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, *settings_parts(settings)])
 
 
 def _subtitle(run: Run) -> str:
@@ -57,64 +91,193 @@ def _subtitle(run: Run) -> str:
     return "; ".join(words)
 
 
-def _findings(run: Run) -> list[tuple[str, str]]:
-    pairs = [(label, text) for label, text in findings(run.summary) if label != "fallback to stock"]
-    return [*pairs, *(("damage", problem) for problem in run.problems)]
-
-
 def _breakdown(run: Run) -> Part:
-    title = "Where the time goes"
-    found = run.breakdowns
+    title, found = "Where the time goes", run.breakdowns
     figure = figures.time_parts({arm: one["parts"] for arm, one in found.items()}, "step")
     if figure is None:
         caption = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
         return Part("time", title, caption=caption)
-
-    def row(label: str, value: Callable[[dict[str, Any]], Any]) -> tuple[str, ...]:
-        return label, *(shown(value(one), "{:.2f}".format) for one in found.values())
-
-    def comparable(one: dict[str, Any]) -> float:
-        return sum(one["parts"].get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
-
-    table = [
-        *(
-            row(label, lambda one, part=part: one["parts"].get(part))
-            for part, (label, _) in figures.TIME_PARTS.items()
-            if any(one["parts"].get(part) for one in found.values())
-        ),
-        row(WAITS_INCLUDED, comparable),
-        row("step", lambda one: one.get("span_ms")),
-        row("hidden communication (takes no time)", lambda one: one.get("communication_hidden_ms")),
-    ]
-    about = [f"{arm}: {_traced(one)}." for arm, one in found.items()]
-    about += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
+    about = [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
+    columns = []
+    for arm, one in found.items():
+        parts, steps = one["parts"], one.get("steps")
+        comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
+        whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
+        columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
+        which = f"steps {steps[0]} to {steps[1]}" if isinstance(steps, list) and len(steps) == 2 else "traced steps"
+        source = str(one.get("source", "?")).upper()
+        about.insert(len(columns) - 1, f"{arm}: {which} of rank {one.get('rank', '?')}, timeline of the {source}.")
+    names = [name for name, _ in figures.TIME_PARTS.values()]
+    names += [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
+    drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
+    rows = [row for row in zip(names, *columns, strict=True) if row[0] in drawn]
     caption = f"¹ Communication beside which nothing else ran. {FUSED_WAITS} {' '.join(about)}"
-    return Part("time", title, figure, caption, Table(table, head=("ms per step", *found)))
-
-
-def _traced(found: dict[str, Any]) -> str:
-    steps = found.get("steps")
-    which = f"steps {steps[0]} to {steps[1]}" if isinstance(steps, list) and len(steps) == 2 else "traced steps"
-    return f"{which} of rank {found.get('rank', '?')}, timeline of the {str(found.get('source', '?')).upper()}"
+    return Part("time", title, figure, caption, Table(rows, head=("ms per step", *found)))
 
 
 def _fallbacks(run: Run) -> Part:
-    table, caption = None, ""
-    if fallbacks := run.summary["flux_fallbacks"]:
-        ordered = sorted(fallbacks.items(), key=lambda item: -item[1])
-        table = Table([(reason, f"{calls:,}") for reason, calls in ordered], head=("reason", "calls"))
-    elif run.arms["flux"]:
-        caption = "None: every patched layer ran flux in every step."
+    title, reasons = "Calls left to stock Megatron", Counter(run.summary["flux_fallbacks"]).most_common()
+    rows = [(reason, f"{calls:,}") for reason, calls in reasons]
+    caption = "" if reasons else "None: every patched layer ran flux in every step."
     if not run.arms["flux"]:
         caption = "The flux arm has no records."
-    return Part("fallbacks", "Calls left to stock Megatron", caption=caption, table=table)
+    return Part("fallbacks", title, caption=caption, table=Table(rows, ("reason", "calls")) if rows else None)
 
 
-def _settings(run: Run) -> list[Part]:
-    command = run.summary.get("command") or run.config.get("command")
-    command = " ".join(map(str, command)) if isinstance(command, list) else command
-    return [
-        *settings_part("command", command, folded=False),
-        *(part for name in ("layout", "device", "versions") for part in settings_part(name, run.summary.get(name))),
-        *settings_part("configuration", run.settings),
+def _efficiency(flux: Sequence[Record]) -> Part | None:
+    if not flux:
+        return None
+    title = "Overlap efficiency per operator"
+    # Timed steps only, unless sampling met nothing but warm-up.
+    samples = [r for r in timed(flux) if r.get("flux/calls")] or [r for r in flux if r.get("flux/calls")]
+    if not samples:
+        replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)
+        why = REPLAYED if replayed else "no step of this run sampled its operators."
+        return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {why}")
+    seen: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    on_gpu = any(record.get("flux/gpu") for record in flux)
+    for record in samples:
+        for call in record["flux/calls"]:
+            seen[_key(call)].append(_sound(call, record, on_gpu=on_gpu))
+    values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
+    drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
+    method = {"flux": ("flux", figures.SYMBOLS["flux"], list(drawn.values()))}
+    plot, caption = figures.efficiencies(list(drawn), method)
+    caption += f" Medians over {counted(len(samples), 'sampled step')} of rank 0."
+    calls = [call for of_one in seen.values() for call in of_one]
+    alone = {str(call.get("source")) for call in calls if call.get("gemm_ms") is None and not call.get("withheld")}
+    caption += "".join(f" Not compared: {reason}." for reason in sorted(alone))
+    for reason, count in sorted(Counter(call["withheld"] for call in calls if call.get("withheld")).items()):
+        caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
+    cells = [
+        (
+            " ".join(key[:2]) + (f", {key[2]}" if key[2:] else ""),
+            str(seen[key][-1].get("calls", UNKNOWN)),
+            *(_ms(_median(call.get(name) for call in seen[key])) for name in TIMES),
+            shown(value, percent),
+        )
+        for key, value in values.items()
     ]
+    cells = Table(cells, head=("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E"))
+    return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", cells)
+
+
+def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:
+    """``call``; without a comparison that an earlier version made with times from another state of the GPU."""
+    gpu = on_gpu or call.get("source") == "tuner"
+    if record.get("schema", 1) >= SAME_STATE_SINCE or not gpu or not call.get("gemm_ms"):
+        return call
+    return {**call, **dict.fromkeys((*TIMES[1:], "e_overlap")), "withheld": EARLIER}
+
+
+def _key(call: dict[str, Any]) -> tuple[str, ...]:
+    if call.get("operator") == "all_gather":
+        return "all_gather", f"{call.get('m', '?')} {CROSS} {call.get('k', '?')}"
+    weight = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k"
+    shape = f" {CROSS} ".join(str(call.get(name, "?")) for name in "mnk")
+    return str(call.get("operator", "?")), shape, f"weight {weight}"
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _median(values: Iterable[Any]) -> float | None:
+    known = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return float(np.median(known)) if known else None
+
+
+def _ms(value: float | None) -> str:
+    return shown(value, milliseconds).replace("-", MINUS)
+
+
+def _activity(flux: Sequence[Record]) -> Part:
+    if not flux:
+        return Part("operators", "Flux operators", caption="The flux arm has no records.")
+    last, whole = flux[-1], "{:,.0f}".format
+    pairs = [
+        ("all_gather_gemm calls", shown(last.get("flux/all_gather_gemm_calls"), whole)),
+        ("gemm_reduce_scatter calls", shown(last.get("flux/gemm_reduce_scatter_calls"), whole)),
+        ("received from peers", shown(last.get("flux/bytes_received"), memory)),
+        ("calls left to stock", shown(last.get("flux/fallback_calls"), whole)),
+    ]
+    if last.get("flux/wait_timeouts") is not None:
+        pairs.append(("waits that ran into their limit", f"{last['flux/wait_timeouts']:,}"))
+    if (cost := _median(record.get("flux/metrics_ms") for record in flux)) is not None:
+        pairs.append(("recording, median", f"{milliseconds(cost)} ms"))
+    unseen = "" if last.get("flux/all_gather_gemm_calls") is not None else REPLAYED
+    return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(pairs))
+
+
+def _choices(flux: Sequence[Record]) -> Part | None:
+    rows = []
+    for call, choice in {k: v for record in flux for k, v in (record.get("flux/choices") or {}).items()}.items():
+        plan, times = _mapping(_mapping(choice).get("plan")), _mapping(_mapping(choice).get("ms"))
+        text = " ".join(f"{name}={value}" for name, value in plan.items())
+        best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
+        rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), _ms(best)))
+    return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None
+
+
+def _ranks(arms: Arms) -> Part:
+    title = "Slowest ranks"
+    plot, caption = figures.samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
+    if plot is None:
+        return Part("ranks", title, caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")
+    caption = (
+        f"Longest minus shortest own time of a step over the ranks, {caption} A rank's own time leaves out flux's "
+        "operators, where it waits for the others."
+    )
+    for arm, records in arms.items():
+        slowest = Counter(r["flux/slowest_rank"] for r in records if r.get("flux/slowest_rank") is not None)
+        if slowest:
+            rank, times = slowest.most_common(1)[0]
+            caption += f" {arm}: rank {rank} was slowest in {times} of {counted(slowest.total(), 'sample')}."
+    return Part("ranks", title, plot, caption, _rank_table(arms))
+
+
+def _rank_table(arms: Arms) -> Table | None:
+    """Medians over the samples, one line per rank and arm."""
+    found: dict[str, dict[str, float | None]] = {}
+    for arm, records in arms.items():
+        samples = [record["flux/ranks"] for record in records if record.get("flux/ranks")]
+        lists = {name: [s[name] for s in samples if isinstance(s.get(name), list)] for name in PER_RANK}
+        by_rank = {name: list(zip_longest(*values)) for name, values in lists.items()}
+        for rank in range(max(map(len, by_rank.values()))):
+            found[f"{arm}, rank {rank}"] = {name: _median(of[rank]) for name, of in by_rank.items() if rank < len(of)}
+    names = [name for name in PER_RANK if any(row.get(name) is not None for row in found.values())]
+    rows = [(rank, *(shown(row.get(name), PER_RANK[name][1]) for name in names)) for rank, row in found.items()]
+    return Table(rows, ("median of samples", *(PER_RANK[name][0] for name in names))) if names else None
+
+
+def _gpus(arms: Arms) -> list[Part]:
+    """Clocks and power, which explain noise."""
+    parts = []
+    for name, title in GPU.items():
+        plot, caption = figures.samples(arms, title, lambda record, name=name: (record.get("flux/gpu") or {}).get(name))
+        if plot is not None:
+            parts.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, f"Over all ranks' GPUs, {caption}"))
+    return parts or [Part("gpus", "Clocks and power", caption=_no_gpus(arms))]
+
+
+def _no_gpus(arms: Arms) -> str:
+    runs = (record.get("flux/run") for records in arms.values() for record in records)
+    why = next((run["gpu_source"] for run in map(_mapping, runs) if run.get("gpu_source")), None)
+    return f"{NOT_RECORDED}: {why or 'no step of this run sampled its GPUs'}."
+
+
+def _throttling(arms: Arms) -> Part:
+    sampled = {
+        arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
+        for arm, records in arms.items()
+    }
+    reasons = sorted({reason for samples in sampled.values() for sample in samples for reason in sample})
+    rows = [
+        (reason, *(f"{sum(1 for s in samples if s.get(reason))} of {len(samples)}" for samples in sampled.values()))
+        for reason in reasons
+    ]
+    caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
+    if not reasons:
+        samples = sum(map(len, sampled.values()))
+        caption = f"None in {counted(samples, 'sample')}." if samples else _no_gpus(arms)
+    return Part("throttling", "Throttling", caption=caption, table=Table(rows, ("reason", *sampled)) if rows else None)

@@ -1,3 +1,3 @@
-"""Ways to run the operators. Read ``base`` (what each of them is), ``registry`` (which one runs a call), ``reference``
-(stock), ``async_tp`` (torch's, named ``pipelined``), ``fused``, ``tuned`` with its file in ``tuning_cache``.
+"""Ways to run the operators. Read ``registry`` (what a backend is, which one runs a call), ``reference`` (torch's own:
+stock, and ``pipelined``), ``fused``, ``tuned`` with its file in ``tuning_cache``.
 """

@@ -3,11 +3,9 @@
 Hopper gets the warp-specialised kernels (:mod:`kernels.hopper.pieces`) wherever TMA can address the operands
 and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
 
-Contract: that of :mod:`megatron_flux.ops.backends.base`; all ranks of a group make the same calls in the same order. A
-gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an all_gather_gemm
-until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
-
-Determinism: both operators are bitwise reproducible (see the kernels).
+Contract: that of :mod:`megatron_flux.ops.backends.registry`; all ranks of a group make the same calls in the same
+order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
+all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors, bitwise reproducible.
 
 Limits, said by :meth:`FusedBackend.why_not`: bf16 or fp16 on CUDA, one host with peer access, 2, 4 or 8 ranks. Anything
 TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on pointers.
@@ -29,21 +27,31 @@ a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backen
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
+from megatron_flux.comm import copy_engine, links
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
-from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import Slab
+from megatron_flux.ops import fast_path
 from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
-from megatron_flux.ops.fast_path import replay
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, rs_plan, rs_tiles, within_flags
+from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config, rs_tiles, within_flags
 from megatron_flux.settings import one_queue, sm_margin
+
+OFF_NVLINK = (
+    "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
+)
+"""Why ``auto`` runs stock between GPUs that reach each other's memory without NVLink."""
+
+_MARGIN = "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
 
 
 class FusedBackend:
@@ -55,8 +63,7 @@ class FusedBackend:
 
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
         """Nothing is allocated or imported before the first call."""
-        self.name = name
-        self.twin = twin
+        self.name, self.twin = name, twin
         self._config: KernelConfig | None = None
 
     @property
@@ -92,54 +99,51 @@ class FusedBackend:
         link = links.probe(group, x.device)
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-        config: KernelConfig | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`; ``config``: how, instead of what is chosen here."""
-        from megatron_flux.ops.launch import plain as launch
+    def all_gather_gemm(self, call: OperatorCall, config: KernelConfig | None = None) -> Any:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: how, not what is chosen here."""
+        return self._launch(call, config)
 
-        call = OperatorCall("all_gather_gemm", aligned(x), aligned(weight), group, transposed, bias, return_gathered)
-        _compare(call)
-        work, config = self._placed(call, config, capturing(x))
-        return launch.all_gather_gemm(
-            call.x, call.weight, work, config, transposed=transposed, bias=bias, return_gathered=return_gathered
-        )
-
-    def gemm_reduce_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        async_op: bool,
-        config: KernelConfig | None = None,
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, config: KernelConfig | None = None) -> Pending:
         """As :meth:`all_gather_gemm`. Always finished: there is nothing left to overlap."""
-        from megatron_flux.ops.launch import plain as launch
+        return Pending(self._launch(call, config))
 
-        call = OperatorCall("gemm_reduce_scatter", aligned(x), aligned(weight), group, transposed)
-        _compare(call)
-        work, config = self._placed(call, config, capturing(x))
-        return Pending(launch.gemm_reduce_scatter(call.x, call.weight, work, config, transposed=transposed))
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """By copy engine, which takes no SM from the GEMM it hides behind. A capture must hold its ``wait()`` too."""
+        compare_calls(call)
+        return copy_engine.all_gather(call.x, self._gather_slab(call, capturing(call.x)))
+
+    def prepare(
+        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | None = None
+    ) -> fast_path.PreparedCall | None:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: that the call was given."""
+        # A configuration that somebody set is looked at in every call.
+        if self.twin or (config is None and self.config is not None) or capturing(call.x):
+            return None
+        if call.operator == "all_gather":
+            return fast_path.prepare(call, self._gather_slab(call, False), None, shape)
+        return fast_path.prepare(call, *self._placed(call, config, False), shape)
+
+    def _launch(self, call: OperatorCall, config: KernelConfig | None) -> Any:
+        from megatron_flux.ops import launch
+        from megatron_flux.ops.launch import plain
+
+        call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
+        compare_calls(call)
+        work, config = self._placed(call, config, capturing(call.x))
+        kernels: ModuleType = plain
+        if config.ws:
+            kernels = importlib.import_module("megatron_flux.ops.launch.hopper")  # Gluon
+        return getattr(launch, call.operator)(call, work, config, kernels)
 
     def _placed(self, call: OperatorCall, config: KernelConfig | None, captured: bool) -> tuple[Slab, KernelConfig]:
         """Slab and configuration of a call with a GEMM; ``ws`` is set in the latter where Hopper's kernels run it."""
-        from megatron_flux.ops.launch import operands
+        from megatron_flux.ops import launch
 
         operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
-        sms, config = operands.sm_count(x.device), config or self.config
-        hopper = operands.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
+        sms, config = launch.sm_count(x.device), config or self.config
+        hopper = launch.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
         if config is None:
-            choose = ag_plan if operator == "all_gather_gemm" else rs_plan
+            choose = ag_config if operator == "all_gather_gemm" else rs_config
             config = choose(m // tp, n, k, tp, sms, hopper)
         elif config.ws and not hopper:
             config = replace(config, ws=False)
@@ -158,48 +162,11 @@ class FusedBackend:
     def _gather_slab(self, call: OperatorCall, captured: bool) -> Slab:
         return self._slab(call, call.x.numel() * call.x.element_size(), None, captured)
 
-    def prepare(
-        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | None = None
-    ) -> replay.PreparedCall | None:
-        """See :class:`~megatron_flux.ops.backends.base.PreparingBackend`; ``config``: that the call was given."""
-        # A configuration that somebody set is looked at in every call.
-        if self.twin or (config is None and self.config is not None) or capturing(call.x):
-            return None
-        if call.operator == "all_gather":
-            return replay.prepare_all_gather(call.x, self._gather_slab(call, False))
-        work, config = self._placed(call, config, False)
-        if call.operator == "all_gather_gemm":
-            return replay.prepare_all_gather_gemm(call, work, config, shape)
-        return replay.prepare_gemm_reduce_scatter(call, work, config, shape)
-
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`. By copy engine: it takes no SM from the GEMM it hides
-        behind.
-
-        The result is valid until the next ``all_gather`` of the group. A capture must hold its ``wait()`` too.
-        """
-        from megatron_flux.comm import copy_engine
-
-        compare_calls(group, ("all_gather", "x", tuple(x.shape), "dtype", x.dtype), x.device)
-        return copy_engine.all_gather(x, self._gather_slab(OperatorCall("all_gather", x, None, group), capturing(x)))
-
     def renew(self, group: dist.ProcessGroup) -> None:
         """Make new workspaces for ``group``, after the same call has raised on all its ranks; see
         :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`. Collective.
         """
         state_of(group).renew_slabs()
-
-
-def _compare(call: OperatorCall) -> None:
-    """Whether all ranks make this call: see :func:`compare_calls`."""
-    shape = ("m", call.m, "n", call.n, "k", call.k, "dtype", call.x.dtype, "transposed", call.transposed)
-    compare_calls(call.group, (call.operator, *shape), call.x.device)
-
-
-OFF_NVLINK = (
-    "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
-)
-"""Why ``auto`` runs stock between GPUs that reach each other's memory without NVLink."""
 
 
 def limit(
@@ -214,32 +181,26 @@ def limit(
 ) -> str | None:
     """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
 
-    Args:
-        dtype: of the operands.
-        size: ranks of the group.
-        capability: the GPU's compute capability.
-        world: ranks of the job; None asks torch.distributed.
-        shielded: whether other process groups' kernels cannot block these; None decides by this process's settings as
-            of CUDA's start (:mod:`megatron_flux.settings`).
-        beside: what runs beside the group, its being smaller than the world aside.
-        captured: the calls run in CUDA graphs.
+    ``capability`` is the GPU's; ``world`` the number of the job's ranks (None asks torch.distributed); ``beside`` what
+    runs beside the group, its being smaller than the world aside; ``captured``: the calls run in CUDA graphs.
+    ``shielded``: whether other process groups' kernels cannot block these; None decides by this process's settings as
+    of CUDA's start (:mod:`megatron_flux.settings`).
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, x is {dtype}"
     if size not in (2, 4, 8):
         return f"it needs a group of 2, 4 or 8 ranks, not {size}"
     others = beside.others or size < (world or dist.get_world_size())
-    reason = _why_blocked(others, beside.high_priority, captured) if shielded is None else None
-    if shielded is False and others:
-        reason = _MANY_QUEUES
-    if reason is not None:
-        return reason
+    if shielded is None:
+        reason = _why_blocked(others, beside.high_priority, captured)
+        if reason is not None:
+            return reason
+    elif others and not shielded:
+        return _MANY_QUEUES
     if capability < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     return None
 
-
-_MARGIN = "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
 
 _MANY_QUEUES = (
     f"other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or {_MARGIN}"

@@ -1,16 +1,29 @@
-"""The ``reference`` backend: torch's collective and torch's matmul, one after the other.
+"""Backends that are torch's own: ``reference`` and ``pipelined``; and the GEMM of either alone.
 
-It is what stock Megatron does, on any transport torch.distributed knows (NCCL, gloo), for any dtype both support. It
-is the baseline that every other backend is measured and tested against, and the one that is always available.
+``reference`` is torch's collective and torch's matmul, one after the other: what stock Megatron does, on any transport
+torch.distributed knows (NCCL, gloo), for any dtype both support. It is the baseline that every other backend is
+measured and tested against, and the one that is always available.
+
+``pipelined`` is torch's decomposed operators, one chunk per rank on a side stream while another multiplies: the peer
+known as async-TP (``torch.ops.symm_mem.fused_*``), made a candidate: where it is faster than the fused kernels on some
+shape or group size, the tuner takes it. It moves whole shards by copy engine, meets at a barrier for every step and
+adds the partials in a pass of its own. Limits: CUDA, one host with peer access; bf16 or fp16. Not inside CUDA-graph
+capture, where every call is a UserError. A gathered input is a fresh tensor.
+Source: torch/distributed/_symmetric_memory/__init__.py of torch 2.11.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives
-from megatron_flux.comm.pending import Pending
+from megatron_flux.comm import collectives, links
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.errors import UserError
+from megatron_flux.ops.checks import OperatorCall
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,29 +46,19 @@ class ReferenceBackend:
         """Nothing is refused."""
         return None
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        gathered = collectives.all_gather(x, group).wait()
-        return gemm(gathered, weight, transposed=transposed, bias=bias), gathered
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        gathered = collectives.all_gather(call.x, call.group).wait()
+        return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return collectives.reduce_scatter(gemm(x, weight, transposed=transposed), group, async_op=async_op)
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        partial = gemm(call.x, call.weight, transposed=call.transposed)
+        return collectives.reduce_scatter(partial, call.group, async_op=call.async_op)
 
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return collectives.all_gather(x, group, async_op=async_op)
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        return collectives.all_gather(call.x, call.group, async_op=True)
 
 
 class GemmOnly:
@@ -73,28 +76,69 @@ class GemmOnly:
             return False
         return True
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
         """The GEMM over this rank's rows, repeated to the gathered size."""
         assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, weight, transposed=transposed, bias=bias), self._gathered
+        return gemm(self._gathered, call.weight, transposed=call.transposed, bias=call.bias), self._gathered
 
-    def gemm_reduce_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        async_op: bool = False,
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
         """The GEMM, nothing summed."""
-        return Pending(gemm(x, weight, transposed=transposed))
+        return Pending(gemm(call.x, call.weight, transposed=call.transposed))
+
+
+class PipelinedBackend:
+    """See the module."""
+
+    name = "pipelined"
+    needs_cuda = True
+    automatic = False
+    """``auto`` does not choose it; the tuner does where it is the fastest."""
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """None, or the first limit these operands meet; collective on a group's first call."""
+        if x.device.type != "cuda":
+            return f"it needs CUDA tensors, x is on {x.device.type}"
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return f"it needs bf16 or fp16, x is {x.dtype}"
+        link = links.probe(group, x.device)
+        return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
+
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`; but the bias is added to the rounded result."""
+        operators = _operators()
+        b = call.weight if call.transposed else call.weight.t()
+        gathered, (y,) = operators.fused_all_gather_matmul(call.x, [b], 0, call.group.group_name)
+        return y if call.bias is None else y.add_(call.bias), gathered
+
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`. Always finished."""
+        operators = _operators()
+        b = call.weight if call.transposed else call.weight.t()
+        return Pending(operators.fused_matmul_reduce_scatter(call.x, b, "sum", 0, call.group.group_name))
+
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`: torch's collective."""
+        _not_captured()
+        return collectives.all_gather(call.x, call.group, async_op=True)
+
+    def release(self, group: dist.ProcessGroup) -> None:
+        """Give back torch's workspace of ``group``, as large as a gathered input; another call makes it again."""
+        module = importlib.import_module(_SYMMETRIC_MEMORY)
+        getattr(module, "_group_name_to_workspace_tensor", {}).pop(group.group_name, None)
+
+
+_SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
+
+
+def _operators() -> Any:
+    _not_captured()
+    importlib.import_module(_SYMMETRIC_MEMORY)  # registers them
+    return torch.ops.symm_mem
+
+
+def _not_captured() -> None:
+    """Asked in every call: limits are asked for once, by a warm-up as a rule."""
+    if torch.cuda.is_current_stream_capturing():
+        raise UserError(
+            "backend 'pipelined' cannot be captured in a CUDA graph; use backend='auto' to let flux choose, or another"
+        )

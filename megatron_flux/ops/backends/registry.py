@@ -1,23 +1,56 @@
-"""Which backends exist, and which one runs a call."""
+"""What a backend is, which ones exist, and which one runs a call."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends.async_tp import PipelinedBackend
-from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import stats
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 
 logger = logging.getLogger("megatron_flux")
+
+
+class Backend(Protocol):
+    """One way to run the operators. Calls arrive checked, ``x`` contiguous ``[m, k]``, ``tp`` greater than one; shapes
+    are those of :mod:`megatron_flux.ops`.
+
+    It may have two methods more:
+
+    * ``untested(x, group)``: None, or why it has not been tried on operands that :meth:`why_not` lets pass. There
+      ``auto`` passes it over, and asked for by name it warns;
+    * ``prepare(call, shape)``: a :class:`~megatron_flux.ops.fast_path.PreparedCall` like the call just made, whose
+      result has ``shape``; None where it must be decided anew every time. ``x`` has its leading dimensions there.
+    """
+
+    name: str
+    automatic: bool
+    """``auto`` may choose it. Otherwise it runs only when it is asked for by name."""
+    needs_cuda: bool
+    """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """None if this backend can take these operands, else the reason; ``weight`` is None for a plain all_gather."""
+
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """``([m, n], gathered x [m, k])``."""
+
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        """``[m/tp, n]``, finished on return unless ``async_op``."""
+
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """``[m, k]``."""
+
 
 _backends: dict[str, Backend] = {}
 _warned: set[tuple[str, str]] = set()
@@ -43,6 +76,17 @@ def backend_names() -> list[str]:
     return ["auto", *_backends]
 
 
+def get_backend(name: str) -> Backend:
+    """The registered backend of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in _backends:
+        raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
+    return _backends[name]
+
+
 def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
     """The backend that runs this call.
 
@@ -54,14 +98,13 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
         UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
     if not x.is_cuda:
-        return _select(name, x, weight, group)
+        return _select(name, x, weight, group)[0]
     # Asking the backends for their limits takes longer than a launch.
     chosen = state_of(group).chosen
     call = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())
     found = chosen.get(call)
     if found is None:
-        reasons: list[str] = []
-        backend = _select(name, x, weight, group, reasons)
+        backend, reasons = _select(name, x, weight, group)
         found = chosen[call] = backend, f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
         if reasons and group.rank() == 0:
             logger.warning("megatron_flux: operators run on %s", found[1])
@@ -72,21 +115,19 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
 
 
 def _select(
-    name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup, reasons: list[str] | None = None
-) -> Backend:
-    """``reasons`` collects why backends were passed over."""
+    name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
+) -> tuple[Backend, list[str]]:
+    """The backend, and why ``auto`` passed others over."""
     if name == "auto":
+        reasons: list[str] = []
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
             if not backend.automatic:
                 continue
             reason = backend.why_not(x, weight, group) or _untested(backend, x, group)
             if reason is None:
-                return backend
-            if reasons is not None:
-                reasons.append(f"{backend.name}: {reason}")
-    backend = _backends.get(name)
-    if backend is None:
-        raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
+                return backend, reasons
+            reasons.append(f"{backend.name}: {reason}")
+    backend = get_backend(name)
     reason = backend.why_not(x, weight, group)
     if reason is not None:
         raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
@@ -95,24 +136,11 @@ def _select(
         _warned.add((name, reason))
         if group.rank() == 0:
             logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
-    return backend
+    return backend, []
 
 
-def _untested(backend: Backend, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-    """See :class:`~megatron_flux.ops.backends.base.CautiousBackend`."""
-    untested = getattr(backend, "untested", None)
-    return None if untested is None else untested(x, group)
-
-
-def get_backend(name: str) -> Backend:
-    """The registered backend of this name.
-
-    Raises:
-        UserError: there is none.
-    """
-    if name not in _backends:
-        raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
-    return _backends[name]
+def _untested(backend: Any, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    return backend.untested(x, group) if hasattr(backend, "untested") else None
 
 
 _reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()

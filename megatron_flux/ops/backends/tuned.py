@@ -8,9 +8,8 @@ Contract
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
-    * Answers live in a JSON file that people can read and edit: ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json``
-      in the cache folder. Only the first rank of a group writes, atomically. The file is
-      optional: what is wrong with it is logged and never stops a training (:mod:`ops.backends.tuning_cache`).
+    * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
+      ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json`` in the cache folder. Only the first rank of a group writes.
     * A candidate that fails on all ranks is dropped with a log line; one that fails on some only is an error on all,
       with rank and plan: what the others have enqueued waits for those ranks.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
@@ -36,19 +35,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links, rank_errors
+from megatron_flux.comm import collectives, links
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.async_tp import PipelinedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
+from megatron_flux.ops.backends.reference import GemmOnly, PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fast_path.replay import PreparedCall
+from megatron_flux.ops.fast_path import PreparedCall
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 logger = logging.getLogger("megatron_flux")
@@ -100,6 +98,19 @@ def _kind(call: OperatorCall) -> tuple[Any, ...]:
     return (call.operator, call.m, call.n, call.k, x.dtype, x.device, call.transposed, capturing(x))
 
 
+def _key(call: OperatorCall, *, captured: bool) -> str:
+    link = links.probe(call.group, call.x.device).kind
+    shape = (call.operator, call.m, call.n, call.k, call.x, call.transposed, call.group.size())
+    return describe(*shape, link, captured=captured)
+
+
+def _words(call: OperatorCall) -> str:
+    return f"{call.operator} m={call.m} n={call.n} k={call.k}"
+
+
+_UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}}
+
+
 class TunedBackend:
     """See the module."""
 
@@ -134,47 +145,31 @@ class TunedBackend:
         """As of ``fused``."""
         return self.fused.untested(x, group)
 
-    def all_gather_gemm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool,
-        bias: torch.Tensor | None = None,
-        return_gathered: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return self._run(OperatorCall("all_gather_gemm", x, weight, group, transposed, bias, return_gathered))
-
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, transposed: bool, async_op: bool
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
-        return self._run(OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op))
-
-    def decide(self, call: OperatorCall) -> None:
-        """Do for such a call what its first one would do before it runs. A collective call."""
-        self._choice(call)
-
-    def all_gather(self, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Pending:
-        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
-        return self.fused.all_gather(x, group, async_op=async_op)
-
-    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
-        """See :class:`~megatron_flux.ops.backends.base.PreparingBackend`."""
-        if call.weight is None:
-            return self.fused.prepare(call, shape)
-        _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
-        return None if config is None else self.fused.prepare(call, shape, config)
-
-    def _run(self, call: OperatorCall) -> Any:
+    def all_gather_gemm(self, call: OperatorCall) -> Any:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         name, config = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)
+
+    gemm_reduce_scatter = all_gather_gemm
+
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
+        return self.fused.all_gather(call)
+
+    def decide(self, call: OperatorCall) -> None:
+        """Do for such a call what its first one would do before it runs. A collective call."""
+        self._choice(call)
+
+    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        if call.weight is None:
+            return self.fused.prepare(call, shape)
+        _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
+        return None if config is None else self.fused.prepare(call, shape, config)
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
         return self.pipelined is not None and call.bias is None
@@ -195,26 +190,24 @@ class TunedBackend:
         ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
         ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
         """
-        op, x, m, n, k, group = call.operator, call.x, call.m, call.n, call.k, call.group
-        link, captured, answers = links.probe(group, x.device).kind, capturing(x), self.decisions(group).answers
-        shape = (op, m, n, k, x, call.transposed, group.size(), link)
-        keys = [describe(*shape, captured=True), describe(*shape)] if captured else [describe(*shape)]
+        group, captured, answers = call.group, capturing(call.x), self.decisions(call.group).answers
+        keys = [_key(call, captured=mode) for mode in ((True, False) if captured else (False,))]
         found = _first([answers.get(key) for key in keys], captured)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 if group.rank() == 0:
                     logger.warning(
-                        "megatron_flux: %s m=%d n=%d k=%d was never run before this CUDA graph's capture, so stock's "
-                        "GEMM and collective become part of it; run it once inside "
+                        "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
+                        "collective become part of it; run it once inside "
                         "megatron_flux.ops.cuda_graphs.captured_calls() before",
-                        op, m, n, k,
-                    )  # fmt: skip
-                return {"backend": "reference", "plan": None, "ms": {}}
-            found = rank_errors.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
+                        _words(call),
+                    )
+                return dict(_UNMEASURED)
+            found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
         if found is None:
             found = self._measure(call)
             if found["ms"]:
-                rank_errors.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
+                collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
             if self._may_pipeline(call) and found["ms"] and not used:
                 self.pipelined.release(group)
@@ -245,10 +238,10 @@ class TunedBackend:
         except Exception as raised:
             error = raised
         processes = self._processes(call.group)
-        failed = rank_errors.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
+        failed = collectives.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
         if not failed:
             return way
-        words = f"{call.operator} m={call.m} n={call.n} k={call.k} with {name}"
+        words = f"{_words(call)} with {name}"
         told = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
         if len(failed) < processes.size():
             raise OperatorError(
@@ -263,27 +256,29 @@ class TunedBackend:
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
         limit = _seconds()
         if limit <= 0:
-            return {"backend": "reference", "plan": None, "ms": {}}
+            return dict(_UNMEASURED)
         began = time.monotonic()
-        from megatron_flux.ops.launch.operands import hopper_kernels, sm_count
+        from megatron_flux.ops.launch import hopper_kernels, sm_count
 
         op, run, x, m, n, k, group = call.operator, call.run, call.x, call.m, call.n, call.k, call.group
         device, tp = x.device, group.size()
-        ways: dict[str, tuple[KernelConfig | None, Callable[[], Any]]] = {
-            "reference": (None, lambda: run(self.reference))
-        }
+
+        def time_is_left(seconds: float) -> bool:
+            return timing.all_agree(time.monotonic() - began <= seconds, group, device)
+
+        plans: dict[str, KernelConfig] = {}
+        timed: dict[str, Callable[[], Any]] = {"reference": lambda: run(self.reference)}
         if self._may_pipeline(call) and not capturing(x):
             way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
             if way is not None:
-                ways["pipelined"] = (None, way)
+                timed["pipelined"] = way
         for plan in candidates(op, m // tp, n, k, tp, sm_count(device), hopper_kernels(op, x, n)):
-            if not timing.all_agree(time.monotonic() - began <= limit, group, device):
+            if not time_is_left(limit):
                 break
             name = f"fused {plan.label()}"
             way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
             if way is not None:
-                ways[name] = (plan, way)
-        timed = {name: way for name, (_, way) in ways.items()}
+                timed[name], plans[name] = way, plan
         alone = GemmOnly()
         if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):
             timed["gemm"] = lambda: run(alone)
@@ -291,15 +286,14 @@ class TunedBackend:
         gemm_ms = ms.pop("gemm", None)
         close = finalists(ms)
         lasting: dict[str, float] = {}
-        if len(close) > 1 and timing.all_agree(time.monotonic() - began <= 2 * limit, group, device):
+        if len(close) > 1 and time_is_left(2 * limit):
             lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)
         elif len(close) > 1 and group.rank() == 0:
-            logger.warning("megatron_flux: %s m=%d n=%d k=%d is tuned by bursts only, time was up", op, m, n, k)
+            logger.warning("megatron_flux: %s is tuned by bursts only, time was up", _words(call))
         best = ranked(lasting or ms)[0]
-        chosen = ways[best][0]
         return {
-            "backend": best if chosen is None else "fused",
-            "plan": None if chosen is None else asdict(chosen),
+            "backend": "fused" if best in plans else best,
+            "plan": asdict(plans[best]) if best in plans else None,
             "ms": {name: round(value, 4) for name, value in ms.items()},
             "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
             **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),

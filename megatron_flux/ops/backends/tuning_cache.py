@@ -37,8 +37,6 @@ logger = logging.getLogger("megatron_flux")
 BACKENDS = ("reference", "pipelined", "fused")
 """What an answer may choose."""
 
-_said: set[str] = set()
-
 
 def cache_path() -> Path:
     """Where answers are kept."""
@@ -53,31 +51,22 @@ def describe(
     form = "[k,n]" if transposed else "[n,k]"
     mode = " in graphs" if captured else ""
     call = f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link}{mode}"
-    return f"{call} | {_device_name(x.device)} | {_versions(x.device)} | {_settings()}"
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-@functools.cache
-def _versions(device: torch.device) -> str:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "none"
-    return f"flux {__version__} plan {plan_schema()} torch {torch.__version__} triton {_triton_version()} nccl {nccl}"
-
-
-def _triton_version() -> str:
-    for name in ("triton", "pytorch-triton"):  # the latter beside torch's nightly builds
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return "none"
-
-
-def _settings() -> str:
-    """What of the environment changes who is the fastest: stock's multicast, SMs left to others, hardware queues."""
+    # Of the environment, what changes who is the fastest: stock's multicast, SMs left to others, hardware queues.
     nvls, queues = (os.environ.get(name, "-") for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"))
-    return f"nvls={nvls} margin={sm_margin()} connections={queues}"
+    return f"{call} | {_machine(x.device)} | nvls={nvls} margin={sm_margin()} connections={queues}"
+
+
+@functools.cache
+def _machine(device: torch.device) -> str:
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else device.type
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none"
+    triton = "none"
+    for package in ("pytorch-triton", "triton"):  # the former beside torch's nightly builds
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            triton = metadata.version(package)
+    versions = f"flux {__version__} plan {plan_schema()} torch {torch.__version__} triton {triton} nccl {nccl}"
+    return f"{name} | {versions}"
 
 
 @functools.cache
@@ -101,9 +90,9 @@ def usable(answer: Any) -> dict[str, Any]:
         raise ValueError(f"plan must be an object with backend fused and null otherwise, not {plan!r}")
     for name in ("ms", "sustained_ms"):
         times = answer.get(name, {} if name != "ms" else None)
-        if not isinstance(times, dict) or any(not _number(value) for value in times.values()):
+        if not isinstance(times, dict) or any(type(value) not in (int, float) for value in times.values()):
             raise ValueError(f"{name} must be an object of milliseconds, not {times!r}")
-    if "gemm_ms" in answer and not _number(answer["gemm_ms"]):
+    if type(answer.get("gemm_ms", 0.0)) not in (int, float):
         raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
     known = {field.name: type(field.default) for field in fields(KernelConfig)}
     for name, value in (plan or {}).items():
@@ -112,10 +101,6 @@ def usable(answer: Any) -> dict[str, Any]:
         if type(value) is not known[name]:
             raise ValueError(f"the plan's {name} must be of type {known[name].__name__}, not {value!r}")
     return answer
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
@@ -128,9 +113,8 @@ def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
         return [None for _ in keys]
     found: list[dict[str, Any] | None] = []
     for key in keys:
-        answer = kept.get(key)
         try:
-            found.append(None if answer is None else usable(answer))
+            found.append(None if kept.get(key) is None else usable(kept[key]))
         except ValueError as error:
             _say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
             found.append(None)
@@ -151,10 +135,9 @@ def keep(key: str, answer: dict[str, Any]) -> None:
         )
 
 
+@functools.cache
 def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.warning("megatron_flux: %s", message)
+    logger.warning("megatron_flux: %s", message)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron_flux.bench import async_tp, ops, tune
 from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.cli import main as cli
 from megatron_flux.run import launcher
-from megatron_flux.run.worker import MEASURED
+from megatron_flux.run.rank import MEASURED
 from megatron_flux.telemetry import environment
 
 STORED = Path(__file__).parents[3] / "results" / "ops-h200x4-nvlink-triton" / "tuned.json"

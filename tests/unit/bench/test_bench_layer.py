@@ -22,7 +22,7 @@ from megatron_flux.cli.main import app
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.ops.timing import quartiles
-from megatron_flux.run import worker
+from megatron_flux.run import rank
 
 STAND_IN = Path(__file__).parents[3] / "results" / "stand-in-8-h200x2"
 GPT = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
@@ -52,12 +52,12 @@ def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
 
 
 def test_the_users_switches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in worker.MEASURED:
+    for name in rank.MEASURED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    worker.set_environment()
-    found = {name: os.environ[name] for name in worker.MEASURED}
-    assert found == {**worker.MEASURED, "NCCL_NVLS_ENABLE": "1"}
+    rank.set_environment()
+    found = {name: os.environ[name] for name in rank.MEASURED}
+    assert found == {**rank.MEASURED, "NCCL_NVLS_ENABLE": "1"}
     assert found["UB_SKIPMC"] == found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 

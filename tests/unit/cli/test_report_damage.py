@@ -59,7 +59,7 @@ def shown(folder: Path) -> str | None:
 def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without plotly's five megabytes and the interval of the speed-up, each two hundred times."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-    monkeypatch.setattr("megatron_flux.metrics.statistics.RESAMPLES", 20)
+    monkeypatch.setattr("megatron_flux.metrics.summary.RESAMPLES", 20)
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "flux/breakdown.json"])

@@ -188,10 +188,9 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(m
     work: Any = SimpleNamespace(
         tp=2, rank=0, captured=False, capture=None, flags=[None], ctrl=None, epochs=None, alarm=alarm,
         side=SimpleNamespace(stream="copies"), kernels={}, open_gather=None, end=lambda: done.append("order"),
+        begin=lambda: Turn(0, False), current_capture=lambda: None, arguments=lambda turn: (),
+        gather_buffers=lambda *of: [mock.MagicMock()],
     )  # fmt: skip
-    monkeypatch.setattr(copy_engine, "begin", lambda work: Turn(0, 1, False))
-    monkeypatch.setattr(copy_engine, "capture_of", lambda work: None)
-    monkeypatch.setattr(copy_engine, "buffers_of", lambda *of: [mock.MagicMock()])
     monkeypatch.setattr(copy_engine, "push", lambda *of: lambda: done.append("copies are done"))
     monkeypatch.setattr(launch, "first_or_again", lambda *of: done.append("kernel"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "first")

@@ -17,8 +17,7 @@ from tests.unit.groups import group_of
 
 pytest.importorskip("triton")
 
-from megatron_flux.ops.launch import operands
-from megatron_flux.ops.launch import plain as launch
+from megatron_flux.ops import launch
 
 ROWS = (8192, 16384, 16384 + 128, 65536, 131072 - 128)
 
@@ -31,9 +30,8 @@ def flags(plan: KernelConfig, m: int, k: int) -> int:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "hopper_kernels", lambda *_: True)
-    for module in (operands, launch):
-        monkeypatch.setattr(module, "sm_count", lambda _: 132)
+    monkeypatch.setattr(launch, "hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     monkeypatch.setattr(FusedBackend, "_slab", lambda *_: None)
 
 
@@ -61,5 +59,6 @@ def test_more_rows_than_flags_are_refused_and_not_proposed() -> None:
 def test_tiles_have_flags(on_hopper: None) -> None:
     x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
     work: Any = SimpleNamespace(tp=2, rank=0)  # its turn must not begin
+    call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))
     with pytest.raises(UserError, match="too many tiles for 65536 x 65536"):
-        launch.gemm_reduce_scatter(x, w, work, KernelConfig(ws=True), transposed=False)
+        launch.gemm_reduce_scatter(call, work, KernelConfig(ws=True), None)  # type: ignore[arg-type]

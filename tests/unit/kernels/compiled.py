@@ -31,8 +31,7 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
-from megatron_flux.kernels.plain.ag_gemm import ag_gemm_kernel
-from megatron_flux.kernels.plain.gemm_rs import gemm_rs_kernel
+from megatron_flux.kernels.plain import ag_gemm_kernel, gemm_rs_kernel
 from tests.ptx import missing_fences, missing_in_plain
 
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {

@@ -10,10 +10,8 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report import figures, write_reports
 from megatron_flux.metrics.report.benchmarks import layers_chapter, operators_chapter
-from megatron_flux.metrics.report.parts import Chapter, Part
-from megatron_flux.metrics.report.render import escaped
-from megatron_flux.metrics.report.run import load, load_all
-from megatron_flux.metrics.report.several import with_pairs
+from megatron_flux.metrics.report.render import Chapter, Part, escaped
+from megatron_flux.metrics.report.run import load, load_all, with_pairs
 from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.telemetry.call_sampler import FIELDS

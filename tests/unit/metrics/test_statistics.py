@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from megatron_flux.metrics.statistics import speedup_interval
+from megatron_flux.metrics.summary import speedup_interval
 
 BASELINE = [1.0, 1.13, 1.31, 1.59, 2.03, 2.57]
 FLUX = [0.97, 1.19, 1.01, 1.07, 0.89, 1.11]

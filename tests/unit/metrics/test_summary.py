@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import read_summary, summarize, write_summary
-from megatron_flux.metrics.statistics import MIN_PAIRED_BLOCKS, largest, paired_blocks, relative_difference, spread
+from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, largest, paired_blocks, relative_difference, spread
 from tests.unit.metrics.metrics_records import Record, interleaved, record
 
 

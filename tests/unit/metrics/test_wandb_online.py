@@ -29,7 +29,8 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = full_run(tmp_path_factory.mktemp("wandb") / "run")
     for arm in ("baseline", "flux"):
         settings = info()["config"]
-        with WandbMirror("offline", "project-x", "group-x", arm, f"group-x-{arm}", settings, run / arm) as mirror:
+        names = {"project": "project-x", "group": "group-x", "job_type": arm, "name": f"group-x-{arm}"}
+        with WandbMirror("offline", settings, run / arm, **names) as mirror:
             for n in range(1, 6):
                 mirror.write(record(n, flux=arm == "flux"))
     wandb.teardown()  # waits for wandb's own process, which writes the files

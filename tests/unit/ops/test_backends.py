@@ -10,8 +10,9 @@ import torch
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import async_tp, registry
+from megatron_flux.ops.backends import reference, registry
 from megatron_flux.ops.call_events import OpStats
+from megatron_flux.ops.checks import OperatorCall
 from tests.unit.groups import group_of
 
 
@@ -132,18 +133,18 @@ def test_counters() -> None:
 
 def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a warm-up, when nobody asks for its limits any more."""
-    monkeypatch.setattr(async_tp.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
-    monkeypatch.setattr(async_tp.importlib, "import_module", lambda name: pytest.fail("it ran"))
-    monkeypatch.setattr(async_tp.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
+    monkeypatch.setattr(reference.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
+    monkeypatch.setattr(reference.importlib, "import_module", lambda name: pytest.fail("it ran"))
+    monkeypatch.setattr(reference.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
     x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     group = group_of(2)
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
         backend = registry.select("pipelined", x, None, group)
     for call in (
-        lambda: backend.all_gather_gemm(x, x, group, transposed=False),
-        lambda: backend.gemm_reduce_scatter(x, x, group, transposed=False, async_op=False),
-        lambda: backend.all_gather(x, group, async_op=True),
+        lambda: OperatorCall("all_gather_gemm", x, x, group).run(backend),
+        lambda: OperatorCall("gemm_reduce_scatter", x, x, group).run(backend),
+        lambda: OperatorCall("all_gather", x, None, group).run(backend),
     ):
         with pytest.raises(UserError, match=r"'pipelined' cannot be captured in a CUDA graph.*use backend='auto'"):
             call()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.ops.fast_path import call_cache
+from megatron_flux.ops import fast_path
 
 
 class Operand:
@@ -30,7 +30,7 @@ def key(**changed: Any) -> Any:
         "return_gathered": False,
         "inside": Operand(6),
     }
-    return call_cache.key_of(**(call | changed))
+    return fast_path.key_of(**(call | changed))
 
 
 def test_calls_of_one_kind_have_one_key() -> None:
@@ -71,7 +71,7 @@ def test_calls_of_another_kind_have_another_key(changed: dict[str, Any]) -> None
 def test_gathers_of_two_dtypes_are_two_kinds() -> None:
     """A gather has no weight whose dtype would tell."""
     gathers = [
-        call_cache.key_of("all_gather", Operand(4, 8, dtype=dtype), None, None, "auto")  # type: ignore[arg-type]
+        fast_path.key_of("all_gather", Operand(4, 8, dtype=dtype), None, None, "auto")  # type: ignore[arg-type]
         for dtype in (torch.bfloat16, torch.float16)
     ]
     assert gathers[0] != gathers[1]

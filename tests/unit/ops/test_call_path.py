@@ -18,8 +18,8 @@ from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.copy_engine import Copy, Push
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import CopyStream, Slab
-from megatron_flux.ops.fast_path import call_cache
-from megatron_flux.ops.fast_path.replay import PreparedAllGatherGemm, Side
+from megatron_flux.ops import fast_path
+from megatron_flux.ops.fast_path import PreparedAllGatherGemm, Side
 from tests.unit.groups import group_of
 
 pytest.importorskip("triton")
@@ -92,8 +92,8 @@ def test_a_prepared_all_gather_gemm_visits_ten_files(monkeypatch: pytest.MonkeyP
     side = Side(20, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
     prepared = PreparedAllGatherGemm(work, [relaunch()] * 2, (8, 6), [empty, empty], pushes, side)
     group, x, weight = group_of(2), Operand(4, 4), Operand(6, 4)
-    key = call_cache.key_of("all_gather_gemm", x, weight, None, "auto")  # type: ignore[arg-type]
-    state_of(group).prepared[key] = call_cache.Entry(prepared, "tuned", 99)
+    key = fast_path.key_of("all_gather_gemm", x, weight, None, "auto")  # type: ignore[arg-type]
+    state_of(group).prepared[key] = fast_path.Entry(prepared, "tuned", 99)
     results = []
     files = visited(lambda: results.append(ops.all_gather_gemm(x, weight, group)))  # type: ignore[arg-type]
     assert results[0].shape == (8, 6)

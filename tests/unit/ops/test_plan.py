@@ -16,12 +16,14 @@ import torch
 from megatron_flux.bench.shapes import MODELS, cases
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.kernel_config import KernelConfig, ag_plan, candidates, rs_plan, within_flags
+from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.kernel_config import KernelConfig, ag_config, candidates, rs_config, within_flags
+from tests.unit.groups import group_of
 
 
 def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
-    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == ag_plan(1024, 6144, 12288, 8, 132)
-    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == rs_plan(1024, 12288, 6144, 8, 132)
+    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == ag_config(1024, 6144, 12288, 8, 132)
+    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == rs_config(1024, 12288, 6144, 8, 132)
 
 
 def test_label_names_what_differs() -> None:
@@ -137,11 +139,11 @@ def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
 
 def test_warp_specialised_plans_for_hopper() -> None:
     # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
-    assert ag_plan(256, 9216, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16, bn=128, stages=6)
-    assert ag_plan(2048, 12288, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16)
+    assert ag_config(256, 9216, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16, bn=128, stages=6)
+    assert ag_config(2048, 12288, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16)
     # Short products are bound by the link: no pacing.
-    assert rs_plan(2048, 12288, 3072, 4, 132, ws=True) == KernelConfig(ws=True, stages=3, ring=4, spread=75)
-    assert rs_plan(2048, 12288, 1536, 4, 132, ws=True).spread == 0
+    assert rs_config(2048, 12288, 3072, 4, 132, ws=True) == KernelConfig(ws=True, stages=3, ring=4, spread=75)
+    assert rs_config(2048, 12288, 1536, 4, 132, ws=True).spread == 0
 
 
 def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:
@@ -164,7 +166,7 @@ def test_bands_of_a_scatter() -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
 def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(op: str) -> None:
-    default = {"all_gather_gemm": ag_plan, "gemm_reduce_scatter": rs_plan}[op](2048, 12288, 6144, 4, 132, ws=True)
+    default = {"all_gather_gemm": ag_config, "gemm_reduce_scatter": rs_config}[op](2048, 12288, 6144, 4, 132, ws=True)
     found = candidates(op, 2048, 12288, 6144, 4, 132, ws=True)
     assert found[0] == default
     assert len(found) == len(set(found)) == (6 if op == "all_gather_gemm" else 7)
@@ -191,14 +193,12 @@ def test_no_candidate_needs_more_flags_than_there_are(
 ) -> None:
     """Asked of the launch itself, which checks before it takes a turn of the slab."""
     pytest.importorskip("triton")
-    from megatron_flux.ops.launch import plain as launch
+    from megatron_flux.ops import launch
 
-    work = SimpleNamespace(rank=0, tp=tp)
-
-    def begin(_: object) -> None:
+    def begin() -> None:
         raise StopIteration("the checks are behind")
 
-    monkeypatch.setattr(launch, "begin", begin)
+    work = SimpleNamespace(rank=0, tp=tp, begin=begin)
     monkeypatch.setattr(launch, "unbroken", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     x = torch.empty((m // tp if op == "all_gather_gemm" else m, k), device="meta", dtype=torch.bfloat16)
@@ -207,7 +207,7 @@ def test_no_candidate_needs_more_flags_than_there_are(
     for plan in found:
         plan = within_flags(plan, m) if op == "all_gather_gemm" else plan
         with pytest.raises(StopIteration):
-            getattr(launch, op)(x, weight, work, plan, transposed=False)
+            getattr(launch, op)(OperatorCall(op, x, weight, group_of(tp)), work, plan, None)
     if (op, m, n) == ("gemm_reduce_scatter", 131072, 16384):
         assert found, "wide tiles fit"
         assert all(plan.bn == 256 for plan in found)

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import Copy
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.pending import Pending
 from megatron_flux.comm.slab import CopyStream
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops import call_events
+from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.fast_path import call_cache, replay
-from megatron_flux.ops.fast_path.replay import (
+from megatron_flux.ops.fast_path import (
     PreparedAllGather,
     PreparedAllGatherGemm,
     PreparedGemmReduceScatter,
@@ -40,7 +39,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the driver was asked for, in order."""
     seen: list[tuple[Any, ...]] = []
     for name in ("record", "wait", "copy"):
-        monkeypatch.setattr(replay.driver, name, lambda *given, name=name: seen.append((name, *given)))
+        monkeypatch.setattr(fast_path.driver, name, lambda *given, name=name: seen.append((name, *given)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     return seen
@@ -138,7 +137,7 @@ def test_capture_ends_it(done: list[tuple[Any, ...]], monkeypatch: pytest.Monkey
 def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, ...]]) -> None:
     work = Work()
     gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
-    call = PreparedAllGather(work, [kernel(done, "w0"), kernel(done, "w1")], gathered, PUSHES, ON_THE_SIDE)
+    call = PreparedAllGather(work, [kernel(done, "w0"), kernel(done, "w1")], (), gathered, PUSHES, ON_THE_SIDE)
     finished: list[str] = []
     work.open_gather = Pending(torch.zeros(1), lambda: finished.append("earlier"))
     pending = call(torch.ones(4, 4))
@@ -159,7 +158,7 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
     work, side = Work(), SimpleNamespace()
     gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
     waits = [kernel(done, "w0"), kernel(done, "w1")]
-    call = PreparedAllGather(work, waits, gathered, PUSHES, ON_THE_SIDE._replace(keep=CopyStream(side, None, None)))
+    call = PreparedAllGather(work, waits, (), gathered, PUSHES, ON_THE_SIDE._replace(keep=CopyStream(side, None, None)))
     recorded: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     monkeypatch.setattr(Work, "end", lambda _: done.append(("order",)))
@@ -175,7 +174,7 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
 
 def test_a_gather_is_not_waited_for_in_a_capture(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work()
-    call = PreparedAllGather(work, [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
+    call = PreparedAllGather(work, [kernel(done, "w")] * 2, (), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
     pending = call(torch.ones(4, 4))
     done.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -196,7 +195,9 @@ CALLS = {
         work, [run] * 2, (8, 6), [torch.zeros(8, 4)] * 2, None, None
     ),
     "gemm_reduce_scatter": lambda work, run: PreparedGemmReduceScatter(work, [run] * 2, (4, 6)),
-    "all_gather": lambda work, run: PreparedAllGather(work, [run] * 2, [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE),
+    "all_gather": lambda work, run: PreparedAllGather(
+        work, [run] * 2, (), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE
+    ),
 }
 
 
@@ -220,7 +221,7 @@ def test_copies_that_cannot_be_enqueued_poison_too(
 ) -> None:
     work = Work()
     call = CALLS["all_gather"](work, kernel(done, "w"))
-    monkeypatch.setattr(replay.driver, "copy", lambda *given: no_launch(0))
+    monkeypatch.setattr(fast_path.driver, "copy", lambda *given: no_launch(0))
     with pytest.raises(OperatorError):
         call(torch.zeros(4, 4))
     assert [operator for operator, _ in work.poisoned] == ["all_gather"]
@@ -250,27 +251,27 @@ class Operand:
 
 
 def remembered(chosen: Any, x: Any, key: Any, group: Any) -> None:
-    call_cache.find(state_of(group), key, x, x)
-    call_cache.remember(state_of(group), key, chosen, OperatorCall("all_gather_gemm", x, x, group), (8, 4), 99)
+    fast_path.find(state_of(group), key, x, x)
+    fast_path.remember(key, chosen, OperatorCall("all_gather_gemm", x, x, group), (8, 4), 99)
 
 
 def test_the_table_keeps_to_operands_that_lie_right() -> None:
     x, group = Operand(), group_of(2)
-    key = call_cache.key_of("all_gather_gemm", x, x, None, "auto")
+    key = fast_path.key_of("all_gather_gemm", x, x, None, "auto")
     call = SimpleNamespace(usable=lambda: True, complete=True)
     remembered(SimpleNamespace(name="tuned", prepare=lambda *given: call), x, key, group)
 
     def find(key: Any, *operands: Any) -> Any:
-        return call_cache.find(state_of(group), key, *operands)
+        return fast_path.find(state_of(group), key, *operands)
 
     found = find(key, x, x)
     assert (found.call, found.backend, found.nbytes) == (call, "tuned", 99)
     assert find(key, Operand(contiguous=False), x) is None
     for operands in ((Operand(address=4104), x), (x, Operand(address=4104))):  # no address for TMA
         assert find(key, *operands) is None
-    assert find(call_cache.key_of("all_gather_gemm", x, x, x, "auto"), x, x) is None  # with a bias
+    assert find(fast_path.key_of("all_gather_gemm", x, x, x, "auto"), x, x) is None  # with a bias
     with call_events.ranges(profiler=True):
-        assert call_cache.key_of("all_gather_gemm", x, x, None, "auto") is None
+        assert fast_path.key_of("all_gather_gemm", x, x, None, "auto") is None
     call.usable = lambda: False
     assert find(key, x, x) is None
 
@@ -279,9 +280,9 @@ def test_backends_are_not_asked_for_ever() -> None:
     asked: list[str] = []
     backend, group = SimpleNamespace(name="fused", prepare=lambda call, shape: asked.append(call.operator)), group_of(2)
     x = Operand()
-    key = call_cache.key_of("all_gather_gemm", x, x, None, "fused")
+    key = fast_path.key_of("all_gather_gemm", x, x, None, "fused")
     for _ in range(20):
         remembered(backend, x, key, group)
     assert len(asked) == 8
-    remembered(SimpleNamespace(name="reference"), x, call_cache.key_of("all_gather", x, None, None, "a"), group)
-    assert call_cache.key_of("all_gather", torch.zeros(2, 2), None, None, "auto") is None  # CPU
+    remembered(SimpleNamespace(name="reference"), x, fast_path.key_of("all_gather", x, None, None, "a"), group)
+    assert fast_path.key_of("all_gather", torch.zeros(2, 2), None, None, "auto") is None  # CPU

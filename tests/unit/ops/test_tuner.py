@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.comm.pending import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 
@@ -40,15 +41,13 @@ class Recorder:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
-    def all_gather_gemm(self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any) -> Any:
+    def all_gather_gemm(self, call: OperatorCall, config: Any = None) -> Any:
         self.log.append((self.name, config))
-        return x, x
+        return call.x, call.x
 
-    def gemm_reduce_scatter(
-        self, x: torch.Tensor, weight: torch.Tensor, group: Any, config: Any = None, **_: Any
-    ) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, config: Any = None) -> Pending:
         self.log.append((self.name, config))
-        return Pending(x)
+        return Pending(call.x)
 
 
 GROUP: Any = Group()
@@ -61,7 +60,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("nvlink", ""))
     monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
-    monkeypatch.setattr(tuner.rank_errors, "failures", lambda group, mine: {} if mine is None else {0: mine})
+    monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     log: list[Any] = []
     made = TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))  # type: ignore[arg-type]
@@ -70,7 +69,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
 
 
 def call(backend: TunedBackend) -> Any:
-    backend.gemm_reduce_scatter(X, W, GROUP, transposed=False, async_op=False).wait()
+    OperatorCall("gemm_reduce_scatter", X, W, GROUP).run(backend).wait()
     return backend.log[-1]
 
 
@@ -99,7 +98,7 @@ def test_a_kept_plan_holds_for_the_call_alone(tuned: TunedBackend) -> None:
 
 
 def gather(backend: TunedBackend, bias: torch.Tensor | None) -> Any:
-    backend.all_gather_gemm(X, W, GROUP, transposed=False, bias=bias)
+    OperatorCall("all_gather_gemm", X, W, GROUP, bias=bias).run(backend)
     return backend.log[-1]
 
 

@@ -77,7 +77,7 @@ def test_an_upward_import_is_found_wherever_it_stands(text: str, tmp_path: Path)
 def test_the_public_face_is_above_the_patch_and_root_modules_are_below_all(tmp_path: Path) -> None:
     face, root = "from megatron_flux import patched", "from megatron_flux import nvml"
     package = made(
-        tmp_path, nvml="import megatron_flux.kernels.barrier", kernels__barrier=root, layers__row=face, train__a=face
+        tmp_path, nvml="import megatron_flux.kernels.launch", kernels__launch=root, layers__row=face, train__a=face
     )
     assert [line.split(" (")[1] for line in package.upward()] == [f"layers -> {FACE})", f"{ROOT} -> kernels)"]
 

@@ -17,9 +17,9 @@ import torch
 from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
+from megatron_flux.run.rank import StopRequest
 from megatron_flux.train.loop import remaining, schedule
 from megatron_flux.train.options import TrainOptions
-from megatron_flux.train.stop import StopRequest
 
 RANK = """
 import os, pathlib, signal, time

@@ -347,12 +347,12 @@ def test_a_damaged_list_of_checksums_matches_nothing(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
-    sizes = {"a": 50, "b": 30, "c": 20, "d": 1, "e": 0}
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    shares = checkpoint_folder.shares(tmp_path, list(sizes), 2)
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    assert [sum(sizes[name] for name in share) for share in shares] == [51, 50]
+    listed = {f"__{rank}_0.distcp": "another" for rank in range(5)}
+    for name in listed:
+        (tmp_path / name).write_bytes(bytes(50))
+    shares = [checkpoint_folder.compare_share(tmp_path, listed, rank, 2) for rank in (0, 1)]
+    assert [len(share) for share in shares] == [3, 2]
+    assert {line.split()[0] for share in shares for line in share} == set(listed)
 
 
 # A full disk.

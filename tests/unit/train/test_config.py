@@ -131,9 +131,9 @@ def test_profiled_steps(given: str | None, block: int | None, expected: tuple[in
     [
         ("one", None, "'one' is not of the form 5-7"),
         ("5-", None, "not of the form"),
-        ("7-5", None, "the first one not behind the last"),
-        ("1-2", None, "within the steps 2 to 12"),
-        ("12-13", None, "within the steps 2 to 12"),
+        ("7-5", None, "the first not behind the last"),
+        ("1-2", None, "in the steps 2 to 12"),
+        ("12-13", None, "in the steps 2 to 12"),
         ("4-5", 3, "use 5-6 or fewer, or more --block-steps"),
         ("5-7", 3, "within one turn of 3 steps; use 5-6"),
         ("3", 1, "within one turn of 1 steps; use more --block-steps"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.train import cuda_graphs
+from megatron_flux.train.model import CudaGraphs
 
 
 class Recorded:
@@ -36,7 +36,7 @@ def test_transformer_engines_graphs_are_made_once_behind_the_warm_up(monkeypatch
         shape=SimpleNamespace(seq_length=8),
     )
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
-    made: Any = cuda_graphs.make(run, model, SimpleNamespace(cuda_graph_warmup_steps=2), "optimizer")
+    made: Any = CudaGraphs(run, model, SimpleNamespace(cuda_graph_warmup_steps=2), "optimizer")
     created = []
     for _ in range(5):
         made.before_step()
@@ -54,10 +54,8 @@ def test_local_graphs_are_found_and_given_back() -> None:
     model[1].cudagraph_manager = torch.nn.Module()
     model[1].cudagraph_manager.cudagraph_runners = [runner]
     run: Any = SimpleNamespace(cuda_graph_impl="local")
-    made: Any = cuda_graphs.make(run, model, None, None)
+    made: Any = CudaGraphs(run, model, None, None)
     made.before_step()
     assert made.runners() == [runner]
     made.release()
     assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
-    run.cuda_graph_impl = "none"
-    assert cuda_graphs.make(run, model, None, None) is None

@@ -8,8 +8,7 @@ import torch
 from megatron_flux import nvml
 from megatron_flux.ops import call_events as observe
 from megatron_flux.telemetry import call_sampler as sampling
-from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
-from megatron_flux.train.trainer import LocalStep
+from megatron_flux.train.measurements import LocalStep, StepMeasurements, StepResult, across_ranks, over_gpus
 
 
 def result(ranks: dict[str, list[float | None]]) -> StepResult:
@@ -19,7 +18,7 @@ def result(ranks: dict[str, list[float | None]]) -> StepResult:
 def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
     """All steps take equally long; rank 1 computes longest and so spends least time in operators."""
     names = dict.fromkeys(("peak_memory_bytes", *nvml.FIELDS), [None] * 3)
-    found = across_ranks(result({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names}))
+    found = across_ranks({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names})
     assert found["flux/slowest_rank"] == 1
     assert found["flux/rank_spread_ms"] == pytest.approx(50)
     assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
@@ -47,7 +46,7 @@ def test_gpus_are_summed_up_over_ranks() -> None:
         "temperature_c": [50.0, 70.0, None],
         "throttle": [float(0x4 | 0x1), float(0x4 | 0x20), None],
     }
-    found = over_gpus(result(readings))
+    found = over_gpus(readings)
     assert found["flux/gpu"] == {
         "sm_clock_mhz_min": 1500.0,
         "sm_clock_mhz_mean": 1740.0,
@@ -58,5 +57,5 @@ def test_gpus_are_summed_up_over_ranks() -> None:
     }
     # The idle bit is no throttling.
     assert found["flux/throttle_reasons"] == {"sw_power_cap": 2, "sw_thermal_slowdown": 1}
-    nothing = over_gpus(result({name: [None, None] for name in readings}))
+    nothing = over_gpus({name: [None, None] for name in readings})
     assert nothing == {"flux/gpu": None, "flux/throttle_reasons": None}

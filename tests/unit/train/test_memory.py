@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_flux.comm import group_state
-from megatron_flux.train import memory
-from megatron_flux.train.memory import OwnMemory, Peak
+from megatron_flux.train import measurements
+from megatron_flux.train.measurements import OwnMemory, Peak
 
 WEIGHTS, ADAM, ACTIVATIONS, SHARED, WORKSPACE = 100, 60, 40, 7, 5
 
@@ -33,12 +34,6 @@ class Counting:
             self.cached = SHARED
             self.take(SHARED)
 
-    def allocated(self) -> int:
-        return self.held
-
-    def peak(self) -> int:
-        return self.most
-
     def reset_peak(self) -> None:
         self.most = self.held
 
@@ -52,7 +47,7 @@ class Training:
 
     def __init__(self, process: Counting, *, flux: bool) -> None:
         self.process, self.flux = process, flux
-        self.own = OwnMemory(process)
+        self.own = OwnMemory(torch.device("cuda"))
         self.stepped = False
         with self.own.turn():
             process.take(WEIGHTS)
@@ -77,7 +72,12 @@ class Training:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Counting:
     counting = Counting()
-    monkeypatch.setattr(memory, "workspace_bytes", lambda: counting.workspace)
+    monkeypatch.setattr(measurements, "workspace_bytes", lambda: counting.workspace)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: counting.held)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: counting.most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counting.reset_peak())
+    monkeypatch.setattr(measurements, "forget_dummy_gradients", counting.forget_shared)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return counting
 
 
@@ -107,7 +107,7 @@ def test_an_arm_owns_what_it_loads_between_its_turns_of_steps(process: Counting)
 
 
 def test_on_a_cpu_only_workspaces_are_known(process: Counting) -> None:
-    own, other = OwnMemory(None), OwnMemory(None)
+    own, other = OwnMemory(torch.device("cpu")), OwnMemory(torch.device("cpu"))
     with own.turn():
         process.workspace += WORKSPACE
         own.reset_peak()
@@ -122,4 +122,4 @@ def test_workspaces_are_flux_s_and_those_of_async_tp(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(group_state, "slab_bytes", lambda: 100)
     monkeypatch.setattr(symmetric, "_group_name_to_workspace_tensor", {"0": SimpleNamespace(nbytes=20), "1": None})
-    assert memory.workspace_bytes() == 120
+    assert measurements.workspace_bytes() == 120

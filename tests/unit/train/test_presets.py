@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_flux.train.flops import device_peak, step_flops
-from megatron_flux.train.presets import PRESETS, ModelShape
+from megatron_flux.train.presets import PRESETS, ModelShape, device_peak, step_flops
 
 
 def parameters(shape: ModelShape) -> float:

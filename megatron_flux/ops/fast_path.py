@@ -1,0 +1,270 @@
+"""A cache of the ordinary path: calls that have been made before are made on other operands without deciding anything.
+
+Checking operands, choosing a backend and a configuration, finding workspaces and views takes Python longer than
+enqueuing the work takes the driver. All of it depends on the shapes, dtypes, group and backend of a call: the key in
+the table of its group (:attr:`megatron_flux.comm.group_state.GroupState.prepared`), whose entries go when one of the
+group's slabs is replaced. The ordinary path leaves what it has found with the slab: the kernels it has launched
+(:mod:`megatron_flux.kernels.launch`), the addresses it has copied between, the gather buffers. A prepared call holds
+just these, for both halves of the slab, and enqueues them in the same order. A call alternates between the halves, or
+always meets the same one (where an even number of calls makes a step): what the other half lacks is None, and the call
+is not usable there.
+
+Only warp-specialised kernels are prepared: others are not worth it.
+
+Contract: who makes a prepared call has found it with :func:`find`, so that all it depends on is equal, operands are
+contiguous at multiples of 16 bytes, and :meth:`PreparedCall.usable` has said yes. Results and protocol are those of
+:mod:`megatron_flux.ops.launch`; a gathered operand is valid as long, and as in :meth:`Slab.begin` an earlier call that
+timed out or was broken off is an OperatorError. Results are allocated before a call takes its turn
+(:mod:`megatron_flux.comm.slab`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from megatron_flux import cuda_driver as driver
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.copy_engine import WHOLE, Push
+from megatron_flux.comm.group_state import GroupState, state_of
+from megatron_flux.comm.slab import CopyStream, Slab, broken_off, waited_elsewhere
+from megatron_flux.ops import call_events
+from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
+from megatron_flux.ops.cuda_graphs import capturing_on_gpu
+from megatron_flux.ops.kernel_config import KernelConfig
+
+if TYPE_CHECKING:
+    from megatron_flux.kernels.launch import Relaunch
+
+_ATTEMPTS = 8
+"""Calls of a kind after which a backend that has not prepared it is not asked any more."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One kind of call."""
+
+    call: Any
+    """Makes it: a :class:`PreparedCall`, or None."""
+    backend: str
+    nbytes: int
+    """What this rank receives."""
+    attempts: int = 0
+
+
+def key_of(
+    operator: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    backend: str,
+    transposed: bool = False,
+    return_gathered: bool = False,
+    inside: torch.Tensor | None = None,
+) -> Hashable | None:
+    """What a call depends on, beside group, contiguity and alignment; None on CPUs and while calls are watched.
+
+    ``inside``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
+    """
+    if not x.is_cuda or call_events.watching():
+        return None
+    return (
+        operator,
+        backend,
+        transposed,
+        return_gathered,
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        None if weight is None else (weight.shape, weight.dtype, weight.get_device()),
+        None if bias is None else (bias.shape, bias.dtype, bias.get_device()),
+        None if inside is None else (inside.shape, inside.dtype, inside.get_device()),
+    )
+
+
+def find(state: GroupState, key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> Entry | None:
+    """The prepared call, if it can be used now."""
+    if key is None:
+        return None
+    found = state.prepared.get(key)
+    if found is None or found.call is None or not found.call.usable():
+        return None
+    # Another layer's operands may lie where TMA cannot address them: the way through the backend copies those.
+    if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
+        return None
+    if weight is not None and (weight.data_ptr() % ALIGNMENT or not weight.is_contiguous()):
+        return None
+    return found
+
+
+def remember(key: Hashable | None, chosen: Any, call: OperatorCall, shape: tuple[int, ...], nbytes: int) -> None:
+    """Have the backend that has just made a call, whose result has ``shape``, prepare it for the next time."""
+    if key is None or not call.x.is_contiguous():
+        return
+    found = state_of(call.group).prepared.setdefault(key, Entry(None, chosen.name, nbytes))
+    if (
+        found.attempts >= _ATTEMPTS
+        or (found.call is not None and found.call.complete)
+        or not hasattr(chosen, "prepare")
+    ):
+        return
+    found.attempts += 1
+    found.call = chosen.prepare(call, shape)
+
+
+class Side(NamedTuple):
+    """The stream of the copies and the events that order it with the caller's, as handles."""
+
+    stream: int
+    before: int
+    after: int
+    keep: CopyStream
+    """The owners of the handles."""
+
+
+class PreparedCall:
+    """What all of them share: one slab, and by half of it what a call enqueues."""
+
+    def __init__(
+        self,
+        work: Slab,
+        launches: Sequence[Relaunch | None],
+        shape: tuple[int, ...],
+        gathered: Sequence[torch.Tensor] = (),
+        pushes: Sequence[Push | None] | None = None,
+        side: Side | None = None,
+    ) -> None:
+        """``shape``: of the result. ``launches`` and ``pushes`` are None for a half that no call has met yet; without
+        ``pushes`` the kernel copies.
+        """
+        if pushes is not None:
+            launches = [None if push is None else kernel for kernel, push in zip(launches, pushes, strict=True)]
+        self._work, self._launches, self._shape = work, launches, shape
+        self._gathered, self._pushes, self._side = gathered, pushes, side
+        self.complete = None not in launches
+        """Whether preparing it once more would change nothing."""
+
+    def usable(self) -> bool:
+        """Whether the next call can be made this way: its half has met a kernel, and nothing is captured."""
+        return (self.complete or self._launches[self._work.calls & 1] is not None) and not capturing_on_gpu()
+
+
+class PreparedAllGatherGemm(PreparedCall):
+    """``all_gather_gemm`` of one shape."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result and gathered ``x``; ``bias`` where the kernel adds one."""
+        y = x.new_empty(self._shape)
+        side = self._side
+        try:
+            half, stream = self._work.step()
+            if side is None:
+                self._launches[half](stream, x, weight, y, x, *bias)
+            else:
+                _push(x.data_ptr(), self._pushes[half], side, stream)
+                self._launches[half](stream, x, weight, y, x, *bias)
+                driver.wait(stream, side.after)
+        except BaseException as error:
+            broken_off(self._work, "all_gather_gemm", error)
+            raise
+        return y, self._gathered[half]
+
+
+class PreparedGemmReduceScatter(PreparedCall):
+    """``gemm_reduce_scatter`` of one shape."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The rank's rows of the sum."""
+        y = x.new_empty(self._shape)
+        try:
+            half, stream = self._work.step()
+            self._launches[half](stream, x, weight, y)
+        except BaseException as error:
+            broken_off(self._work, "gemm_reduce_scatter", error)
+            raise
+        return y
+
+
+class PreparedAllGather(PreparedCall):
+    """``all_gather`` of one shape, by copy engine."""
+
+    def __init__(self, work: Slab, *enqueued: Any) -> None:
+        """As the base class; the launches are of the kernel that waits."""
+        super().__init__(work, *enqueued)
+        rows = self._gathered[0].shape[0] // work.tp
+        self._own = [whole[work.rank * rows : (work.rank + 1) * rows] for whole in self._gathered]
+
+    def __call__(self, x: torch.Tensor) -> Pending:
+        """The gathered ``x``, pending."""
+        work, side = self._work, self._side
+        if work.open_gather is not None:
+            work.open_gather.wait()
+        try:
+            half, begun = work.step()
+            _push(x.data_ptr(), self._pushes[half], side, begun)
+            self._own[half].copy_(x)
+
+            def wait() -> None:
+                if torch.cuda.is_current_stream_capturing():
+                    raise waited_elsewhere(None)
+                try:
+                    work.end()  # the streams in order: the kernel reads what the call before leaves
+                    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+                    self._launches[half](stream)
+                    driver.wait(stream, side.after)
+                    if stream != begun:  # which does not wait for the copies of x, and x may be its memory
+                        x.record_stream(side.keep.stream)
+                    if work.open_gather is pending:
+                        work.open_gather = None
+                except BaseException as error:
+                    broken_off(work, "all_gather", error)
+                    raise
+
+            pending = Pending(self._gathered[half], wait, keep=(x,))
+            work.open_gather = pending
+        except BaseException as error:
+            broken_off(work, "all_gather", error)
+            raise
+        return pending
+
+
+def _push(source: int, push: Push, side: Side, stream: int) -> None:
+    """Enqueue the copies behind what ``stream`` has been given so far, and ``side.after`` behind them."""
+    driver.record(side.before, stream)
+    driver.wait(side.stream, side.before)
+    push.enqueue(source, side.stream)
+    driver.record(side.after, side.stream)
+
+
+def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: tuple[int, ...]) -> PreparedCall | None:
+    """``call``, which has been made on ``work`` with ``config`` (None: an all_gather) for a result of ``shape``.
+
+    None where plain kernels run it. An all_gather is complete after the first wait.
+    """
+    x, halves = call.x, (0, 1)
+    edges = WHOLE
+    if config is None:
+        keys = [("wait", half, work.tp) for half in halves]
+    elif config.ws:
+        from megatron_flux.ops.launch import kernel_key, sm_count
+
+        keys = [kernel_key(call, half, config, sm_count(x.device)) for half in halves]
+        edges = config.edges(call.k)
+    else:
+        return None
+    kernels = [work.kernels.get(key) or None for key in keys]
+    if call.operator == "gemm_reduce_scatter":
+        return PreparedGemmReduceScatter(work, kernels, shape)
+    buffers = [work.gather_buffers(half, call.m, call.k, x.dtype)[work.rank] for half in halves]
+    gathered = [whole.view(-1, *x.shape[1:]) for whole in buffers]
+    if config is not None and config.comm:
+        return PreparedAllGatherGemm(work, kernels, shape, gathered)
+    pushes = [work.pushes.get((half, call.m // work.tp, call.k, x.dtype, edges)) for half in halves]
+    copies = work.side
+    assert copies is not None, "the call has been made"  # noqa: S101
+    side = Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)
+    kind = PreparedAllGather if config is None else PreparedAllGatherGemm
+    return kind(work, kernels, shape, gathered, pushes, side)

@@ -1,0 +1,219 @@
+"""A Python that begins with torch, megatron-core and this package imported, for tests of what a command does.
+
+A fresh one needs four seconds of a processor for these imports, and a training starts three. :class:`Warm` keeps one
+process that has done so. Its ``python`` is an executable that takes a command line, has that process fork, and lends
+the fork its own standard streams, environment and folder; it passes signals on, ends as the fork ends, and the fork
+does not outlive it. To the fork it is ``sys.executable``: what a launcher starts begins warm as well.
+
+Not for tests of how processes are started, killed or found, nor of what is imported when: a fork's parent is the warm
+process, and so is the command line that the system shows for it.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+MODULES = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.dist_checkpointing",
+    "megatron_flux.cli.main",
+    "megatron_flux.run.launcher",
+    "megatron_flux.train.trainer",
+    "megatron_flux.train.loop",
+    "megatron_flux.train.worker",
+    "megatron_flux.train.shims",
+    "megatron_flux.train.checkpoint",
+    "torch.distributed.run",
+)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STARTS_WITHIN = 120.0
+
+
+class Warm:
+    """The warm process, from the construction to :meth:`stop`; it ends with this process, too."""
+
+    def __init__(self) -> None:
+        """Start it and wait until it has imported everything."""
+        self._folder = tempfile.TemporaryDirectory(prefix="flux-warm-")  # sockets have short paths
+        folder = Path(self._folder.name)
+        address, log = folder / "socket", folder / "log"
+        self.python = folder / "python"
+        """The executable: for ``-m MODULE``, after ``-u`` at most, a fork; for anything else the real one."""
+        client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(address), str(self.python)])
+        self.python.write_text(
+            f'#!/bin/sh\nif [ "$1" = -m ] || {{ [ "$1" = -u ] && [ "$2" = -m ]; }}; then exec {client} "$@"; fi\n'
+            f'exec {shlex.quote(sys.executable)} "$@"\n'
+        )
+        self.python.chmod(0o755)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(address)],
+                cwd=Path(__file__).parents[1],
+                env=environment,
+                stdin=subprocess.PIPE,  # its end is this process's
+                stdout=errors,
+                stderr=errors,
+            )
+        deadline = time.monotonic() + _STARTS_WITHIN
+        while not address.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                raise RuntimeError(f"the warm process did not start:\n{log.read_text()}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End it and its forks."""
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._folder.cleanup()
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    size = int.from_bytes(head, "big")
+    content = b""
+    while len(content) < size:
+        content += connection.recv(size - len(content))
+    return json.loads(content), streams
+
+
+def _serve(address: str) -> None:
+    """Import, then fork for whoever connects, until this process's standard input ends."""
+    for module in MODULES:
+        importlib.import_module(module)
+    assert threading.active_count() == 1
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"{address}.new")
+    listening.listen(64)
+    os.rename(f"{address}.new", address)
+    forks: dict[int, tuple[int, socket.socket]] = {}  # by the file that tells of the end: process and connection
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ, "end")
+        selector.register(listening, selectors.EVENT_READ, "new")
+        while True:
+            for key, _ in selector.select():
+                if key.data == "end":
+                    for process, _ in forks.values():
+                        os.kill(process, signal.SIGKILL)
+                    os._exit(0)
+                if key.data == "new":
+                    connection, _ = listening.accept()
+                    request, streams = _receive(connection)
+                    process = os.fork()
+                    if process == 0:
+                        selector.close()
+                        listening.close()
+                        for end, (_, other) in forks.items():
+                            os.close(end)
+                            other.close()
+                        connection.close()
+                        _become(request, streams)
+                    for stream in streams:
+                        os.close(stream)
+                    ended = os.pidfd_open(process)
+                    forks[ended] = process, connection
+                    connection.sendall(process.to_bytes(4, "big"))
+                    selector.register(ended, selectors.EVENT_READ, "ended")
+                    selector.register(connection, selectors.EVENT_READ, ended)
+                elif key.data == "ended":
+                    process, connection = forks.pop(key.fd)
+                    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                    with contextlib.suppress(OSError):
+                        connection.sendall(status.to_bytes(4, "big", signed=True))
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    with contextlib.suppress(KeyError):
+                        selector.unregister(connection)
+                    connection.close()
+                elif key.data in forks and forks[key.data][1] is key.fileobj:  # whoever asked is gone
+                    selector.unregister(key.fileobj)
+                    os.kill(forks[key.data][0], signal.SIGKILL)
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """What ``python -m MODULE WORDS`` does."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.executable = request["python"]
+    unbuffered = request["words"][0] == "-u"
+    _, module, *_ = sys.argv = request["words"][unbuffered:]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=os.isatty(stream.fileno()), write_through=unbuffered)
+    del sys.argv[0]
+    sys.path[0] = request["folder"]
+    for name in (module, f"{module}.__main__"):
+        sys.modules.pop(name, None)
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _ask(address: str, python: str, words: list[str]) -> None:
+    """The executable: have the warm process fork, and be that fork to whoever has started this."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "python": python}
+    content = json.dumps(request).encode()
+    waiting = array.array("i")  # signals that come before the fork is known
+    for number in _PASSED_ON:
+        signal.signal(number, lambda number, _: waiting.append(number))
+    socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+    connection.sendall(content)
+    process = int.from_bytes(connection.recv(4), "big")
+
+    def pass_on(number: int, _: object = None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    for number in waiting:
+        pass_on(number)
+    code = int.from_bytes(connection.recv(4) or b"\0\0\0\1", "big", signed=True)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        _serve(sys.argv[1])
+    else:
+        _ask(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -103,7 +103,8 @@ def rounds(
         random.Random(turn).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
         for name in order:
             with around(name):
-                found[name].append(_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
+                ready = barrier or (lambda: dist.barrier(group=group))
+                found[name].append(own_burst(ways[name], count, device, ready))
     ms = _slowest([[astuple(one) for one in bursts] for bursts in found.values()], group, device)
     return {name: Samples(*by_clock) for name, by_clock in zip(found, ms.transpose(1, 2).tolist(), strict=True)}
 
@@ -144,7 +145,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device, warm: int = 1) -> float:
     """Milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
-    mine = _burst(call, count, device, lambda: dist.barrier(group=group), warm)
+    mine = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
     return _slowest(mine.ms, group, device).item()
 
 
@@ -154,7 +155,15 @@ def _slowest(mine: Any, group: dist.ProcessGroup, device: torch.device) -> torch
     return slowest
 
 
-def _burst(call: Way, count: int, device: torch.device, barrier: Callable[[], object], warm: int = 1) -> Burst:
+def own_burst(
+    call: Way,
+    count: int,
+    device: torch.device,
+    barrier: Callable[[], object],
+    warm: int = 1,
+    meanwhile: Callable[[], object] | None = None,
+) -> Burst:
+    """A burst as this rank times it; ``meanwhile`` is called while the GPU is at it."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -173,6 +182,8 @@ def _burst(call: Way, count: int, device: torch.device, barrier: Callable[[], ob
     if not on_gpu:
         return Burst(host, host, first)
     end.record()
+    if meanwhile is not None:
+        meanwhile()
     end.synchronize()
     return Burst(start.elapsed_time(end) / count, host, first)
 

@@ -29,9 +29,8 @@ training's random numbers stay what they were. ``all_gather`` has no GEMM: its `
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -275,35 +274,21 @@ def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] 
     # The slowest rank's, so that all ranks make as many calls.
     once = timing.burst(lambda: run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
+    gpu, barrier = _gpu(call.device), partial(dist.barrier, group=group)
+
+    def burst(backend: Any) -> tuple[float, float | None]:
+        seen: list[nvml.Reading] = []
+        look = None if gpu is None else lambda: seen.append(gpu.read())
+        taken = timing.own_burst(lambda: run(backend), count, call.device, barrier, meanwhile=look)
+        return taken.ms, seen[0].sm_clock_mhz if seen else None
+
     ways: list[Any] = [gemm_only, reference] if gemm_first else [reference, gemm_only]
     if call.operator == "all_gather":
         ways.remove(gemm_only)
-    taken = {way: _burst(partial(run, way), count, group, call.device) for way in ways}
+    taken = {way: burst(way) for way in ways}
     serial, clock = taken[reference]
     gemm, clock = taken.get(gemm_only, (0.0, clock))
     return serial, gemm, clock
-
-
-def _burst(
-    call: Callable[[], Any], count: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[float, float | None]:
-    """Milliseconds on this rank of one of ``count`` calls behind another one, and the GPU's clock while they run."""
-    on_gpu = device.type == "cuda"
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-    dist.barrier(group=group)
-    timing.finish(call())
-    began = time.perf_counter()
-    if on_gpu:
-        events[0].record()
-    for _ in range(count):
-        timing.finish(call())
-    if not on_gpu:
-        return (time.perf_counter() - began) * 1e3 / count, None
-    events[1].record()
-    gpu = _gpu(device)
-    reading = gpu.read() if gpu is not None else None
-    events[1].synchronize()
-    return events[0].elapsed_time(events[1]) / count, None if reading is None else reading.sm_clock_mhz
 
 
 def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmOnly] | None:

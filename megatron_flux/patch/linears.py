@@ -81,8 +81,7 @@ class LinearPatch:
     ) -> None:
         """``row_forward_impl``: the stock one of ``RowParallelLinear``; a subclass with its own is left alone.
 
-        ``te``: the checked TransformerEngine, why the installed one cannot be used (then calls of its layers run
-        stock), or None where megatron-core does without.
+        ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
         """
         self.config, self.line, self.te = config, line, te
         self.fallbacks: Counter[tuple[str, str]] = Counter()
@@ -195,8 +194,11 @@ class LinearPatch:
         if group is None or group.size() == 1:
             return "tp = 1"
         for name, value in kwargs.items():
-            if name not in _EXPECTED and not self._is_neutral(name, value):
-                return f"unsupported keyword {name}={value!r}"
+            if name not in _EXPECTED:
+                neutral = self._neutral.get(name, value)
+                # The types are compared first: == of a tensor is a tensor, and has no truth value.
+                if name not in self._neutral or type(value) is not type(neutral) or value != neutral:
+                    return f"unsupported keyword {name}={value!r}"
         if missing := _EXPECTED - kwargs.keys():
             return f"_forward_impl was called without {', '.join(sorted(missing))}"
         if kwargs["allreduce_dgrad"]:
@@ -205,13 +207,6 @@ class LinearPatch:
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return _FROZEN
         return self.why_stock_common(layer, x, weight)
-
-    def _is_neutral(self, keyword: str, value: object) -> bool:
-        if keyword not in self._neutral:
-            return False
-        neutral = self._neutral[keyword]
-        # The types are compared first: == of a tensor is a tensor, and has no truth value.
-        return type(value) is type(neutral) and value == neutral
 
     def why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why stock must run this call of ``forward``, or None."""

@@ -233,3 +233,8 @@ def test_the_docs_have_every_line_in_their_table_of_versions() -> None:
     assert all(any(megatron_core.find_line(version) is line for version, _ in rows) for line in megatron_core.LINES)
     allowed = re.compile(r"CPU|GPU|GPU, Python part|untried|refused ¹")
     assert all(allowed.fullmatch(cell.strip()) for _, cells in rows for cell in cells.split("|"))
+
+
+def test_only_the_newest_line_added_something() -> None:
+    """Tests of the linears take the first and the last line for all."""
+    assert [dict(line.added) for line in megatron_core.LINES] == [{}, {}, {}, {}, {"gtp_remat_size": 1}]

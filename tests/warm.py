@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -100,6 +101,7 @@ def _serve(address: str) -> None:
     """Import, then fork for whoever connects, until this process's standard input ends."""
     for module in MODULES:
         importlib.import_module(module)
+    gc.freeze()  # no garbage, and a fork's collections need not look through it
     assert threading.active_count() == 1
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{address}.new")

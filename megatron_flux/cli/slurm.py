@@ -160,8 +160,8 @@ def resume(
 @app.command()
 def collect(roots: Annotated[list[Path], typer.Argument(help="Folders of jobs: runs/NAME-JOB.")]) -> None:
     """Write the reports of a job's repetitions and put their figures side by side."""
-    from megatron_flux.slurm.collect import collect as collect_one
-    from megatron_flux.slurm.collect import table
+    from megatron_flux.slurm.status import collect as collect_one
+    from megatron_flux.slurm.status import table
 
     for root in roots:
         typer.echo(table(collect_one(root)))
@@ -178,8 +178,7 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     Raises:
         UserError: the job would not run.
     """
-    from megatron_flux.slurm import render
-    from megatron_flux.slurm.job import Job, parse_settings, resolve
+    from megatron_flux.slurm.job import Job, collect_script, job_script, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
     layout, site = (
@@ -195,5 +194,5 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     site_words = [f"--{name}={value}" for name, value in site.items()]
     own = ["--job", options.job, "--mode", options.mode, *(f"--{name}={value}" for name, value in layout.items())]
     own += [*site_words, *(f"--set={pair}" for pair in options.set)]
-    script = render.job_script(resolved, shlex.join([*words, *own]))
-    return script, render.collect_script(profile, shlex.join([*words, "--collector", *site_words]))
+    script = job_script(resolved, shlex.join([*words, *own]))
+    return script, collect_script(profile, shlex.join([*words, "--collector", *site_words]))

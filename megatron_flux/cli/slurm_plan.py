@@ -36,13 +36,14 @@ def plan(
     if check_topology and validate:
         raise UserError("--check-topology and --validate are two commands; give one of them")
     if check_topology:
-        checked = layout.check(resolve(given))
+        job = resolve(given)
+        checked = layout.check(job)
         if as_json:
-            typer.echo(json.dumps(checked.description(), indent=2))
+            typer.echo(json.dumps(checked, indent=2))
         else:
-            report.show_layout(checked, console)
-        if checked.problems:
-            raise FluxError(f"{len(checked.problems)} problem(s), the first: {checked.problems[0]}")
+            report.show_layout(checked, job, console)
+        if checked["problems"]:
+            raise FluxError(f"{len(checked['problems'])} problem(s), the first: {checked['problems'][0]}")
         return
     if validate:
         found, show = measured.validate_options(given), report.show_validation

@@ -43,10 +43,9 @@ PATIENCE = timedelta(minutes=10)
 
 
 class Pending:
-    """The result of an operator that was started and may not be finished.
-
-    ``wait()`` returns the tensor once the current stream (CUDA) or the calling thread (CPU) may read it. It may be
-    called more than once. A ``Pending`` must be waited for before it is dropped: it also keeps the operands alive.
+    """The result of an operator that was started and may not be finished. ``wait()`` returns the tensor once the
+    current stream (CUDA) or the calling thread (CPU) may read it. It may be called more than once. A ``Pending`` must
+    be waited for before it is dropped: it also keeps the operands alive.
     """
 
     __slots__ = ("_keep", "_tensor", "_wait")
@@ -120,11 +119,16 @@ def _failure(operator: str, x: torch.Tensor, group: dist.ProcessGroup, error: Ba
     )
 
 
-def first_rank(group: dist.ProcessGroup, work: Callable[[], _Result]) -> _Result:
-    """What ``work()`` returns on the first rank of ``group``, which alone calls it; collective.
+def of_all_ranks(mine: _Result, group: dist.ProcessGroup) -> list[_Result]:
+    """What every rank of ``group`` says, by rank; collective."""
+    said = [mine] * group.size()
+    dist.all_gather_object(said, mine, group=group)
+    return said
 
-    Raises:
-        OperatorError: it raised there; on all ranks, with the cause in words.
+
+def first_rank(group: dist.ProcessGroup, work: Callable[[], _Result]) -> _Result:
+    """What ``work()`` returns on the first rank of ``group``, which alone calls it; collective. Raises OperatorError:
+    it raised there; on all ranks, with the cause in words.
     """
     said: list[Any] = [None, None]
     cause = None
@@ -141,11 +145,8 @@ def first_rank(group: dist.ProcessGroup, work: Callable[[], _Result]) -> _Result
 
 def failures(group: dist.ProcessGroup, mine: str | None) -> dict[int, str]:
     """By global rank, what every rank of ``group`` on which something failed says of it. Collective, on hosts alone.
-
-    ``mine`` says what failed on this rank; None if nothing did.
-
-    Raises:
-        OperatorError: a rank did not say anything in time.
+    ``mine`` says what failed on this rank; None if nothing did. Raises OperatorError: a rank did not say anything in
+    time.
     """
     store = dist.distributed_c10d._get_default_store()
     me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)

@@ -44,8 +44,7 @@ class Edges(NamedTuple):
 
     early: bool = False
     late: bool = False
-    columns: int = 0
-    """Of the smaller piece and, in whole numbers, of the other; the last of them may be cut short by k."""
+    columns: int = 0  # of the smaller piece and, in whole numbers, of the other; the last of them may be cut short by k
 
     @property
     def flags(self) -> int:
@@ -60,13 +59,11 @@ class Copy(NamedTuple):
     """A block of x for a peer, in bytes: ``rows`` of ``width`` that begin ``pitch`` apart on both sides."""
 
     target: int
-    offset: int
-    """In x."""
+    offset: int  # in x
     width: int
     rows: int
     pitch: int
-    flag: int
-    """The peer's word that says it has arrived."""
+    flag: int  # the peer's word that says it has arrived
 
 
 class Push(NamedTuple):
@@ -152,12 +149,9 @@ def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callab
 
 
 def all_gather(x: torch.Tensor, work: Slab) -> Pending:
-    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards.
-
-    One gather is open at a time: starting another waits for it first.
-
-    Raises:
-        UserError: from ``wait()`` too, when a gather is waited for in another capture than it was begun in.
+    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards. One gather
+    is open at a time: starting another waits for it first. Raises UserError: from ``wait()`` too, when a gather is
+    waited for in another capture than it was begun in.
     """
     from megatron_flux.kernels import launch as kernel_launch
     from megatron_flux.kernels.device import gather_wait_kernel
@@ -197,9 +191,8 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
 
 
 def _finish_open(work: Slab) -> None:
-    """Wait for the gather that is open on ``work``, if there is one.
-
-    One that was begun in another capture is forgotten: that capture failed, and nothing of it has run or will.
+    """Wait for the gather that is open on ``work``, if there is one. One that was begun in another capture is
+    forgotten: that capture failed, and nothing of it has run or will.
     """
     unfinished = work.open_gather
     if unfinished is None:

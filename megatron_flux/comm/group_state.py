@@ -1,7 +1,6 @@
 """What this process knows of a process group and holds for it: one object per group, which dies with the group.
 
-Everything that is by group hangs here and nowhere else: its slabs, its link, what its ranks have agreed on, how far its
-gathers are, calls that are prepared. Whoever needs any of it asks :func:`state_of` with the group itself, once a call.
+Everything that is by group hangs here and nowhere else. Whoever needs it asks :func:`state_of`, once a call.
 
 Contract
     * Nothing in a state refers to the group but weakly. When the last reference to a destroyed group is dropped, its
@@ -33,8 +32,7 @@ class Link:
     """What connects a group."""
 
     kind: str
-    reason: str
-    """Why it is not ``nvlink``; empty if it is."""
+    reason: str  # why it is not ``nvlink``; empty if it is
 
     @property
     def is_nvlink(self) -> bool:
@@ -45,26 +43,21 @@ class Link:
 class Beside(NamedTuple):
     """What can run beside a group's kernels on some rank of it."""
 
-    others: bool
-    """NCCL kernels of another group."""
-    high_priority: bool
-    """NCCL kernels on streams of high priority, of whatever group."""
+    others: bool  # NCCL kernels of another group
+    high_priority: bool  # NCCL kernels on streams of high priority, of whatever group
 
 
 class GroupState:
     """See the module; from :func:`state_of`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Nothing is known yet, nothing allocated."""
+        """Nothing is allocated."""
         self._group = weakref.ref(group)
         self.slabs: dict[tuple[str, bool], Slab] = {}
         """By purpose and whether captured calls run on it: of the largest size seen."""
-        self.kept_slabs: list[Slab] = []
-        """Smaller ones that CUDA graphs hold the addresses of."""
-        self.link: Link | None = None
-        """See :func:`megatron_flux.comm.links.probe`."""
-        self.beside: Beside | None = None
-        """See :func:`megatron_flux.comm.links.beside`."""
+        self.kept_slabs: list[Slab] = []  # smaller ones that CUDA graphs hold the addresses of
+        self.link: Link | None = None  # see :func:`megatron_flux.comm.links.probe`
+        self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.compared: set[tuple[object, ...]] = set()
         """Calls that all ranks are known to make alike; see :func:`megatron_flux.ops.checks.compare_calls`."""
         self.gathers_begun = 0
@@ -72,8 +65,7 @@ class GroupState:
         self.column: weakref.ref[Any] | None = None
         """The column-parallel layer that ran forward last and that no row-parallel one has taken
         (:mod:`megatron_flux.layers.prefetch`)."""
-        self.chosen: dict[Hashable, Any] = {}
-        """Answers of :func:`megatron_flux.ops.backends.registry.select`."""
+        self.chosen: dict[Hashable, Any] = {}  # answers of :func:`megatron_flux.ops.backends.registry.select`
         self.prepared: dict[Hashable, Any] = {}
         """Calls of :mod:`megatron_flux.ops.fast_path`; they hold slabs, and go when a slab does."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -90,10 +82,8 @@ class GroupState:
         """The slab for ``purpose`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
 
         A larger call makes a larger slab and drops the smaller one. Slabs that a call was captured on are kept: graphs
-        hold their addresses. So memory is bounded by the largest call, whatever the number of layers and shapes.
-
-        Raises:
-            UserError: it would have to be made while a CUDA graph is captured.
+        hold their addresses. So memory is bounded by the largest call, whatever the number of layers and shapes. Raises
+        UserError: it would have to be made while a CUDA graph is captured.
         """
         found = self.slabs.get((purpose, captured))
         if found is not None and found.half_bytes >= nbytes:
@@ -134,16 +124,8 @@ class GroupState:
         self.prepared.clear()
 
     def slab_bytes(self) -> int:
-        """Bytes of symmetric memory this rank holds for the group."""
+        """Bytes of symmetric memory that this rank holds for the group."""
         return sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.kept_slabs])
-
-    def drop_slabs(self) -> None:
-        """Forget all slabs. Only when every rank has finished with them."""
-        for slab in [*self.slabs.values(), *self.kept_slabs]:
-            slab.alarm.close()
-        self.slabs.clear()
-        self.kept_slabs.clear()
-        self.prepared.clear()
 
 
 _states: dict[int, GroupState] = {}
@@ -153,13 +135,11 @@ WeakKeyDictionary. An entry goes before the identity can be given to another obj
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
     """The state of ``group``."""
-    return _states.get(id(group)) or _new_state(group)
-
-
-def _new_state(group: dist.ProcessGroup) -> GroupState:
     key = id(group)
-    state = _states.setdefault(key, GroupState(group))
-    weakref.finalize(group, _states.pop, key, None).atexit = False
+    state = _states.get(key)
+    if state is None:
+        state = _states.setdefault(key, GroupState(group))
+        weakref.finalize(group, _states.pop, key, None).atexit = False
     return state
 
 
@@ -176,4 +156,8 @@ def slab_bytes() -> int:
 def drop_slabs() -> None:
     """Forget the slabs of all groups. Only when every rank has finished with them."""
     for state in all_states():
-        state.drop_slabs()
+        for slab in [*state.slabs.values(), *state.kept_slabs]:
+            slab.alarm.close()
+        state.slabs.clear()
+        state.kept_slabs.clear()
+        state.prepared.clear()

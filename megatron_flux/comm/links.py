@@ -12,15 +12,14 @@ none       anything else: several hosts, no peer access, no GPU
 
 Why it matters what runs beside: a fused kernel holds every SM and waits for its peers. An NCCL kernel of another group
 that is started in the other order on two ranks waits there for SMs, and for each other, without end. torch.distributed
-cannot be asked whether a group's collectives are waited for by the stream of the layers or run on one of their own, so
-whatever is not known to be waited for counts. Groups that are made after the first question are not seen.
-
-Known to be waited for: the default group's, and of those that Megatron makes over the very ranks of tensor parallelism
-the ones in :data:`WAITED_FOR` (norms, losses, gradients of norms, and what only says who is who).
+cannot be asked whether a group's collectives are waited for by the stream of the layers, so whatever is not known to be
+counts. Known are the default group's, and those over the very ranks of tensor parallelism in :data:`WAITED_FOR` (norms,
+losses, gradients of norms, and what only says who is who). Groups made after the first question are not seen.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 
@@ -28,45 +27,47 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.comm.group_state import Beside, Link, state_of
 
 
 def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """The link of ``group``; collective on first use, so call it on all ranks at the same point."""
+    """The weakest link that any rank of ``group`` sees; collective on first use, at the same point on all ranks."""
     state = state_of(group)
-    if state.link is None:
-        state.link = _probe(group, device)
+    if state.link is None and device.type != "cuda":
+        state.link = Link("none", f"{device.type} tensors have no peer access")
+    elif state.link is None:
+        links = of_all_ranks(_link(group, device), group)
+        state.link = min(links, key=lambda link: ("none", "p2p", "nvlink").index(link.kind))
     return state.link
 
 
-def _probe(group: dist.ProcessGroup, device: torch.device) -> Link:
-    if device.type != "cuda":
-        return Link("none", f"{device.type} tensors have no peer access")
+def _link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """What this rank sees. Collective."""
     index = device.index if device.index is not None else torch.cuda.current_device()
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid), index)
-    everyone: list[tuple[str, str, int]] = [mine] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    if len({host for host, _, _ in everyone}) > 1:
-        return _agree(Link("none", "the group spans several hosts"), group)
-    if len({uuid for _, uuid, _ in everyone}) < len(everyone):
-        return _agree(Link("none", "two ranks share a GPU"), group)
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid))
+    hosts, uuids = zip(*of_all_ranks(mine, group), strict=True)
+    if len(set(hosts)) > 1:
+        return Link("none", "the group spans several hosts")
+    if len(set(uuids)) < len(uuids):
+        return Link("none", "two ranks share a GPU")
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for _, uuid, _ in everyone:
+    for uuid in uuids:
         if uuid not in visible:
             # One GPU visible per process: CUDA cannot be asked, symmetric memory still maps the peer's.
-            return _agree(_unseen([uuid for _, uuid, _ in everyone]), group)
+            return _unseen(list(uuids))
         if uuid != mine[1] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
-            return _agree(Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}"), group)
-    return _agree(between([visible[uuid] for _, uuid, _ in everyone]), group)
+            return Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}")
+    return between([visible[uuid] for uuid in uuids])
 
 
 def _unseen(uuids: list[str]) -> Link:
     """``nvlink`` or ``p2p``, for GPUs of this machine that this process cannot all see."""
-    unseen = "peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES)"
     linked = nvml.linked(uuids)
     if linked:
         return Link("nvlink", "")
-    return Link("p2p", f"{unseen}, and NVML {'cannot tell' if linked is None else 'finds no NVLink between some'}")
+    found = "cannot tell" if linked is None else "finds no NVLink between some"
+    return Link("p2p", f"peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES), and NVML {found}")
 
 
 def between(devices: list[int]) -> Link:
@@ -78,18 +79,9 @@ def between(devices: list[int]) -> Link:
         matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
     except (ImportError, RuntimeError) as error:
         return Link("p2p", f"NVLink could not be asked for: {error}")
-    for a in devices:
-        for b in devices:
-            if a != b and not matrix[a][b]:
-                return Link("p2p", f"no NVLink between GPU {a} and GPU {b}")
-    return Link("nvlink", "")
-
-
-def _agree(link: Link, group: dist.ProcessGroup) -> Link:
-    """The weakest link that any rank sees."""
-    links = [link] * group.size()
-    dist.all_gather_object(links, link, group=group)
-    return min(links, key=lambda seen: ("none", "p2p", "nvlink").index(seen.kind))
+    missing = ((a, b) for a, b in itertools.permutations(devices, 2) if not matrix[a][b])
+    a, b = next(missing, (None, None))
+    return Link("nvlink", "") if a is None else Link("p2p", f"no NVLink between GPU {a} and GPU {b}")
 
 
 WAITED_FOR = frozenset(
@@ -107,9 +99,6 @@ WAITED_FOR = frozenset(
 )
 """``group_desc`` of groups whose collectives the compute stream waits for, where they span the same ranks."""
 
-TRUE = ("1", "t", "true", "y", "yes")
-
-
 ALONE = Beside(others=False, high_priority=False)
 
 
@@ -117,10 +106,7 @@ def beside(group: dist.ProcessGroup) -> Beside:
     """The same on all ranks of ``group``; collective on first use, so call it on all of them at the same point."""
     state = state_of(group)
     if state.beside is None:
-        mine = seen(group)
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        state.beside = Beside(*(any(column) for column in zip(*everyone, strict=True)))
+        state.beside = Beside(*(any(column) for column in zip(*of_all_ranks(seen(group), group), strict=True)))
     return state.beside
 
 
@@ -134,7 +120,7 @@ def seen(group: dist.ProcessGroup) -> Beside:
         and not (other.group_desc in WAITED_FOR and set(dist.get_process_group_ranks(other)) == mine)
         for other in groups
     )
-    every = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in TRUE
+    every = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in ("1", "t", "true", "y", "yes")
     return Beside(others, bool(groups) and (every or any(map(_has_high_priority, groups))))
 
 

@@ -75,21 +75,15 @@ import torch.distributed as dist
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import timeouts as watch
+from megatron_flux.comm.collectives import Pending, of_all_ranks
 from megatron_flux.errors import OperatorError, UserError
 
 if TYPE_CHECKING:
-    from megatron_flux.comm.collectives import Pending
     from megatron_flux.kernels.launch import Relaunch
 
-FLAG_WORDS = 1 << 17
-"""int32 flags per half: 1024 own tiles of 8 sources, 16 times over."""
-
-ENTER_WORDS = 64
-"""The first words of a half's flags tell that a rank has begun a call."""
-
-CALL_FLAGS = FLAG_WORDS - ENTER_WORDS
-"""What is left of a half's flags for the data of a call."""
-
+FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 own tiles of 8 sources, 16 times over
+ENTER_WORDS = 64  # the first words of a half's flags tell that a rank has begun a call
+CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # what is left of a half's flags for the data of a call
 MIB = 1 << 20
 
 
@@ -105,47 +99,33 @@ class Turn(NamedTuple):
     """One call's share of a slab."""
 
     half: int
-    enter: bool
-    """Whether all ranks must begin it together."""
+    enter: bool  # whether all ranks must begin it together
 
 
 @dataclass
 class Slab:
     """See the module. Tensors in ``data`` and ``flags`` are indexed by rank and alias that rank's memory."""
 
-    tp: int
-    """Ranks of the group."""
-    rank: int
-    """Of the calling process in the group."""
+    tp: int  # ranks of the group
+    rank: int  # of the calling process in the group
     half_bytes: int
     captured: bool
-    data: list[torch.Tensor]
-    """uint8 ``[2 * half_bytes]`` per rank."""
-    flags: list[torch.Tensor]
-    """int32 ``[2 * FLAG_WORDS]`` per rank."""
-    data_table: torch.Tensor
-    """int64 ``[tp]``, addresses of ``data``, on the device."""
-    flag_table: torch.Tensor
-    """int64 ``[tp]``, addresses of ``flags``, on the device."""
-    ctrl: torch.Tensor
-    """int32 ``[2]``: reduce tickets taken, CTAs that have left."""
-    epochs: torch.Tensor
-    """int32 ``[2]``."""
+    data: list[torch.Tensor]  # uint8 ``[2 * half_bytes]`` per rank
+    flags: list[torch.Tensor]  # int32 ``[2 * FLAG_WORDS]`` per rank
+    data_table: torch.Tensor  # int64 ``[tp]``, addresses of ``data``, on the device
+    flag_table: torch.Tensor  # int64 ``[tp]``, addresses of ``flags``, on the device
+    ctrl: torch.Tensor  # int32 ``[2]``: reduce tickets taken, CTAs that have left
+    epochs: torch.Tensor  # int32 ``[2]``
     alarm: watch.Alarm
     keep: Any = None
-    calls: int = 0
-    """So far; of a captured slab since the last one that was entered."""
-    in_graphs: bool = False
-    """Whether a call on it has been captured."""
-    open_gather: Pending | None = None
-    """The all_gather that was begun here and not waited for."""
+    calls: int = 0  # so far; of a captured slab since the last one that was entered
+    in_graphs: bool = False  # whether a call on it has been captured
+    open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
     side: CopyStream | None = None
-    buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
-    """Gather buffers of all ranks."""
+    buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)  # gather buffers of all ranks
     pushes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """What a transport moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
-    descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """Of the slab's memory, for TMA."""
+    descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # of the slab's memory, for TMA
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Kernels that have been launched on this slab; False where Triton has to launch one every time. The keys of all
     four determine everything but the operands' addresses."""
@@ -155,18 +135,15 @@ class Slab:
     a twentieth."""
     _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
     """The same of the latest call that was not captured, while one is."""
-    capture: int | None = None
-    """That the latest call was part of."""
+    capture: int | None = None  # that the latest call was part of
 
     def __post_init__(self) -> None:
         """Look the device up once."""
         self._index = self.data_table.get_device()
 
     def begin(self) -> Turn:
-        """Take a call's turn: check earlier time-outs, order streams, enqueue the barrier if it must be entered.
-
-        Raises:
-            OperatorError: an earlier call on this slab timed out or was broken off.
+        """Take a call's turn: check earlier time-outs, order streams, enqueue the barrier if it must be entered. Raises
+        OperatorError: an earlier call on this slab timed out or was broken off.
         """
         if self.captured:
             turn = self.begin_captured(self.current_capture())
@@ -215,10 +192,8 @@ class Slab:
         self.alarm.poison(operator, error)
 
     def step(self) -> tuple[int, int]:
-        """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream.
-
-        Raises:
-            OperatorError: an earlier call on this slab timed out or was broken off.
+        """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream. Raises
+        OperatorError: an earlier call on this slab timed out or was broken off.
         """
         self._check()
         raw = torch._C._cuda_getCurrentRawStream(self._index)
@@ -300,22 +275,19 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-HEAD = 2 * 4 * FLAG_WORDS
-"""Bytes of both halves' flags, which come first in a slab."""
+HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
 
 
 def make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
     """A slab whose halves hold ``half_bytes``. Collective."""
     whole, keep = memory(group, HEAD + 2 * half_bytes, device)
-    flags = [w[:HEAD].view(torch.int32) for w in whole]
-    return assemble(group, half_bytes, flags, [w[HEAD:] for w in whole], captured=captured, keep=keep)
+    flags, data = [w[:HEAD].view(torch.int32) for w in whole], [w[HEAD:] for w in whole]
+    return assemble(group, half_bytes, flags, data, captured=captured, keep=keep)
 
 
 def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
     """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective."""
-    if device.type == "cuda":
-        return _symmetric(group, nbytes, device)
-    return _shared_files(group, nbytes), None
+    return _symmetric(group, nbytes, device) if device.type == "cuda" else (_shared_files(group, nbytes), None)
 
 
 def assemble(
@@ -334,20 +306,11 @@ def assemble(
     def table(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
+    ctrl, epochs = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     slab = Slab(
-        tp=group.size(),
-        rank=group.rank(),
-        half_bytes=half_bytes,
-        captured=captured,
-        data=data,
-        flags=flags,
-        data_table=table(data),
-        flag_table=table(flags),
-        ctrl=torch.zeros(2, dtype=torch.int32, device=device),
-        epochs=torch.tensor([1, 1], dtype=torch.int32, device=device),
-        alarm=watch.Alarm(group, device),
-        keep=keep,
-    )
+        group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
+        epochs.to(device), watch.Alarm(group, device), keep,
+    )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier(group=group)  # nobody writes a flag before everybody's are zero
@@ -415,18 +378,16 @@ def _spoil(operator: str, error: BaseException, device: torch.device) -> None:
 
 
 def _shared_files(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
-    """Symmetric memory on the CPU: one shared file per rank, mapped by all ranks, zeroed by the system. Collective.
-
-    It exists so that schedules, flags, epochs, reuse and time-outs are tested with real processes and real concurrency
+    """Symmetric memory on the CPU: one shared file per rank, mapped by all ranks, zeroed by the system. Collective. It
+    exists so that schedules, flags, epochs, reuse and time-outs are tested with real processes and real concurrency
     where there is no GPU. It is not a fast path. All ranks must share a host and its shared-memory file system.
     """
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 - mkstemp makes the file, private to us
     handle, mine = tempfile.mkstemp(prefix="megatron_flux_", dir=folder)
     os.ftruncate(handle, nbytes)
     os.close(handle)
-    paths: list[str] = [""] * group.size()
     try:
-        dist.all_gather_object(paths, mine, group=group)
+        paths = of_all_ranks(mine, group)
         mapped = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
         dist.barrier(group=group)
     finally:

@@ -1,27 +1,25 @@
-"""Time-outs of device-side waits, told to people; and calls that were broken off, told to the calls after them.
+"""Time-outs of device-side waits, for people; and calls that were broken off, for the calls after them.
 
 A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and
-traps. The trap ends the process with a CUDA error at its next synchronization; a daemon thread reads the alarm
-meanwhile and prints what was waited for, and the next operator call raises it as an OperatorError.
+traps. The trap ends the process with a CUDA error at its next synchronization; meanwhile a daemon thread prints what
+was waited for, and the next operator call raises it as an OperatorError.
 
-How long is too long
-    ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group waits in its own
-    collectives: that of ``new_group(timeout=...)``, in Megatron ``--distributed-timeout-minutes``, 10 minutes with NCCL
-    if nobody said anything. So a peer that is late (a checkpoint, a compilation, a slow disk) is waited for as long as
-    stock waits. It is taken when a slab is made; a time-out that the group is given later does not change it.
+How long is too long: ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group
+waits in its own collectives (``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes
+with NCCL). So a peer that is late (a checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It
+is taken when a slab is made; a time-out that the group is given later does not change it.
 
-What a user sees when a peer never comes
-    The group's watchdog knows nothing of these waits, only of collectives: of those queued behind them, each from when
-    it was enqueued. With the default the two end at about the same time, whichever first. The alarm's line names
-    operator, peer and epoch, then comes ``CUDA error: unspecified launch failure``. If the watchdog is first, or the
-    variable is set higher than the group's time-out, it ends the process with its own "Watchdog caught collective
-    operation timeout" of a collective that has not begun: it is the kernel before it that waits. Set the variable
-    lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those
-    ranks, the watchdog is all there is.
+What a user sees when a peer never comes: the group's watchdog knows only of the collectives queued behind these waits,
+each from when it was enqueued, so with the default both end at about the same time. The alarm's line names operator,
+peer and epoch, then comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process
+with its own "Watchdog caught collective operation timeout" of a collective that has not begun: it is the kernel before
+it that waits. Set the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits
+in NCCL for one of those ranks, the watchdog is all there is.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -39,30 +37,23 @@ UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard"}
 POLLS_PER_SECOND = 2000  # of the CPU twin
 _LONGEST = (1 << 63) - 1  # what a kernel can compare with
 
-_POISONED = 2
-"""In place of the 1 that kernels write first."""
-_SAID = 300
-"""Characters of an exception that a message repeats."""
+_POISONED = 2  # in place of the 1 that kernels write first
+_SAID = 300  # characters of an exception that a message repeats
 
 _log = logging.getLogger("megatron_flux")
 _alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 _lock = threading.Lock()
 """Around changes of the set and walks through it: one beside the other would end the watching thread."""
 _timeouts = 0
-_thread: threading.Thread | None = None
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds a wait for peers of ``group`` on ``device`` may last; see the module.
-
-    Raises:
-        UserError: ``MEGATRON_FLUX_TIMEOUT_S`` is no time.
+    """Seconds a wait for peers of ``group`` on ``device`` may last; see the module. Raises UserError:
+    ``MEGATRON_FLUX_TIMEOUT_S`` is no time.
     """
     given = settings.timeout_s()
-    return _group_timeout_s(group, device) if given is None else given
-
-
-def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    if given is not None:
+        return given
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError) as error:  # a backend of another kind, or of another torch
@@ -85,17 +76,14 @@ class Alarm:
     """Six words that kernels of one slab write on a time-out."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Allocate the words where both the device and the host can reach them."""
+        """The words lie where both the device and the host can reach them."""
         cuda = device.type == "cuda"
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)
-        self.view = self.words.numpy()
-        """The same words; the first is not 0 where something went wrong."""
-        self._rank = dist.get_rank()
-        self._tp_rank = group.rank()
-        self._ranks = dist.get_process_group_ranks(group)
+        self.view = self.words.numpy()  # the same words; the first is not 0 where something went wrong
+        self._ranks = ranks = dist.get_process_group_ranks(group)
+        self._who = f"rank {dist.get_rank()} (tp rank {group.rank()} of {len(ranks)})"
         self._poison: str | None = None
-        self._told = False
-        self._counted = False
+        self._told = self._counted = False
         self._seconds = timeout_s(group, device)
         self.limit = min(int(self._seconds * (1e9 if cuda else POLLS_PER_SECOND)), _LONGEST)
         """Nanoseconds; of the CPU twin, polls."""
@@ -115,24 +103,20 @@ class Alarm:
             _timeouts += 1
         _, op, peer, unit, epoch, seen = (int(v) for v in self.view[:6])
         return (
-            f"rank {self._rank} (tp rank {self._tp_rank} of {len(self._ranks)}): {OPERATORS.get(op, op)} timed out "
-            f"after {self._seconds:g} s waiting for peer rank {self._ranks[peer]} (tp rank {peer}), "
-            f"{UNITS.get(op, 'unit')} {unit}, epoch {epoch}; the peer's last epoch here is {seen}. Did it die, or make "
-            "another sequence of calls? The limit is MEGATRON_FLUX_TIMEOUT_S, or the process group's own time-out"
+            f"{self._who}: {OPERATORS.get(op, op)} timed out after {self._seconds:g} s waiting for peer rank "
+            f"{self._ranks[peer]} (tp rank {peer}), {UNITS.get(op, 'unit')} {unit}, epoch {epoch}; the peer's last "
+            f"epoch here is {seen}. Did it die, or make another sequence of calls? The limit is "
+            "MEGATRON_FLUX_TIMEOUT_S, or the process group's own time-out"
         )
 
     def poison(self, operator: str, error: BaseException) -> None:
-        """From here on :meth:`message` says that ``error`` broke a call of ``operator`` off, unless it says something.
-
-        It is in the word that kernels write, so that whoever asks for a message looks at one thing.
-        """
+        """From here on :meth:`message` says that ``error`` broke a call of ``operator`` off, unless it timed out."""
         if self.view[0]:
             return
         said = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         self._poison = (
-            f"rank {self._rank} (tp rank {self._tp_rank} of {len(self._ranks)}): a call of {operator} was broken off "
-            f"here by {said[:_SAID]}; its peers still wait for it, and its workspace is of no use any more: start the "
-            "job again from its last checkpoint"
+            f"{self._who}: a call of {operator} was broken off here by {said[:_SAID]}; its peers still wait for it, "
+            "and its workspace is of no use any more: start the job again from its last checkpoint"
         )
         self.view[0] = _POISONED
         self._told = True
@@ -169,8 +153,6 @@ def _watch() -> None:
             alarm.tell()
 
 
+@functools.cache
 def _start() -> None:
-    global _thread
-    if _thread is None:
-        _thread = threading.Thread(target=_watch, name="megatron-flux-watch", daemon=True)
-        _thread.start()
+    threading.Thread(target=_watch, name="megatron-flux-watch", daemon=True).start()

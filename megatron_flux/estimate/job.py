@@ -6,33 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import DEVICES, Device, device
+from megatron_flux.estimate.rates import DEVICES, Device
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.config import resolve as resolve_run
-from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.options import CheckpointOptions, ShapeOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
 
 MAX_GPUS = 16_384
 
 
-class PlanOptions(BaseModel):
-    """Options as given. The descriptions are the help texts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class PlanOptions(ShapeOptions):
+    """Options of ``slurm plan`` as given. The descriptions are the help texts."""
 
     preset: str = Field("gpt3-175b", description=f"Model shape: {', '.join(PRESETS)}.")
-    num_layers: int | None = Field(None, ge=1, description="Layers, instead of the preset's.")
-    hidden_size: int | None = Field(None, ge=1, description="Hidden size, instead of the preset's.")
-    num_attention_heads: int | None = Field(None, ge=1, description="Attention heads, instead of the preset's.")
-    num_query_groups: int | None = Field(None, ge=1, description="Key/value heads (GQA), instead of the preset's.")
-    ffn_hidden_size: int | None = Field(None, ge=1, description="MLP hidden size, instead of the preset's.")
-    seq_length: int | None = Field(None, ge=2, description="Tokens per sequence, instead of the preset's.")
-    vocab_size: int | None = Field(None, ge=2, description="Vocabulary, instead of the preset's; padded for tp.")
-
     gpus: int = Field(128, ge=1, le=MAX_GPUS, description=f"GPUs of the job, up to {MAX_GPUS}.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a node.")
     tp: int = Field(8, ge=1, description="Tensor-parallel size, with sequence parallelism.")
@@ -51,12 +41,9 @@ class PlanOptions(BaseModel):
     device: str | None = Field(
         None, description=f"GPU of the table: {', '.join(DEVICES)}. Default: that of --ops or --layers, else h100-sxm."
     )
-    ops: list[Path] = Field(
-        default_factory=list, description="summary.json of bench ops with times to predict from. May be repeated."
-    )
+    ops: list[Path] = Field([], description="summary.json of bench ops with times to predict from. May be repeated.")
     layers: list[Path] = Field(
-        default_factory=list,
-        description="summary.json of bench layer: its layers replace predicted ones. May be repeated.",
+        [], description="summary.json of bench layer: its layers replace predicted ones. May be repeated."
     )
     link_gb_per_s: float | None = Field(
         None, gt=0, description="Link in a node, one direction, instead of the table's."
@@ -68,9 +55,7 @@ class PlanOptions(BaseModel):
         None, ge=0, le=1, description="Share of communication that flux hides, instead of the measured or the table's."
     )
     host_ms_per_layer: float = Field(
-        4.1,
-        ge=0,
-        description="Host time to enqueue a layer's forward and backward; measured with Megatron on one host.",
+        4.1, ge=0, description="Host time to enqueue a layer's forward and backward; measured on one host."
     )
     out: Path | None = Field(None, description="Folder for plan.json and plan.html. Default: none is written.")
 
@@ -116,18 +101,18 @@ class Job:
         return max(1, min(self.run.dp, self.gpus_per_node // self.run.tp))
 
 
+def device(key: str) -> Device:
+    """The device of this key of the table; a :class:`UserError` where there is none."""
+    if key not in DEVICES:
+        raise UserError(f"unknown device {key!r}; use one of: {', '.join(DEVICES)}")
+    return DEVICES[key]
+
+
 def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
-    """Decide what is open and check that it fits together.
-
-    Args:
-        options: as given.
-        measured_on: the device of a measurement, for ``options`` that name none.
-
-    Raises:
-        UserError: a layout that cannot be, with what was given, what is allowed and what to do.
-    """
-    gpu = device(options.device) if options.device else measured_on or device("h100-sxm")
-    tp, pp, gpus, per_node = options.tp, options.pp, options.gpus, options.gpus_per_node
+    """Decide what is open, with ``measured_on`` for no device; a :class:`UserError` for a layout that cannot be."""
+    gpu = device(options.device) if options.device else measured_on or DEVICES["h100-sxm"]
+    tp, pp, gpus = options.tp, options.pp, options.gpus
+    per_node, chunks = options.gpus_per_node, options.virtual_pipeline
     if gpus % (tp * pp):
         raise UserError(
             f"{gpus} GPUs cannot be split into tp {tp} x pp {pp}; use --gpus with a multiple of {tp * pp}, or other "
@@ -142,39 +127,27 @@ def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
     if options.preset in PRESETS and options.global_batch_size is None:
         micro = options.micro_batch_size or PRESETS[options.preset].micro_batch_size
         values["global_batch_size"] = micro * (gpus // (tp * pp)) * 4 * pp
-    run = resolve_run(
-        TrainOptions(**values, precision="bf16", gradient_accumulation_fusion=True),
-        CheckpointOptions(),
-        world_size=gpus,
-        device="cuda",
-        out=options.out or Path("plan"),
-    )
-    _check_virtual(options.virtual_pipeline, run)
+    training = TrainOptions(**values, precision="bf16", gradient_accumulation_fusion=True)
+    out = options.out or Path("plan")
+    run = resolve_run(training, CheckpointOptions(), world_size=gpus, device="cuda", out=out)
+    if chunks > 1 and pp == 1:
+        raise UserError(f"--virtual-pipeline {chunks} needs a pipeline, pp is 1; use --pp 2 or more, or leave it")
+    layers = run.shape.num_layers
+    if chunks > 1 and layers % (pp * chunks):
+        allowed = [c for c in range(1, layers // pp + 1) if layers // pp % c == 0]
+        raise UserError(
+            f"{layers} layers cannot be split into pp {pp} x {chunks} chunks; use --virtual-pipeline with one of "
+            f"{allowed}, or --num-layers with a multiple of {pp * chunks}"
+        )
+    if chunks > 1 and run.micro_batches % pp:
+        raise UserError(
+            f"the interleaved schedule needs a multiple of pp {pp} micro-batches, there are {run.micro_batches}; use "
+            f"--global-batch-size with a multiple of {run.micro_batch_size * run.dp * pp}"
+        )
     return Job(
         run=run,
-        virtual_pipeline=options.virtual_pipeline,
+        virtual_pipeline=chunks,
         overlap_param_gather=options.overlap_param_gather,
         gpus_per_node=per_node,
         device=gpu,
     )
-
-
-def _check_virtual(chunks: int, run: RunConfig) -> None:
-    if chunks == 1:
-        return
-    if run.pp < 2:
-        raise UserError(
-            f"--virtual-pipeline {chunks} needs a pipeline, pp is {run.pp}; use --pp 2 or more, or leave it"
-        )
-    if run.shape.num_layers % (run.pp * chunks):
-        per_stage = run.shape.num_layers // run.pp
-        allowed = [c for c in range(1, per_stage + 1) if per_stage % c == 0]
-        raise UserError(
-            f"{run.shape.num_layers} layers cannot be split into pp {run.pp} x {chunks} chunks; use --virtual-pipeline "
-            f"with one of {allowed}, or --num-layers with a multiple of {run.pp * chunks}"
-        )
-    if run.micro_batches % run.pp:
-        raise UserError(
-            f"the interleaved schedule needs a multiple of pp {run.pp} micro-batches, there are {run.micro_batches}; "
-            f"use --global-batch-size with a multiple of {run.micro_batch_size * run.dp * run.pp}"
-        )

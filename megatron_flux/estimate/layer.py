@@ -1,23 +1,9 @@
-"""Forward and backward of one transformer layer over one micro-batch on one rank, milliseconds.
+"""One transformer layer and one micro-batch on one rank: milliseconds of forward and backward, and bytes of memory.
 
-Stock Megatron with sequence parallelism (arXiv 2205.05198, section 4.2.2; megatron-core's
-``linear_with_grad_accumulation_and_async_allreduce``):
-
-* forward: all-gather, QKV; attention; proj, reduce-scatter; all-gather, FC1; activation; FC2, reduce-scatter, each in
-  turn (``serial``);
-* backward of proj and FC2: all-gather of dy, dgrad in turn; wgrad;
-* backward of QKV and FC1: dgrad beside the all-gather of x; wgrad beside the reduce-scatter of dx (``overlapped``).
-
-Flux: every pair of collective and GEMM is one ``fused`` call. The copy engine prefetches x for the wgrad of QKV and FC1
-(:mod:`megatron_flux.layers.prefetch`) while work that does not use the link runs before their backward: proj's wgrad
-and attention's backward, FC2's wgrad. What is left of the gather then shares the link with dgrad's own reduce-scatter.
-The output layer has no row-parallel layer behind it, so that all of its gather does.
-
-Attention: 2 s^2 h/tp FLOPs per sequence forward (two products, half of each masked), 2.5 times that backward
-(FlashAttention recomputes the scores, arXiv 2307.08691), at ``attention`` x peak. Norms, residuals, activation, bias
-gradients and the copies around attention are small kernels. Flux pays the disturbance of what it receives while it
-computes, which can make it slower than stock. Full recomputation runs the forward once more, selective
-the attention (arXiv 2205.05198, section 5).
+The formulae and their sources are in slurm/PLAN.md. In stock Megatron (megatron-core's
+``linear_with_grad_accumulation_and_async_allreduce``) each collective and its GEMM run in turn (``serial``), but in
+backward of QKV and FC1, where dgrad runs beside the all-gather of x and wgrad beside the reduce-scatter of dx
+(``overlapped``). In flux every pair of collective and GEMM is one ``fused`` call.
 """
 
 from __future__ import annotations
@@ -25,20 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_flux.bench.shapes import Model, layer_cases
+from megatron_flux.comm.slab import FLAG_WORDS, size_class
 from megatron_flux.estimate.rates import Pair, Rates
-
-FLOOR = "floor"
-"""An arm beside ``baseline`` and ``flux``: no communication at all, as bench layer's floor. Not a training run."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One direction. ``exposed`` is what it takes beyond the same work without communication."""
+    """One direction. ``exposed`` is what it takes beyond the same work without communication, ``compute``."""
 
     compute: float = 0.0
     exposed: float = 0.0
-    collectives: float = 0.0
-    """What the collectives take by themselves."""
+    collectives: float = 0.0  # what the collectives take by themselves
 
     @property
     def total(self) -> float:
@@ -49,7 +32,7 @@ class Phase:
         """One after the other."""
         return Phase(self.compute + other.compute, self.exposed + other.exposed, self.collectives + other.collectives)
 
-    def times(self, count: int) -> Phase:
+    def __mul__(self, count: int) -> Phase:
         """So many of them, one after the other."""
         return Phase(count * self.compute, count * self.exposed, count * self.collectives)
 
@@ -67,34 +50,23 @@ class Layer:
         return self.forward.total + self.backward.total
 
     @property
-    def exposed(self) -> float:
-        """Exposed communication of both."""
-        return self.forward.exposed + self.backward.exposed
-
-    @property
-    def collectives(self) -> float:
-        """What the collectives of both take by themselves."""
-        return self.forward.collectives + self.backward.collectives
+    def both(self) -> Phase:
+        """Forward, then backward."""
+        return self.forward + self.backward
 
     def __add__(self, other: Layer) -> Layer:
         """One after the other."""
         return Layer(self.forward + other.forward, self.backward + other.backward)
 
-    def times(self, count: int) -> Layer:
-        """So many of them, one after the other."""
-        return Layer(self.forward.times(count), self.backward.times(count))
-
 
 def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgrad: Pair, before: float = 0.0) -> Phase:
     """Backward of a column-parallel linear with ``n`` outputs and ``k`` inputs a rank over ``m`` tokens.
 
-    ``dgrad`` is the :class:`~megatron_flux.estimate.rates.Pair` of its dgrad and reduce-scatter; ``before``, the
-    milliseconds just before it in which flux gathers x and nothing else uses the link.
+    ``dgrad`` is its dgrad and reduce-scatter; in the ``before`` milliseconds before it flux gathers x and nothing else
+    uses the link.
     """
     wgrad = rates.gemm(n, k, m)
     compute = dgrad.gemm + wgrad
-    if arm == FLOOR:
-        return Phase(compute)
     nbytes = 2 * (tp - 1) * (m // tp) * k
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
@@ -104,22 +76,20 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     return Phase(compute, total - compute, gather + dgrad.collective)
 
 
-def predict_layer(
+def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
+    """A collective and its GEMM, of which the second waits for the first."""
+    total = pair.serial
+    if arm == "flux":
+        # Where the tuner keeps stock's call, there is nothing to disturb.
+        total = pair.fused + (rates.disturbance(pair.nbytes) if pair.fused < pair.serial else 0.0)
+    return Phase(pair.gemm, total - pair.gemm, pair.collective)
+
+
+def predict(
     rates: Rates, arm: str, model: Model, seq: int, micro_batch: int, tp: int, recompute: str = "none"
 ) -> Layer:
-    """Predict one layer.
-
-    Args:
-        rates: times of its parts.
-        arm: ``baseline``, ``flux`` or ``floor``.
-        model: sizes of the layer, before tensor parallelism.
-        seq: tokens per sequence.
-        micro_batch: sequences.
-        tp: tensor-parallel size.
-        recompute: ``none``, ``selective`` or ``full``.
-    """
+    """Predict one layer of whole-model sizes ``model`` in the arm ``baseline`` or ``flux``."""
     m = seq * micro_batch
-    calls = {case.layer: rates.pair(case, tp) for case in layer_cases("", model, m, "forward", tp)}
     dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", model, m, "dgrad", tp)}
     flops = 2 * seq * seq * model.heads * model.head_dim * micro_batch / tp
     attention = 1e3 * flops / (rates.device.attention * rates.device.peak_flops)
@@ -127,8 +97,8 @@ def predict_layer(
     gap = rates.calibration.gap_ms / 3  # a third of the kernels are forward's
 
     forward = Phase()
-    for pair in calls.values():
-        forward += pair_phase(rates, pair, arm)
+    for case in layer_cases("", model, m, "forward", tp):
+        forward += pair_phase(rates, rates.pair(case, tp), arm)
     forward += Phase(attention + stream_forward + gap)
 
     backward = Phase(2.5 * attention + stream_backward + 2 * gap)
@@ -146,25 +116,43 @@ def predict_layer(
     return Layer(forward, backward)
 
 
-def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
-    """A collective and its GEMM, of which the second waits for the first."""
-    if arm == FLOOR:
-        return Phase(pair.gemm)
-    total = pair.serial
-    if arm == "flux":
-        # Where the tuner keeps stock's call, there is nothing to disturb.
-        total = pair.fused + (rates.disturbance(pair.nbytes) if pair.fused < pair.serial else 0.0)
-    return Phase(pair.gemm, total - pair.gemm, pair.collective)
-
-
 def streamed_bytes(model: Model, m: int, tp: int) -> tuple[float, float]:
     """Bytes that a rank's norms, residuals, activation and copies read and write, forward and backward."""
-    h, rows = model.hidden, m / tp
+    rows = 2 * m / tp * model.hidden  # of two norms, and of two residuals
     mlp, wide = m * model.ffn / tp, m * (model.heads + 2 * model.groups) * model.head_dim / tp
-    norms, residuals = 2 * rows * h, 2 * rows * h
-    gate = 3 if model.gated else 2
-    forward = 2 * norms + 3 * residuals + gate * mlp
-    backward = 3 * norms + 3 * residuals + (5 if model.gated else 3) * mlp + 2 * wide
-    if not model.gated:  # the gated models have no biases
-        backward += wide + mlp
-    return 2 * forward, 2 * backward
+    # Forward: norms twice, residuals three times; backward: both three times. The gated models have no biases.
+    if model.gated:
+        return 2 * (5 * rows + 3 * mlp), 2 * (6 * rows + 5 * mlp + 2 * wide)
+    return 2 * (5 * rows + 2 * mlp), 2 * (6 * rows + 4 * mlp + 3 * wide)
+
+
+def activations(model: Model, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:
+    """Bytes that a layer keeps of a micro-batch of ``tokens`` on one rank."""
+    h = model.hidden
+    if recompute == "full":
+        return 2 * tokens * h / tp
+    wide = (model.heads + 2 * model.groups) * model.head_dim
+    attention = 2 * h + 2 * wide + 2 * model.heads * model.head_dim
+    mlp = 2 * h + 2 * model.ffn * (3 if model.gated else 2)
+    return tokens * (4 * h + attention + mlp + (2 * h if dropout else 0)) / tp
+
+
+def parameters(model: Model, tp: int, *, bias: bool, norms: int) -> int:
+    """Parameters of a layer on one rank: linears split over tp, each norm with ``norms`` vectors on every rank."""
+    h, fc1 = model.hidden, model.ffn * (2 if model.gated else 1)
+    wide = (model.heads + 2 * model.groups) * model.head_dim
+    count = h * (wide + model.heads * model.head_dim + fc1 + model.ffn) // tp + 2 * norms * h
+    # Biases of row-parallel linears are whole on every rank.
+    return count + ((wide + fc1) // tp + 2 * h if bias else 0)
+
+
+def working_memory(model: Model, tokens: int, tp: int) -> float:
+    """Bytes of whole-sequence temporaries: two tensors, one of them with its gradient in the making."""
+    return 8 * tokens * max(model.hidden, 2 * model.ffn // tp)
+
+
+def flux_workspace(tokens: int, hidden: int) -> int:
+    """Bytes of flux's two slabs (:mod:`megatron_flux.comm.slab`), x gathered for GEMMs or partials, and x gathered for
+    wgrad: each has two halves of the largest call, and flags.
+    """
+    return 2 * 2 * (size_class(2 * tokens * hidden) + 4 * FLAG_WORDS)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,115 +25,38 @@ import torch.distributed as dist
 from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
-from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.prediction import why_stock
-from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config
+from megatron_flux.estimate.step import stage_parameters
+from megatron_flux.ops.kernel_config import ag_config, rs_config
 from megatron_flux.train.config import RunConfig
 
-MAX_RANKS = 1024
-"""Each rank is initialised in turn, in a time that grows with their number."""
-
+MAX_RANKS = 1024  # each rank is initialised in turn, in a time that grows with their number
 HOPPER = (9, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """A rank as megatron-core sees it, and what flux would do there."""
+def check(job: Job) -> dict[str, Any]:
+    """Visit every rank of ``job``; what was found is ready for JSON. ``problems`` is empty when everything fits.
 
-    rank: int
-    node: int
-    gpu: int
-    places: dict[str, int]
-    """Its rank within each group."""
-    groups: dict[str, tuple[int, ...]]
-    """Global ranks of its groups."""
-    link: str
-    """Within its tensor-parallel group, as :mod:`megatron_flux.comm.links` would find it; fused kernels take
-    ``nvlink``."""
-    backend: str
-    """``tuned``: the fastest of stock, async-TP and fused per shape; ``reference``: stock's collectives and GEMMs."""
-    reason: str | None
-    """Why it is not ``tuned``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageCheck:
-    """What was found on one rank of a stage."""
-
-    stage: int
-    layers: int
-    """Layers of the stage in the job."""
-    parameters: int
-    """Of one rank, with all of the stage's layers."""
-    output: tuple[int, ...]
-    """Shape of what the stage hands on: rows of the rank, or its columns of the logits."""
-    flux_layers: int
-    """Linears that ran flux's operators."""
-    calls: dict[str, int]
-    """Their calls in one forward and backward."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One operator call of a layer on one rank. ``n`` and ``k`` are the rank's own."""
-
-    layer: str
-    direction: str
-    op: str
-    m: int
-    n: int
-    k: int
-    kernel: str
-    """``hopper``: the warp-specialised kernels; ``triton``: the plain ones."""
-    plan: str
-    """What the fused kernel does without a tuner, as differences from its defaults; the tuner tries others too."""
-
-
-@dataclass
-class Layout:
-    """What was found. ``problems`` is empty when everything fits."""
-
-    job: Job
-    ranks: list[Rank] = field(default_factory=list)
-    stages: list[StageCheck] = field(default_factory=list)
-    linears: list[Linear] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def description(self) -> dict[str, Any]:
-        """For JSON."""
-        run = self.job.run
-        return {
-            "gpus": self.job.gpus,
-            "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
-            "device": self.job.device.key,
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "stages": [asdict(stage) for stage in self.stages],
-            "linears": [asdict(linear) for linear in self.linears],
-            "problems": self.problems,
-        }
-
-
-def check(job: Job) -> Layout:
-    """Visit every rank of ``job``.
-
-    Raises:
-        UserError: too many ranks, or a process that has process groups already.
-        FluxError: a stage that cannot be built or run; names rank and stage.
+    Of each rank: its ``places`` within its ``groups`` (global ranks), the ``link`` of its tensor-parallel group as
+    :mod:`megatron_flux.comm.links` would find it, its ``backend`` and the ``reason`` why that is not ``tuned``. Of each
+    stage: its ``layers`` in the job, ``parameters`` of one rank with all of them, the shape of its ``output``, and the
+    linears that ran flux and their ``calls`` in one forward and backward. A :class:`FluxError` names a rank and stage
+    that cannot be built or run.
     """
     if job.gpus > MAX_RANKS:
         raise UserError(
             f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.gpus}; lower --gpus: "
             "more data parallelism repeats the same groups"
         )
-    found = Layout(job, linears=linears(job))
+    ranks, stages = [], []
     for rank in range(job.gpus):
         with _world(rank, job):
-            seen = _rank(rank, job)
-            found.ranks.append(seen)
-            if seen.places["tp"] == seen.places["dp"] == 0:
-                found.stages.append(check_stage(rank, job, seen.places["pp"]))
-    found.problems = problems(job, found.ranks)
-    return found
+            ranks.append(seen := _rank(rank, job))
+            if seen["places"]["tp"] == seen["places"]["dp"] == 0:
+                stages.append(_check_stage(rank, job, seen["places"]["pp"]))
+    sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
+    found = {"ranks": ranks, "stages": stages, "linears": linears(job), "problems": problems(job, ranks)}
+    return {"gpus": job.gpus, "sizes": sizes, "device": job.device.key, **found}
 
 
 @contextmanager
@@ -153,7 +76,7 @@ def _world(rank: int, job: Job) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _rank(rank: int, job: Job) -> Rank:
+def _rank(rank: int, job: Job) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     groups = {
@@ -164,68 +87,63 @@ def _rank(rank: int, job: Job) -> Rank:
     members = {kind: tuple(dist.get_process_group_ranks(group)) for kind, group in groups.items()}
     nodes = {member // job.gpus_per_node for member in members["tp"]}
     reason = why_stock(job)
-    return Rank(
-        rank=rank,
-        node=rank // job.gpus_per_node,
-        gpu=rank % job.gpus_per_node,
-        places={kind: group.rank() for kind, group in groups.items()},
-        groups=members,
-        link=job.device.link if len(nodes) == 1 else "none",
-        backend="tuned" if reason is None else "reference",
-        reason=reason,
-    )
+    return {
+        "rank": rank,
+        "node": rank // job.gpus_per_node,
+        "gpu": rank % job.gpus_per_node,
+        "places": {kind: group.rank() for kind, group in groups.items()},
+        "groups": members,
+        "link": job.device.link if len(nodes) == 1 else "none",
+        "backend": "tuned" if reason is None else "reference",
+        "reason": reason,
+    }
 
 
-def problems(job: Job, ranks: list[Rank]) -> list[str]:
+def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
     """What does not fit in the ranks' views; each line names rank and group, and what was expected."""
     found = []
     sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
     for view in ranks:
-        for kind, members in view.groups.items():
-            where = f"rank {view.rank}, {kind} group {list(members)}"
+        for kind, members in view["groups"].items():
+            where, place = f"rank {view['rank']}, {kind} group {list(members)}", view["places"][kind]
             if len(members) != sizes[kind]:
                 found.append(f"{where}: {len(members)} ranks, not {sizes[kind]}")
-            elif members[view.places[kind]] != view.rank:
-                found.append(f"{where}: member {view.places[kind]} is not the rank itself")
-            others = [member for member in members if ranks[member].groups[kind] != members]
-            found += [f"{where}: rank {other} is in {list(ranks[other].groups[kind])}" for other in others]
-        if job.tp_in_node and view.link == "none":
-            found.append(f"rank {view.rank}, tp group {list(view.groups['tp'])}: on more than one node")
+            elif members[place] != view["rank"]:
+                found.append(f"{where}: member {place} is not the rank itself")
+            theirs = {other: ranks[other]["groups"][kind] for other in members}
+            found += [f"{where}: rank {other} is in {list(of)}" for other, of in theirs.items() if of != members]
+        if job.tp_in_node and view["link"] == "none":
+            found.append(f"rank {view['rank']}, tp group {list(view['groups']['tp'])}: on more than one node")
     for kind in sizes:
-        covered = sorted(member for group in {view.groups[kind] for view in ranks} for member in group)
+        covered = sorted(member for group in {view["groups"][kind] for view in ranks} for member in group)
         if covered != list(range(job.gpus)):
             found.append(f"the {kind} groups do not cover every rank once")
-    places = {tuple(view.places.values()) for view in ranks}
+    places = {tuple(view["places"].values()) for view in ranks}
     if len(places) != job.gpus:
         found.append(f"{job.gpus} ranks have {len(places)} different places in tp x pp x dp")
     return found
 
 
-def linears(job: Job) -> list[Linear]:
-    """Both directions of one layer; empty for tp = 1, which has no such calls."""
-    tp = job.run.tp
-    if tp == 1:
-        return []
-    found = []
-    for case in (c for way in ("forward", "dgrad") for c in layer_cases("", job.layer, job.tokens, way, tp)):
-        gathers = case.op == "all_gather_gemm"
-        rows = case.m // tp
+def linears(job: Job) -> list[dict[str, Any]]:
+    """Operator calls of one layer on one rank, in both directions, with the rank's own ``n`` and ``k``; none for tp 1.
+
+    ``kernel``: ``hopper``, the warp-specialised ones, or ``triton``, the plain ones. ``plan``: what the fused kernel
+    does without a tuner, as differences from its defaults; the tuner tries others too.
+    """
+    tp, found = job.run.tp, []
+    for case in (c for way in ("forward", "dgrad") if tp > 1 for c in layer_cases("", job.layer, job.tokens, way, tp)):
+        gathers, rows = case.op == "all_gather_gemm", case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
-        plan: KernelConfig = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper)
-        kernel = "hopper" if hopper else "triton"
-        found.append(Linear(case.layer, case.direction, case.op, case.m, case.n, case.k, kernel, plan.label()))
+        plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
+        call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
+        found.append(call | {"kernel": "hopper" if hopper else "triton", "plan": plan})
     return found
 
 
-def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
-    """Build and run one layer of ``stage`` as the rank that the parallel state says.
-
-    Raises:
-        FluxError: megatron-core cannot build it, flux cannot run it, or it has other parameters than the plan counts;
-            names rank and stage.
-    """
+def _check_stage(rank: int, job: Job, stage: int) -> dict[str, Any]:
+    """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
     import megatron_flux
     from megatron_flux.config import FluxConfig
     from megatron_flux.train.shims import cpu_shims
@@ -246,19 +164,20 @@ def check_stage(rank: int, job: Job, stage: int) -> StageCheck:
     if parameters != expected:
         raise FluxError(f"{where}: megatron-core builds {parameters} parameters, the plan counts {expected}")
     calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
-    return StageCheck(
-        stage=stage,
-        layers=job.layers_per_stage,
-        parameters=stage_parameters(job, stage),
-        output=tuple(output.shape),
-        flux_layers=report["active_layers"],
-        calls={name: count for name, count in calls.items() if count},
-    )
+    return {
+        "stage": stage,
+        "layers": job.layers_per_stage,
+        "parameters": stage_parameters(job, stage),
+        "output": tuple(output.shape),
+        "flux_layers": report["active_layers"],
+        "calls": {name: count for name, count in calls.items() if count},
+    }
 
 
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The stage's model on meta tensors and its output, after a forward and a backward."""
     from megatron_flux.train import model as building
+    from megatron_flux.train.shims import replaced
     from megatron_flux.train.trainer import seed_everything
 
     run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
@@ -275,7 +194,8 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     if stage > 0:
         rows = seq // run.tp if config.sequence_parallel else seq
         inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
-    with _on_meta():
+    # Megatron's own buffers, which it allocates on the current device, are meta tensors too.
+    with replaced(torch.cuda, current_device=lambda: torch.device("meta")):
         output = model(tokens, tokens, mask)
         output.sum().backward()
     for name, parameter in model.named_parameters():
@@ -289,14 +209,3 @@ class _NoAttention(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return query.flatten(2)
-
-
-@contextmanager
-def _on_meta() -> Iterator[None]:
-    """Megatron's own buffers, which it allocates on the current device, are meta tensors too."""
-    stock = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
-    try:
-        yield
-    finally:
-        torch.cuda.current_device = stock

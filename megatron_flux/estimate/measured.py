@@ -2,15 +2,8 @@
 
 Inputs of a prediction are operator times of ``bench ops`` or the device table, and three constants
 (:class:`~megatron_flux.estimate.rates.Calibration`) from rows of ``bench layer``. So that no row is its own input,
-each workload is predicted with constants from the *other* workloads of the summaries (leave one out).
-
-Constants, medians over workloads:
-
-* ``streamed``: bytes of the small kernels / memory bandwidth / (``norm_ms`` + ``other_ms``) of the floor;
-* ``gap_ms``: ``idle_ms`` of the floor;
-* ``traffic``: (busy floor - floor) x memory bandwidth / bytes received.
-
-No arm of stock or flux goes into them, so that the rows of both are predictions throughout.
+each workload is predicted with constants from the *other* workloads of the summaries (leave one out). No arm of stock
+or flux goes into the constants, so that the rows of both are predictions throughout.
 """
 
 from __future__ import annotations
@@ -22,23 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
-from megatron_flux.bench.shapes import Model, layer_cases
+from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import Device, device
-from megatron_flux.estimate.job import PlanOptions
-from megatron_flux.estimate.layer import predict_layer, streamed_bytes
-from megatron_flux.estimate.memory import flux_workspace, layer_activations, layer_parameters, working_memory
-from megatron_flux.estimate.rates import Calibration, Rates, read_ops, read_summary
+from megatron_flux.estimate import layer
+from megatron_flux.estimate.job import Job, PlanOptions, device
+from megatron_flux.estimate.rates import Calibration, Device, Rates, read_ops, read_summary
 
 LARGEST_ERROR = 0.099
 """Of a layer's time, from results/ops-h200x4-sustained or the table of devices, against the layers of
 results/layer-h200x4-ahead/sustained and results/layer-h200x4-more."""
+LARGEST_SPEEDUP_ERROR = 0.015  # of flux's speed-up there
 
-LARGEST_SPEEDUP_ERROR = 0.015
-"""Of flux's speed-up there."""
-
-Workload = tuple[str, int, int]
-"""Of bench layer: model, sequence, micro-batch."""
+Workload = tuple[str, int, int]  # of bench layer: model, sequence, micro-batch
 
 ARMS = {"te": "baseline", "local": "baseline", "flux_te": "flux", "flux_local": "flux", "floor": "floor"}
 """Arms of bench layer and what predicts them; of two, the first counts for more."""
@@ -61,36 +49,24 @@ class MeasuredLayers:
                 found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
         return found
 
-    def ms(self, arm: str, model: Model, seq: int, micro_batch: int, tp: int) -> float | None:
-        """Milliseconds of forward and backward of such a layer, None where it was not measured."""
-        rows = [
-            measured
-            for (name, *sizes), measured in self.workloads().items()
-            if LAYER_MODELS[name] == model and (*sizes, self.tp) == (seq, micro_batch, tp)
-        ]
+    def ms(self, arm: str, job: Job) -> float | None:
+        """Milliseconds of forward and backward of the job's layer, None where it was not measured."""
+        sizes = (job.layer, job.run.shape.seq_length, job.run.micro_batch_size, job.run.tp)
+        rows = [arms for (name, *of), arms in self.workloads().items() if (LAYER_MODELS[name], *of, self.tp) == sizes]
         names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
-        return next((float(m[name]["ms_per_layer"]) for name in names for m in rows if name in m), None)
+        return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
 
 
 def read_layers(paths: list[Path]) -> MeasuredLayers:
-    """Read summaries of ``bench layer``.
-
-    Raises:
-        UserError: a file that is none, of a GPU that is not in the table, files of different GPUs or tp, or a workload
-            that is in two of them: its arms count within one run.
-    """
-    rows: list[dict[str, Any]] = []
-    kinds: dict[tuple[str, int], Device] = {}
-    seen: dict[Workload, Path] = {}
+    """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
+    rows, kinds, seen = [], {}, {}
     for path in paths:
         summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
         kinds[found.key, summary["tp"]] = found
         here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
-        for model, seq, micro_batch in here.keys() & seen.keys():
-            raise UserError(
-                f"--layers {seen[model, seq, micro_batch]} and {path} both have {model} {seq} x {micro_batch}, whose "
-                "arms count within one run; leave one out"
-            )
+        for one in here.keys() & seen.keys():
+            both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}"
+            raise UserError(f"{both}, whose arms count within one run; leave one out")
         seen |= here
         rows += summary["rows"]
     if len(kinds) > 1:
@@ -101,11 +77,7 @@ def read_layers(paths: list[Path]) -> MeasuredLayers:
 
 
 def validate_options(options: PlanOptions) -> dict[str, Any]:
-    """:func:`validate` for what was asked on the command line.
-
-    Raises:
-        UserError: no layers, or files that cannot be used.
-    """
+    """:func:`validate` for what was asked on the command line; files that cannot be used are a :class:`UserError`."""
     calls = read_ops(options.ops) if options.ops else None
     if not options.layers:
         raise UserError("--validate needs measured layers; give --layers with a summary.json of bench layer")
@@ -117,14 +89,8 @@ def validate_options(options: PlanOptions) -> dict[str, Any]:
 def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     """Every row of the arms that are predicted beside its prediction, ready for JSON.
 
-    Each workload is predicted with constants of the others. Errors of rows are relative, of speed-ups absolute.
-
-    Returns:
-        ``rows``; ``mean_absolute_error`` and ``largest_absolute_error`` of all, ``errors`` by kind of arm;
-        ``speedups`` of flux over TE and ``speedup_errors``; ``memory``: peaks in GB.
-
-    Raises:
-        UserError: fewer than two workloads, another GPU, or rows without what the constants need.
+    Errors of rows are relative, of speed-ups (flux over TE) absolute; ``memory`` are peaks in GB. A :class:`UserError`:
+    fewer than two workloads, another GPU, or rows without what the constants need.
     """
     if layers.device.key != rates.device.key:
         raise UserError(
@@ -140,50 +106,47 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
         found = {}
         for arm in (arm for arm in measured if arm in ARMS):
             ms = measured[arm]["ms_per_layer"]
-            predicted = predict_layer(own, ARMS[arm], LAYER_MODELS[name], seq, micro_batch, layers.tp).total
-            found[arm] = {
-                "model": name,
-                "seq": seq,
-                "micro_batch": micro_batch,
-                "arm": arm,
-                "measured_ms": ms,
-                "predicted_ms": predicted,
-                "error": predicted / ms - 1,
-            }
+            kind = "baseline" if ARMS[arm] == "floor" else ARMS[arm]
+            one = layer.predict(own, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
+            predicted = one.both.compute if ARMS[arm] == "floor" else one.total  # the floor does not communicate
+            row = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
+            found[arm] = row | {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
         rows += found.values()
         if "te" in found and "flux_te" in found:
-            gains = {
-                kind: found["te"][f"{kind}_ms"] / found["flux_te"][f"{kind}_ms"] for kind in ("measured", "predicted")
-            }
+            gains = {of: found["te"][f"{of}_ms"] / found["flux_te"][f"{of}_ms"] for of in ("measured", "predicted")}
             speedups.append({"workload": f"{name} {seq} x {micro_batch}", **gains})
-    errors = {
-        kind: [abs(row["error"]) for row in rows if ARMS[row["arm"]] == kind] for kind in sorted({*ARMS.values()})
-    }
-    every = [abs(row["error"]) for row in rows]
-    gained = [abs(row["predicted"] - row["measured"]) for row in speedups]
+    off = [(ARMS[row["arm"]], abs(row["error"])) for row in rows]
+    kinds = {kind: [error for of, error in off if of == kind] for kind in sorted({kind for kind, _ in off})}
+    every, gained = ([error for _, error in off], [abs(row["predicted"] - row["measured"]) for row in speedups])
     return {
         "kind": "Prediction",
         "rows": rows,
         "mean_absolute_error": statistics.mean(every),
         "largest_absolute_error": max(every),
-        "errors": {kind: _mean_and_largest(values) for kind, values in errors.items() if values},
+        "errors": {kind: {"mean": statistics.mean(values), "largest": max(values)} for kind, values in kinds.items()},
         "speedups": speedups,
-        "speedup_errors": _mean_and_largest(gained) if gained else None,
-        "memory": validate_memory(layers),
+        "speedup_errors": {"mean": statistics.mean(gained), "largest": max(gained)} if gained else None,
+        "memory": _validate_memory(layers),
     }
 
 
-def _mean_and_largest(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "largest": max(values)}
-
-
 def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibration:
-    """The constants from these workloads.
-
-    Raises:
-        UserError: none of them has the floor with a breakdown, and the busy floor.
-    """
-    found = [constants for workload in workloads if (constants := _constants(layers, workload)) is not None]
+    """The constants from these workloads: medians of what those with floor, breakdown and busy floor show."""
+    found = []
+    for workload in workloads:
+        measured = layers.workloads()[workload]
+        floor, busy = measured.get("floor", {}), measured.get("busy_floor")
+        if busy is None or not floor.get("breakdown"):
+            continue
+        model, m, tp = LAYER_MODELS[workload[0]], workload[1] * workload[2], layers.tp
+        parts, per_ms = floor["breakdown"], layers.device.memory_gb_per_s * 1e6
+        streamed = sum(layer.streamed_bytes(model, m, tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
+        lost = max(0.0, busy["ms_per_layer"] - floor["ms_per_layer"])
+        # Bytes that a rank receives in both directions of a layer: of its pairs, and of x for wgrad.
+        forward = layer_cases("", model, m, "forward", tp)
+        cases = forward + layer_cases("", model, m, "dgrad", tp)
+        cases += [case for case in forward if case.op == "all_gather_gemm"]
+        found.append((streamed, parts["idle_ms"], lost * per_ms / sum(case.bytes_received(tp) for case in cases)))
     if not found:
         raise UserError(
             f"{layers.source}: too few workloads with the arms floor, with its breakdown, and busy_floor; measure with "
@@ -192,26 +155,7 @@ def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibrat
     return Calibration(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
-def _constants(layers: MeasuredLayers, workload: Workload) -> tuple[float, float, float] | None:
-    measured = layers.workloads()[workload]
-    floor, busy = measured.get("floor"), measured.get("busy_floor")
-    if floor is None or busy is None or not floor.get("breakdown"):
-        return None
-    model, m = LAYER_MODELS[workload[0]], workload[1] * workload[2]
-    parts, per_ms = floor["breakdown"], layers.device.memory_gb_per_s * 1e6
-    streamed = sum(streamed_bytes(model, m, layers.tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
-    lost = max(0.0, busy["ms_per_layer"] - floor["ms_per_layer"])
-    return streamed, parts["idle_ms"], lost * per_ms / _received(model, m, layers.tp)
-
-
-def _received(model: Model, m: int, tp: int) -> int:
-    """Bytes that a rank receives, and sends, in forward and backward of a layer: of its pairs, and of x for wgrad."""
-    forward = layer_cases("", model, m, "forward", tp)
-    for_wgrad = sum(case.bytes_received(tp) for case in forward if case.op == "all_gather_gemm")
-    return sum(c.bytes_received(tp) for c in forward + layer_cases("", model, m, "dgrad", tp)) + for_wgrad
-
-
-def validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
+def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
     """Peak memory of the te and flux_te rows beside its prediction, parameters and fp32 gradients included.
 
     Nothing measured goes into the prediction; errors are relative.
@@ -221,17 +165,12 @@ def validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
         if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
             continue
         model, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
-        count = layer_parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
-        total = row["layers"] * (6 * count + layer_activations(model, tokens, tp)) + working_memory(model, tokens, tp)
-        total += flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
-        measured = row["peak_memory_gb"]
-        checks.append(
-            {
-                "workload": f"{row['model']} {row['seq']} x {row['micro_batch']}",
-                "arm": row["arm"],
-                "measured_gb": measured,
-                "predicted_gb": total / 1e9,
-                "error": total / 1e9 / measured - 1,
-            }
+        count = layer.parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
+        total = row["layers"] * (6 * count + layer.activations(model, tokens, tp)) + layer.working_memory(
+            model, tokens, tp
         )
+        total += layer.flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
+        measured, predicted = row["peak_memory_gb"], total / 1e9
+        found = {"workload": f"{row['model']} {row['seq']} x {row['micro_batch']}", "arm": row["arm"]}
+        checks.append(found | {"measured_gb": measured, "predicted_gb": predicted, "error": predicted / measured - 1})
     return checks

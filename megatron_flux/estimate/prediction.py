@@ -8,16 +8,11 @@ from typing import Any
 import torch
 
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import LOW_OVERLAP
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
 from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, MeasuredLayers, read_layers
-from megatron_flux.estimate.memory import Memory, predict_memory
-from megatron_flux.estimate.rates import MeasuredCalls, Rates, read_ops
-from megatron_flux.estimate.step import predict_step
+from megatron_flux.estimate.rates import Rates, read_ops
+from megatron_flux.estimate.step import add_up, predict_memory, predict_stages
 from megatron_flux.ops.backends.fused import limit
-
-KIND = "Prediction"
-"""Written in everything that leaves here."""
 
 ARMS = ("baseline", "flux")
 
@@ -25,43 +20,36 @@ REACHED_GB_PER_S = (300.0, 200.0, 150.0, 100.0, 70.0, 50.0, 35.0)
 """Rates that NCCL reaches per GPU in the sensitivity: from H200's NVLink to bridges between pairs of cards. What is
 slower is no NVLink, and there flux runs stock."""
 
+LOW_OVERLAP = 0.40
+"""The lower of two overlap efficiencies in the sensitivity: the lowest mean of FLUX's paper (A100 PCIe)."""
+
 NO_NVLINK = "no NVLink between the GPUs of a node: auto runs stock's collectives and GEMMs there, as NCCL carries them"
 """Why nothing is gained over PCIe."""
 
-ROOM_GB = 6.0
-"""Memory to leave to CUDA's context, NCCL and fragmentation."""
+ROOM_GB = 6.0  # memory to leave to CUDA's context, NCCL and fragmentation
 
 
 def predict_options(options: PlanOptions) -> dict[str, Any]:
-    """:func:`predict` for what was asked on the command line.
-
-    Raises:
-        UserError: a layout that cannot be, or files that cannot be used for it.
-    """
+    """:func:`predict` for what was asked on the command line: the user's figures in the place of the table's."""
     calls = read_ops(options.ops) if options.ops else None
     layers = read_layers(options.layers) if options.layers else None
     found = calls or layers
     job = resolve(options, found.device if found else None)
     for measured, option in ((calls, "--ops"), (layers, "--layers")):
         if measured and measured.device.key != job.device.key:
-            raise UserError(
-                f"{option} was measured on {measured.device.key}, the job is for {job.device.key}; leave out --device "
-                "or the file"
-            )
-    return predict(job, rates_for(job, options, calls), layers)
-
-
-def rates_for(job: Job, options: PlanOptions, calls: MeasuredCalls | None = None) -> Rates:
-    """The user's figures in the place of the table's; tp across nodes runs at the network's rate."""
+            both = f"{option} was measured on {measured.device.key}, the job is for {job.device.key}"
+            raise UserError(f"{both}; leave out --device or the file")
     network = options.network_gb_per_s or job.device.network_gb_per_s
-    return Rates(
+    rates = Rates(
         device=job.device,
         calls=calls,
+        # A tensor-parallel group across nodes runs at the network's rate.
         link_gb_per_s=options.link_gb_per_s if job.tp_in_node else network * job.device.network / job.device.nccl,
         network_gb_per_s=network,
         overlap=options.overlap_efficiency,
         host_ms_per_layer=options.host_ms_per_layer,
     )
+    return predict(job, rates, layers)
 
 
 def why_stock(job: Job) -> str | None:
@@ -82,29 +70,22 @@ def why_stock(job: Job) -> str | None:
 def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dict[str, Any]:
     """The whole prediction, ready for JSON. Times are milliseconds, memory GB (1e9 bytes) per GPU.
 
-    ``speedup_undisturbed`` is the speed-up if what flux receives while it computes cost the layer nothing: the
-    disturbance is known from one kind of machine only.
-
-    Args:
-        job: the job.
-        rates: where the times of its parts come from.
-        layers: measured layers, which replace predicted ones.
+    Measured ``layers`` replace predicted ones. ``speedup_undisturbed`` is the speed-up if what flux receives while it
+    computes cost the layer nothing: the disturbance is known from one kind of machine only.
     """
     reason = why_stock(job)
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         effective = "baseline" if reason else arm
-        memory = predict_memory(job, effective)
-        arms[arm] = {
-            "step": asdict(predict_step(job, rates, effective, layers)),
-            "memory": asdict(memory) | {"total": memory.total},
-        }
+        step = add_up(job, rates, predict_stages(job, rates, effective, layers))
+        arms[arm] = {"step": step, "memory": predict_memory(job, effective)}
     undisturbed = 1.0
     if reason is None:  # measured layers are disturbed ones: both sides are predicted here
         calm = replace(rates, calibration=replace(rates.calibration, traffic=0.0))
-        undisturbed = predict_step(job, calm, "baseline").total / predict_step(job, calm, "flux").total
+        totals = [add_up(job, calm, predict_stages(job, calm, arm))["total"] for arm in ARMS]
+        undisturbed = totals[0] / totals[1]
     return {
-        "kind": KIND,
+        "kind": "Prediction",  # written in everything that leaves here
         "job": _describe(job),
         "inputs": _describe_inputs(rates, layers),
         "arms": arms,
@@ -112,34 +93,25 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
         "speedup_undisturbed": undisturbed,
         "flux_runs_stock": reason,
         "fits": {arm: arms[arm]["memory"]["total"] + ROOM_GB <= job.device.memory_gb for arm in ARMS},
-        "sensitivity": sensitivity(job, rates) if reason is None else [],
-        "notes": _notes(job, layers, reason, predict_memory(job, "baseline")),
+        "sensitivity": _sensitivity(job, rates) if reason is None else [],
+        "notes": _notes(job, layers, reason, arms["baseline"]["memory"]),
     }
 
 
-def sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
-    """Step times over the rate that NCCL reaches between the GPUs of a node, measured layers left aside.
-
-    Everything else stays: GEMMs, network, memory. ``flux`` keeps the overlap efficiency it has, ``flux_low`` has
-    :data:`~megatron_flux.estimate.devices.LOW_OVERLAP` (or the own one, if that is lower).
+def _sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
+    """Step times over the rate that NCCL reaches in a node, all else as it is, but for measured layers. ``flux_low``
+    has :data:`LOW_OVERLAP`, or its own overlap efficiency if that is lower.
     """
     own, rows = rates.reached, []
     low = min(LOW_OVERLAP, rates.overlap if rates.overlap is not None else job.device.overlap)
     for rate in sorted({own, *(rate for rate in REACHED_GB_PER_S if not 0.9 < rate / own < 1.1)}, reverse=True):
         there = replace(rates, link_gb_per_s=rate * rates.link / own)
-        baseline, flux = (predict_step(job, there, arm) for arm in ARMS)
-        flux_low = predict_step(job, replace(there, overlap=low), "flux")
-        rows.append(
-            {
-                "reached_gb_per_s": rate,
-                "baseline_ms": baseline.total,
-                "flux_ms": flux.total,
-                "flux_low_ms": flux_low.total,
-                "tp_exposed_share": baseline.tp_exposed / baseline.total,
-                "speedup": baseline.total / flux.total,
-                "speedup_low": baseline.total / flux_low.total,
-            }
-        )
+        arms = (("baseline", there), ("flux", there), ("flux", replace(there, overlap=low)))
+        steps = [add_up(job, of, predict_stages(job, of, arm)) for arm, of in arms]
+        baseline, flux, flux_low = (step["total"] for step in steps)
+        row = {"reached_gb_per_s": rate, "baseline_ms": baseline, "flux_ms": flux, "flux_low_ms": flux_low}
+        row["tp_exposed_share"] = steps[0]["tp_exposed"] / baseline
+        rows.append(row | {"speedup": baseline / flux, "speedup_low": baseline / flux_low})
     return rows
 
 
@@ -161,39 +133,35 @@ def _describe(job: Job) -> dict[str, Any]:
 
 
 def _describe_inputs(rates: Rates, layers: MeasuredLayers | None) -> dict[str, Any]:
-    device, overlap = rates.device, rates.overlap
-    if overlap is None and rates.calls is None:
-        overlap = device.overlap
+    device, calls = rates.device, rates.calls
     return {
-        "gemms": ", ".join(rates.calls.sources) if rates.calls else f"table of devices ({device.key})",
+        "gemms": ", ".join(calls.sources) if calls else f"table of devices ({device.key})",
         "layers": layers.source if layers else None,
         "peak_tflops": device.peak_flops / 1e12,
         "link_gb_per_s": rates.link,
         "nccl_reaches_gb_per_s": rates.reached,
         "network_gb_per_s": rates.network_gb_per_s,
-        "overlap_efficiency": overlap,
+        "overlap_efficiency": device.overlap if rates.overlap is None and calls is None else rates.overlap,
         "host_ms_per_layer": rates.host_ms_per_layer,
         "calibration": asdict(rates.calibration),
     }
 
 
-def _notes(job: Job, layers: MeasuredLayers | None, reason: str | None, memory: Memory) -> list[str]:
-    run, notes = job.run, []
+def _notes(job: Job, layers: MeasuredLayers | None, reason: str | None, memory: dict[str, float]) -> list[str]:
+    run, key, notes = job.run, job.device.key, []
     if reason:
         notes.append(f"flux runs stock in this job: {reason}")
-    if layers is not None:
-        measured = layers.ms("baseline", job.layer, run.shape.seq_length, run.micro_batch_size, run.tp)
-        if run.recompute != "none" or measured is None:
-            notes.append(f"no row of this layer, sequence, micro-batch and tp in {layers.source}: it was not used")
-    if memory.total + ROOM_GB > job.device.memory_gb:
+    if layers is not None and (run.recompute != "none" or layers.ms("baseline", job) is None):
+        notes.append(f"no row of this layer, sequence, micro-batch and tp in {layers.source}: it was not used")
+    if memory["total"] + ROOM_GB > job.device.memory_gb:
         notes.append(
-            f"the baseline needs {memory.total:.0f} GB of {job.device.memory_gb:.0f} GB with {ROOM_GB:.0f} GB to "
+            f"the baseline needs {memory['total']:.0f} GB of {job.device.memory_gb:.0f} GB with {ROOM_GB:.0f} GB to "
             "spare: raise --pp or --tp, lower --micro-batch-size, or use --recompute full"
         )
-    both = memory.total + memory.state
+    both = memory["total"] + sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     notes.append(f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB per GPU")
-    if job.device.key != "h200":
-        notes.append(f"flux's kernels and the constants of whole layers were measured on H200, not on {job.device.key}")
+    if key != "h200":
+        notes.append(f"flux's kernels and the constants of whole layers were measured on H200, not on {key}")
     if run.tp != 4:
         notes.append(f"flux was measured with tp 4, not tp {run.tp}")
     notes.append(

@@ -1,35 +1,72 @@
-"""Times of single GEMMs, collectives and fused calls: measured where they were, else from the device's figures.
+"""Times of single GEMMs, collectives and fused calls: measured where they were, else from the table of devices.
 
-======================  =======================================================================================
-time                    formula
-======================  =======================================================================================
-GEMM                    2 m n k / rate; rate: of the most similar measured GEMM, or ``gemm`` x peak
-collective              (tp - 1) x step + bytes received / (``nccl`` x link): a ring, arXiv 2104.04473, section 3.2
-serial                  GEMM + collective: stock Megatron's exposed pairs
-overlapped              max(GEMM, collective) + ``nccl_sms``/SMs x min(GEMM, collective): NCCL takes SMs meanwhile
-fused                   max(GEMM + (1 - E) x collective, collective), at most serial (the tuner knows stock as well);
-                        E is FLUX's overlap efficiency, arXiv 2406.06858, equation 2
-disturbance             ``traffic`` x bytes received / memory bandwidth: what communication costs a whole layer even
-                        where it is hidden, and no single call shows
-small kernels           bytes / (``streamed`` x memory bandwidth), and ``gap_ms`` of idle time a layer
-======================  =======================================================================================
+The formulae, and the public source of every figure in the table, are in slurm/PLAN.md.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import Device, device_named
+from megatron_flux.train.presets import device_peak
 
-_TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of GPU in its usual node. GB are 1e9 bytes; bandwidths are of one direction of one GPU."""
+
+    key: str
+    name: str  # part of what CUDA calls it
+    memory_gb: float
+    memory_gb_per_s: float
+    sms: int
+    capability: tuple[int, int]
+    link: Literal["nvlink", "p2p"]  # between the GPUs of a node, as in megatron_flux.comm.links
+    link_gb_per_s: float
+    network_gb_per_s: float  # between nodes: the GPU's share of the adapters
+    gemm: float
+    nccl: float
+    overlap: float
+    attention: float
+    memory: float = 0.8
+    network: float = 0.86
+    step_us: float = 7.3
+    nccl_sms: int = 24
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense bf16 FLOP/s."""
+        tflops, why = device_peak(self.name, "cuda", "bf16")
+        if tflops is None:
+            raise ValueError(why)
+        return tflops * 1e12
+
+
+DEVICES: dict[str, Device] = {
+    device.key: device
+    for device in (
+        #      key          name              memory       SMs  capab.  link            netw. gemm  nccl  overl.attn.
+        Device("h200",      "H200",           141, 4800,   132, (9, 0), "nvlink", 450,    50, 0.70, 0.65, 0.92, 0.35),
+        Device("h100-sxm",  "H100",            80, 3350,   132, (9, 0), "nvlink", 450,    50, 0.70, 0.65, 0.72, 0.35),
+        Device("a100-sxm",  "A100",            80, 2039,   108, (8, 0), "nvlink", 300,    25, 0.81, 0.67, 0.63, 0.50),
+        Device("a100-pcie", "A100 80GB PCIe",  80, 1935,   108, (8, 0), "p2p",     32, 3.125, 0.81, 0.24, 0.40, 0.50),
+        Device("l20",       "L20",             48,  864,    92, (8, 9), "p2p",     32, 3.125, 0.93, 0.24, 0.40, 0.50),
+    )
+}  # fmt: skip
+
+
+def device_named(name: str) -> Device | None:
+    """The device that CUDA calls ``name``; None where it is not in the table."""
+    # An H100 PCIe is no H100 SXM; cards are in the table under names that say so.
+    found = [d for d in DEVICES.values() if d.name in name and ("PCIe" not in name or "PCIe" in d.name)]
+    return max(found, key=lambda device: len(device.name), default=None)
 
 
 @dataclass(frozen=True)
@@ -39,10 +76,8 @@ class Calibration:
     :func:`megatron_flux.estimate.measured.calibrate`; they are taken for all devices.
     """
 
-    streamed: float = 0.41
-    """Share of the memory's bandwidth that norms, activations, residuals and copies reach."""
-    gap_ms: float = 0.29
-    """The GPU's idle time in a layer's forward and backward."""
+    streamed: float = 0.41  # share of the memory's bandwidth that norms, activations, residuals and copies reach
+    gap_ms: float = 0.29  # the GPU's idle time in a layer's forward and backward
     traffic: float = 3.0
     """Bytes of memory bandwidth whose time a layer loses per byte that flux receives while it computes. Measured
     without flux: layers without communication, with and without the same bytes sent beside them by copy engine
@@ -83,55 +118,38 @@ class MeasuredCalls:
     def __init__(self, calls: list[Call], device: Device, sources: list[str]) -> None:
         """``calls`` must not be empty; ``sources`` are the files."""
         self.calls, self.device, self.sources = calls, device, sources
-        self._by_case = {(c.case.op, c.case.direction, c.case.m, c.case.n, c.case.k, c.tp): c for c in calls}
-        self.step_ms, self.ms_per_byte = _fit(calls)
+        # nccl_ms = steps * a + bytes * b with the least relative squares; a ring over tp ranks has tp - 1 steps.
+        sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in calls], dtype=float)
+        times = np.array([call.nccl_ms for call in calls])
+        (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(calls)), rcond=None)
+        if per_byte <= 0:  # too few sizes to tell latency from bandwidth
+            step, per_byte = 0.0, times.sum() / sides[:, 1].sum()
+        self.step_ms, self.ms_per_byte = max(0.0, float(step)), float(per_byte)
 
     def exact(self, case: Case, tp: int) -> Call | None:
-        """The very call, if it was measured; the model's name does not matter."""
-        return self._by_case.get((case.op, case.direction, case.m, case.n, case.k, tp))
+        """The very call, if it was measured; the model's name does not matter. The last one counts."""
+        wanted = (case.op, case.direction, case.m, case.n, case.k, tp)
+        same = [c for c in self.calls if (c.case.op, c.case.direction, c.case.m, c.case.n, c.case.k, c.tp) == wanted]
+        return same[-1] if same else None
 
-    def flops(self, m: int, n: int, k: int) -> float:
-        """FLOP/s of the GEMM most like this one."""
-        best = _nearest(self.calls, m, n, k)
-        return 2e3 * best.case.m * best.case.n * best.case.k / best.gemm_ms
-
-    def overlap(self, case: Case) -> float:
-        """Overlap efficiency of the same operator's call most like this one, between 0 and 1."""
-        same = [call for call in self.calls if call.case.op == case.op] or self.calls
-        return min(1.0, max(0.0, _nearest(same, case.m, case.n, case.k).overlap))
-
-
-def _nearest(calls: list[Call], *sizes: int) -> Call:
-    """The call whose GEMM is most like that of ``sizes`` m, n, k, in powers of two."""
-    like = [math.log2(size) for size in sizes]
-    return min(calls, key=lambda call: math.dist(map(math.log2, (call.case.m, call.case.n, call.case.k)), like))
-
-
-def _fit(calls: list[Call]) -> tuple[float, float]:
-    """``nccl_ms = steps * a + bytes * b`` with the least relative squares; a ring over tp ranks has tp - 1 steps."""
-    sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in calls], dtype=float)
-    times = np.array([call.nccl_ms for call in calls])
-    (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(calls)), rcond=None)
-    if per_byte <= 0:  # too few sizes to tell latency from bandwidth
-        return 0.0, float(times.sum() / sides[:, 1].sum())
-    return max(0.0, float(step)), float(per_byte)
+    def nearest(self, m: int, n: int, k: int, op: str | None = None) -> Call:
+        """The call (of ``op``, if one was measured) whose GEMM is most like this one, in powers of two."""
+        like = [math.log2(size) for size in (m, n, k)]
+        calls = [call for call in self.calls if op in (None, call.case.op)] or self.calls
+        return min(calls, key=lambda call: math.dist(map(math.log2, (call.case.m, call.case.n, call.case.k)), like))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Where times come from. What is None is as the calls or the device say."""
+    """Where times come from, all in milliseconds. What is None is as the calls or the device say."""
 
     device: Device
     calls: MeasuredCalls | None = None
-    link_gb_per_s: float | None = None
-    """Between the GPUs of a node, one direction."""
-    network_gb_per_s: float | None = None
-    """Between nodes, a GPU's share of the adapters, one direction."""
-    overlap: float | None = None
-    """FLUX's overlap efficiency."""
-    host_ms_per_layer: float = 0.0
-    """Host time to enqueue a layer's forward and backward."""
-    calibration: Calibration = field(default_factory=Calibration)
+    link_gb_per_s: float | None = None  # between the GPUs of a node, one direction
+    network_gb_per_s: float | None = None  # between nodes, a GPU's share of the adapters, one direction
+    overlap: float | None = None  # FLUX's overlap efficiency
+    host_ms_per_layer: float = 0.0  # host time to enqueue a layer's forward and backward
+    calibration: Calibration = Calibration()
 
     @property
     def link(self) -> float:
@@ -146,72 +164,70 @@ class Rates:
         return self.device.nccl * self.link
 
     def gemm(self, m: int, n: int, k: int) -> float:
-        """Milliseconds of ``[m, k] x [k, n]``."""
-        flops = self.calls.flops(m, n, k) if self.calls else self.device.gemm * self.device.peak_flops
+        """``[m, k] x [k, n]``: at the FLOP/s of the most similar measured GEMM, and no faster than the memory."""
+        flops = self.device.gemm * self.device.peak_flops
+        if self.calls:
+            like = self.calls.nearest(m, n, k)
+            flops = 2e3 * like.case.m * like.case.n * like.case.k / like.gemm_ms
         return max(2e3 * m * n * k / flops, self.memory(2 * (m * k + k * n + m * n)))
 
-    def memory(self, nbytes: float) -> float:
-        """Milliseconds to stream so many bytes through the GPU's memory."""
-        return nbytes / (self.device.memory * self.device.memory_gb_per_s * 1e6)
-
     def collective(self, nbytes: float, ranks: int) -> float:
-        """Milliseconds of an all-gather or reduce-scatter within a node; ``nbytes`` is what a rank receives."""
+        """A ring's all-gather or reduce-scatter in a node (arXiv 2104.04473, 3.2); a rank receives ``nbytes``."""
         if ranks == 1:
             return 0.0
         if self.calls:
             per_byte = self.calls.ms_per_byte * self.device.link_gb_per_s / self.link
             return (ranks - 1) * self.calls.step_ms + nbytes * per_byte
-        return (ranks - 1) * self.device.step_us / 1e3 + nbytes / (self.device.nccl * self.link * 1e6)
+        return (ranks - 1) * self.device.step_us / 1e3 + self.within_node(nbytes)
+
+    def memory(self, nbytes: float) -> float:
+        """To stream so many bytes through the GPU's memory."""
+        return nbytes / (self.device.memory * self.device.memory_gb_per_s * 1e6)
 
     def streamed(self, nbytes: float) -> float:
-        """Milliseconds of a layer's small kernels that read and write so many bytes."""
+        """A layer's small kernels that read and write so many bytes."""
         return nbytes / (self.calibration.streamed * self.device.memory_gb_per_s * 1e6)
 
     def disturbance(self, nbytes: float) -> float:
-        """Milliseconds that receiving so many bytes behind GEMMs costs."""
+        """What receiving so many bytes behind GEMMs costs a whole layer; no single call shows it."""
         return self.calibration.traffic * nbytes / (self.device.memory_gb_per_s * 1e6)
 
     def network(self, nbytes: float, adapters: int = 1) -> float:
-        """Milliseconds to send so many bytes to another node over the shares of so many GPUs in its adapters."""
+        """To send so many bytes to another node over the shares of so many GPUs in its adapters."""
         gb_per_s = (self.network_gb_per_s or self.device.network_gb_per_s) * adapters
         return nbytes / (self.device.network * gb_per_s * 1e6)
 
     def within_node(self, nbytes: float) -> float:
-        """Milliseconds to send so many bytes to another GPU of the node."""
+        """To send so many bytes to another GPU of the node."""
         return nbytes / (self.device.nccl * self.link * 1e6)
 
     def overlapped(self, gemm: float, collective: float) -> float:
-        """Milliseconds of a GEMM with an NCCL kernel beside it."""
+        """A GEMM with an NCCL kernel beside it, which takes SMs meanwhile."""
         return max(gemm, collective) + self.device.nccl_sms / self.device.sms * min(gemm, collective)
 
     def pair(self, case: Case, tp: int) -> Pair:
         """All times of one operator call. Measured times stand for themselves while link and overlap are the own."""
-        nbytes = case.bytes_received(tp)
+        nbytes, overlap = case.bytes_received(tp), self.overlap
         call = self.calls.exact(case, tp) if self.calls else None
-        if call and self.link_gb_per_s is None and self.overlap is None:
+        if call and self.link_gb_per_s is None and overlap is None:
             return Pair(nbytes, call.gemm_ms, call.nccl_ms, call.serial_ms, min(call.tuned_ms, call.serial_ms))
         gemm = call.gemm_ms if call else self.gemm(case.m, case.n, case.k)
         collective = self.collective(nbytes, tp)
-        overlap = self.overlap
-        if overlap is None:
-            overlap = self.calls.overlap(case) if self.calls else self.device.overlap
-        fused = max(gemm + (1 - overlap) * collective, collective)
+        if overlap is None and self.calls:
+            overlap = min(1.0, max(0.0, self.calls.nearest(case.m, case.n, case.k, case.op).overlap))
+        fused = max(gemm + (1 - (self.device.overlap if overlap is None else overlap)) * collective, collective)
         return Pair(nbytes, gemm, collective, gemm + collective, min(fused, gemm + collective))
 
 
 def read_ops(paths: list[Path]) -> MeasuredCalls:
-    """Read summaries of ``bench ops``.
-
-    Raises:
-        UserError: a file that is none, of a GPU that is not in the table, or files of different GPUs.
-    """
-    calls, devices = [], []
+    """Read summaries of ``bench ops``; a :class:`UserError` for files of different GPUs, or without whole calls."""
+    calls, devices, names = [], [], ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
     for path in paths:
-        summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *_TIMES))
+        summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *names))
         devices.append(device)
         for row in summary["rows"]:
             case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
-            times = [row[name] for name in _TIMES]
+            times = [row[name] for name in names]
             if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
                 calls.append(Call(case, summary["tp"], *times))
     if len({found.key for found in devices}) > 1:
@@ -222,11 +238,7 @@ def read_ops(paths: list[Path]) -> MeasuredCalls:
 
 
 def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], Device]:
-    """A summary with these columns in every row, and its GPU; a folder means the ``summary.json`` in it.
-
-    Raises:
-        UserError: it cannot be read, is something else, or of a GPU that is not in the table of devices.
-    """
+    """A summary, or a folder's, with these columns in every row, and its GPU; else a :class:`UserError`."""
     file = path / "summary.json" if path.is_dir() else path
     try:
         summary = json.loads(file.read_text())

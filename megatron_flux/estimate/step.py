@@ -1,109 +1,42 @@
-"""A training step from its layers: pipeline stages, data parallelism, optimizer.
+"""A training step from its layers: time (pipeline stages, data parallelism, optimizer) and memory of the fullest GPU.
 
-* Embedding (first stage): rows are looked up on every rank and reduce-scattered, which nothing hides; backward gathers.
-* Output layer (last stage): a column-parallel linear of padded vocabulary / tp columns, final norm, and the cross
-  entropy over fp32 logits: 44 bytes a logit are read and written (conversion, maximum, difference, exponential, sum,
-  gradient, conversion back). Its three all-reduces of one number per token are left out. Its x is not prefetched.
-* Pipeline, 1F1B: (m - 1) x slowest stage + sum over stages; of equal stages that is (m + pp - 1) x stage (arXiv
-  2104.04473, section 2.2.1). Interleaved with v chunks, what is no steady state is divided by v (section 2.2.2).
-* Point to point: 2 s b h/tp bytes each way (sequence parallelism sends a rank's rows). 1F1B waits for it twice in every
-  micro-batch; interleaved it is overlapped but while the pipeline fills and drains.
-* Gradients: fp32, reduce-scatter with the distributed optimizer, which also gathers bf16 parameters, all-reduce
-  without. A ring moves (dp - 1)/dp of the bytes, twice for an all-reduce. Overlapped, the reduction hides behind the
-  last micro-batch's backward and the gather behind the first one's forward, but for one bucket (Megatron Core: at
-  least 40 million parameters).
-* Bandwidth of data parallelism: the link if the group is in one node; else the network's, as often as members share a
-  node and with it adapters. Latencies of rings over the network are left out.
-* Optimizer, memory-bound: 42 bytes a parameter of its shard (Adam's four fp32 reads and three writes, the bf16 copy,
-  the norm, clipping), and 4 a parameter to clear gradients.
+The formulae, their sources and what they take for granted are in slurm/PLAN.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_flux.bench.shapes import Case
+from megatron_flux.estimate import layer
 from megatron_flux.estimate.job import Job
-from megatron_flux.estimate.layer import Layer, Phase, column_backward, pair_phase, predict_layer
+from megatron_flux.estimate.layer import Layer, Phase
 from megatron_flux.estimate.measured import MeasuredLayers
-from megatron_flux.estimate.memory import stage_parameters
 from megatron_flux.estimate.rates import Rates
 from megatron_flux.train.presets import step_flops
 
-BYTES_PER_LOGIT = 44
+BYTES_PER_LOGIT = 44  # read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back
 OPTIMIZER_BYTES = 42
+"""A parameter of the shard: Adam's four fp32 reads and three writes, the bf16 copy, the norm, clipping."""
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One micro-batch on one pipeline stage, milliseconds."""
 
-    layers: Layer
-    """All of the stage's layers."""
-    vocabulary: Layer
-    """Embedding and output layer, where the stage has them."""
-    host: float
-    """Host time beyond the GPU's, where the host is the slower."""
-
-    @property
-    def forward(self) -> float:
-        """The GPU's forward."""
-        return self.layers.forward.total + self.vocabulary.forward.total
-
-    @property
-    def backward(self) -> float:
-        """The GPU's backward, and what the host is late."""
-        return self.layers.backward.total + self.vocabulary.backward.total + self.host
-
-    @property
-    def total(self) -> float:
-        """Both directions."""
-        return self.forward + self.backward
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Milliseconds of a step, and what it adds up from. ``pipeline`` + ``data`` + ``optimizer`` is ``total``."""
-
-    pipeline: float
-    bubble: float
-    """Part of ``pipeline``: time the slowest stage waits."""
-    point_to_point: float
-    """Part of ``pipeline``: exposed sends between stages."""
-    tp_exposed: float
-    """Part of ``pipeline``: exposed tensor-parallel communication of the slowest stage."""
-    tp_collectives: float
-    """What those collectives take by themselves."""
-    vocabulary: float
-    """Part of ``pipeline``: embedding and output layer of the slowest stage."""
-    host: float
-    """Part of ``pipeline``: host time beyond the GPU's."""
-    data: float
-    """Exposed data-parallel communication."""
-    optimizer: float
-    total: float
-    mfu: float
-    tflops_per_gpu: float
-
-
-def predict_step(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> Step:
-    """Predict a step of one arm.
-
-    Args:
-        job: the job.
-        rates: times of its parts.
-        arm: ``baseline`` or ``flux``, which must have been allowed to run.
-        layers: measured layers, used where they are of this very layer without recomputation.
-    """
-    return add_up(job, rates, predict_stages(job, rates, arm, layers))
+    layers: Layer  # all of the stage's
+    vocabulary: Layer  # embedding and output layer, where the stage has them
+    host: float  # host time beyond the GPU's, where the host is the slower
 
 
 def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | None = None) -> list[Stage]:
-    """All pipeline stages; arguments as in :func:`predict_step`."""
+    """All pipeline stages of the arm ``baseline`` or ``flux``, which must have been allowed to run.
+
+    Measured ``layers`` are used where they are of this very layer without recomputation.
+    """
     run, count = job.run, job.layers_per_stage
-    one = predict_layer(rates, arm, job.layer, run.shape.seq_length, run.micro_batch_size, run.tp, run.recompute)
+    one = layer.predict(rates, arm, job.layer, run.shape.seq_length, run.micro_batch_size, run.tp, run.recompute)
     if layers is not None and run.recompute == "none":
-        one = _measured(one, layers, arm, job) or one
+        one = _measured(one, layers, arm, job)
     late = count * max(0.0, rates.host_ms_per_layer - one.total)
     stages = []
     for index in range(run.pp):
@@ -112,27 +45,25 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
             vocabulary += _embedding(job, rates)
         if index == run.pp - 1:
             vocabulary += _output(job, rates, arm)
-        stages.append(Stage(one.times(count), vocabulary, late))
+        stages.append(Stage(Layer(one.forward * count, one.backward * count), vocabulary, late))
     return stages
 
 
-def _measured(one: Layer, layers: MeasuredLayers, arm: str, job: Job) -> Layer | None:
-    """The measured layer, shared out between forward and backward as predicted; None if it was not measured."""
-    sizes = (job.layer, job.run.shape.seq_length, job.run.micro_batch_size, job.run.tp)
-    total, floor = layers.ms(arm, *sizes), layers.ms("floor", *sizes)
+def _measured(one: Layer, layers: MeasuredLayers, arm: str, job: Job) -> Layer:
+    """The measured layer, shared out between forward and backward as predicted; ``one`` if it was not measured."""
+    total, floor = layers.ms(arm, job), layers.ms("floor", job)
     if total is None:
-        return None
-    compute = min(floor, total) if floor is not None else total * (1 - one.exposed / one.total)
+        return one
+    compute = min(floor, total) if floor is not None else total * (1 - one.both.exposed / one.total)
     parts = []
     for phase in (one.forward, one.backward):
-        own = compute * phase.compute / (one.forward.compute + one.backward.compute)
+        own = compute * phase.compute / one.both.compute
         parts.append(Phase(own, total * phase.total / one.total - own, phase.collectives))
     return Layer(*parts)
 
 
 def _embedding(job: Job, rates: Rates) -> Layer:
-    hidden, tp = job.run.shape.hidden_size, job.run.tp
-    whole = 2 * job.tokens * hidden
+    whole, tp = 2 * job.tokens * job.run.shape.hidden_size, job.run.tp
     moved = rates.collective(whole * (tp - 1) / tp, tp)
     forward = Phase(rates.streamed(3 * whole), moved, moved)
     return Layer(forward, Phase(rates.streamed(4 * whole), moved, moved))  # the gradient is added up in fp32
@@ -141,77 +72,118 @@ def _embedding(job: Job, rates: Rates) -> Layer:
 def _output(job: Job, rates: Rates, arm: str) -> Layer:
     m, h, tp = job.tokens, job.run.shape.hidden_size, job.run.tp
     columns = job.run.padded_vocab_size // tp
-    norm = rates.streamed(2 * m / tp * h * 5)
-    loss = rates.streamed(BYTES_PER_LOGIT * m * columns)
+    small = Phase(rates.streamed(BYTES_PER_LOGIT * m * columns) / 2 + rates.streamed(2 * m / tp * h * 5) / 2)
     logits = rates.pair(Case("all_gather_gemm", "", "output", "forward", m, columns, h), tp)
     dgrad = rates.pair(Case("gemm_reduce_scatter", "", "output", "dgrad", m, h, columns), tp)
-    forward = pair_phase(rates, logits, arm) + Phase(loss / 2 + norm / 2)
-    return Layer(forward, column_backward(rates, arm, m, columns, h, tp, dgrad) + Phase(loss / 2 + norm / 2))
+    backward = layer.column_backward(rates, arm, m, columns, h, tp, dgrad)
+    return Layer(layer.pair_phase(rates, logits, arm) + small, backward + small)
 
 
-def add_up(job: Job, rates: Rates, stages: list[Stage]) -> Step:
-    """The step of these stages."""
-    run, chunks = job.run, job.virtual_pipeline
-    hop = _hop(job, rates)
-    each = [stage.total + (2 * hop if chunks == 1 else 0.0) for stage in stages]
+def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
+    """Milliseconds of the step of these stages: ``total`` is ``pipeline`` + ``data`` (exposed) + ``optimizer``.
+
+    Parts of ``pipeline``: ``bubble`` (the slowest stage waits), ``point_to_point`` (exposed sends), and of the slowest
+    stage ``tp_exposed`` (tensor-parallel communication), ``vocabulary`` (embedding and output layer), ``host`` (beyond
+    the GPU's time). ``tp_collectives``: what those take by themselves. ``mfu`` is a share of the peak.
+    """
+    run, chunks, hop = job.run, job.virtual_pipeline, 0.0
+    if run.pp > 1:  # by the slowest link that any pair of neighbours has; a rank sends its own rows
+        rows = 2 * job.tokens * run.shape.hidden_size / run.tp
+        hop = rates.within_node(rows) if job.gpus <= job.gpus_per_node else rates.network(rows)
+    # The GPU's forward; its backward, and what the host is late.
+    forward = [layers.forward.total + vocabulary.forward.total for layers, vocabulary, _ in stages]
+    backward = [layers.backward.total + vocabulary.backward.total + host for layers, vocabulary, host in stages]
+    each = [sum(both) + (2 * hop if chunks == 1 else 0.0) for both in zip(forward, backward, strict=True)]
     slowest = max(range(run.pp), key=each.__getitem__)
-    worst, steady = stages[slowest], run.micro_batches * each[slowest]
-    ramp = 2 * (run.pp - 1) * hop if chunks > 1 else 0.0
+    worst, ramp = stages[slowest], 2 * (run.pp - 1) * hop if chunks > 1 else 0.0
     bubble = (sum(each) - each[slowest]) / chunks
-    pipeline = steady + bubble + ramp
-    data = max(_data(job, rates, index, stage) for index, stage in enumerate(stages))
-    optimizer = max(_optimizer(job, rates, index) for index in range(run.pp))
+    pipeline = run.micro_batches * each[slowest] + bubble + ramp
+    counts = [stage_parameters(job, index) for index in range(run.pp)]
+    data = max(_data(job, rates, *one) for one in zip(counts, forward, backward, strict=True))
+    shards = run.dp if run.distributed_optimizer else 1
+    optimizer = max(rates.memory(OPTIMIZER_BYTES * (count / shards) + 4 * count) for count in counts)
     total = pipeline + data + optimizer
     flops = step_flops(run.shape, run.global_batch_size) / run.world_size
-    waits = 2 * hop * run.micro_batches if chunks == 1 else ramp
-    return Step(
-        pipeline=pipeline,
-        bubble=bubble,
-        point_to_point=waits,
-        tp_exposed=run.micro_batches * (worst.layers.exposed + worst.vocabulary.exposed),
-        tp_collectives=run.micro_batches * (worst.layers.collectives + worst.vocabulary.collectives),
-        vocabulary=run.micro_batches * worst.vocabulary.total,
-        host=run.micro_batches * worst.host,
-        data=data,
-        optimizer=optimizer,
-        total=total,
-        mfu=flops / (total / 1e3) / rates.device.peak_flops,
-        tflops_per_gpu=flops / (total / 1e3) / 1e12,
-    )
+    micro, layers, vocabulary = run.micro_batches, worst.layers, worst.vocabulary
+    return {
+        "pipeline": pipeline,
+        "bubble": bubble,
+        "point_to_point": 2 * hop * micro if chunks == 1 else ramp,
+        "tp_exposed": micro * (layers.both.exposed + vocabulary.both.exposed),
+        "tp_collectives": micro * (layers.both.collectives + vocabulary.both.collectives),
+        "vocabulary": micro * vocabulary.total,
+        "host": micro * worst.host,
+        "data": data,
+        "optimizer": optimizer,
+        "total": total,
+        "mfu": flops / (total / 1e3) / rates.device.peak_flops,
+        "tflops_per_gpu": flops / (total / 1e3) / 1e12,
+    }
 
 
-def _hop(job: Job, rates: Rates) -> float:
-    """Milliseconds of one send between neighbouring stages, by the slowest link that any pair has."""
-    if job.run.pp == 1:
-        return 0.0
-    nbytes = 2 * job.tokens * job.run.shape.hidden_size / job.run.tp
-    return rates.within_node(nbytes) if job.gpus <= job.gpus_per_node else rates.network(nbytes)
-
-
-def _data(job: Job, rates: Rates, index: int, stage: Stage) -> float:
-    """Exposed milliseconds of a stage's data-parallel communication."""
-    run, count = job.run, stage_parameters(job, index)
+def _data(job: Job, rates: Rates, count: int, forward: float, backward: float) -> float:
+    """Exposed milliseconds of data-parallel communication of a stage with ``count`` parameters a rank."""
+    run = job.run
     if run.dp == 1:
         return 0.0
+
+    def ring(nbytes: float) -> float:
+        local = rates.within_node(nbytes)
+        if job.gpus <= job.gpus_per_node or job.peers_in_node == run.dp:
+            return local
+        return max(local, rates.network(nbytes, job.peers_in_node))
+
     moved = (run.dp - 1) / run.dp * count
-    gradients = _ring(job, rates, 4 * moved * (1 if run.distributed_optimizer else 2))
-    parameters = _ring(job, rates, 2 * moved) if run.distributed_optimizer else 0.0
+    gradients = ring(4 * moved * (1 if run.distributed_optimizer else 2))  # reduce-scatter, or all-reduce
+    parameters = ring(2 * moved) if run.distributed_optimizer else 0.0
     bucket = min(1.0, max(40e6, 1e6 * run.dp) / count)
     if run.overlap_grad_reduce:
-        gradients = max(bucket * gradients, gradients - stage.backward)
+        gradients = max(bucket * gradients, gradients - backward)
     if job.overlap_param_gather:
-        parameters = max(bucket * parameters, parameters - stage.forward)
+        parameters = max(bucket * parameters, parameters - forward)
     return gradients + parameters
 
 
-def _ring(job: Job, rates: Rates, nbytes: float) -> float:
-    local = rates.within_node(nbytes)
-    if job.gpus <= job.gpus_per_node or job.peers_in_node == job.run.dp:
-        return local
-    return max(local, rates.network(nbytes, job.peers_in_node))
+def predict_memory(job: Job, arm: str) -> dict[str, float]:
+    """GB (1e9 bytes) on a GPU of the stage that needs most: six parts and their ``total``."""
+    return max((_stage_memory(job, arm, index) for index in range(job.run.pp)), key=lambda memory: memory["total"])
 
 
-def _optimizer(job: Job, rates: Rates, index: int) -> float:
-    count = stage_parameters(job, index)
-    shard = count / (job.run.dp if job.run.distributed_optimizer else 1)
-    return rates.memory(OPTIMIZER_BYTES * shard + 4 * count)
+def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
+    run, model, tokens, chunks = job.run, job.layer, job.tokens, job.virtual_pipeline
+    count, hidden, tp = stage_parameters(job, index), run.shape.hidden_size, run.tp
+    held = run.pp - index  # micro-batches
+    if chunks > 1:
+        held = (2 * (run.pp - index - 1) + (chunks - 1) * run.pp + 1) / chunks
+    held = min(held, run.micro_batches)
+    activations = held * job.layers_per_stage * layer.activations(model, tokens, tp, run.recompute, run.dropout > 0)
+    if index == 0 and run.dropout > 0:
+        activations += held * tokens * hidden / tp
+    if index == run.pp - 1:
+        activations += tokens * (4 * hidden + 8 * run.padded_vocab_size) / tp
+    working = layer.working_memory(model, tokens, tp)
+    if run.recompute == "full":
+        working += layer.activations(model, tokens, tp, dropout=run.dropout > 0)
+    found = {
+        "parameters": 2 * count,
+        "gradients": 4 * count,
+        "optimizer": 12 * count / (run.dp if run.distributed_optimizer else 1),
+        "activations": activations,
+        "working": working,
+        "flux_workspace": layer.flux_workspace(tokens, hidden) if arm == "flux" and tp > 1 else 0.0,
+    }
+    gb = {name: nbytes / 1e9 for name, nbytes in found.items()}
+    return gb | {"total": sum(gb.values())}
+
+
+def stage_parameters(job: Job, index: int) -> int:
+    """Parameters of one rank of stage ``index``."""
+    shape, tp, pp = job.run.shape, job.run.tp, job.run.pp
+    h, norms = shape.hidden_size, 2 if shape.normalization == "LayerNorm" else 1
+    count = job.layers_per_stage * layer.parameters(job.layer, tp, bias=shape.bias, norms=norms)
+    table = job.run.padded_vocab_size * h // tp
+    if index == 0:
+        count += table + (shape.seq_length * h if shape.position_embedding == "learned_absolute" else 0)
+    if index == pp - 1:
+        count += table + norms * h
+    return count

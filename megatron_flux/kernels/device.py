@@ -95,9 +95,8 @@ def wait_flags(
     flags, COUNT: tl.constexpr, count, epoch, err, limit, op: tl.constexpr, peer, unit,
     CPU: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Spin until the first ``count`` (at most ``COUNT``) of ``flags`` have reached ``epoch``.
-
-    ``peer`` names who is waited for; if it is negative, the index of the first flag that is behind does.
+    """Spin until the first ``count`` (at most ``COUNT``) of ``flags`` have reached ``epoch``. ``peer`` names who is
+    waited for; if it is negative, the index of the first flag that is behind does.
     """
     lane = tl.arange(0, COUNT)
     ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch
@@ -121,9 +120,8 @@ def wait_flags(
 
 @triton.jit
 def publish(address, offset, epoch, sem: tl.constexpr):
-    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64).
-
-    With ``sem="release"`` it follows all that this CTA wrote before a barrier; else the caller has fenced.
+    """Write ``epoch`` into word ``offset`` of the flags at ``address`` (int64). With ``sem="release"`` it follows all
+    that this CTA wrote before a barrier; else the caller has fenced.
     """
     tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)) + offset, epoch, sem=sem, scope="sys")
 
@@ -150,7 +148,6 @@ def raster(u, rows, cols, GROUP: tl.constexpr):
 @triton.jit
 def scatter_place(t, nrb, npn, BAND: tl.constexpr, TP: tl.constexpr):
     """Tile ``t`` of a GEMM + reduce-scatter: (step, row block, column block); step ``s`` is for rank ``rank+1+s``.
-
     Bands are counted from the last row block: if they do not divide the rows, the first one is short. Within a band
     destinations take turns; in the last band the own tiles, for which no peer waits, come after all others.
     """
@@ -192,10 +189,9 @@ def multiply(
     acc, a, b, row, col, kt, row_end, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr, CPU: tl.constexpr,
 ):  # fmt: skip
-    """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over ``kt`` blocks of k.
-
-    With ``TMA`` a and b are descriptors, else pointers to contiguous ``[row_end, k]`` and ``[n, k]`` (``[k, n]`` if
-    ``TRANSPOSED``); what lies outside reads as zero.
+    """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over ``kt`` blocks of k. With ``TMA`` a and b are descriptors,
+    else pointers to contiguous ``[row_end, k]`` and ``[n, k]`` (``[k, n]`` if ``TRANSPOSED``); what lies outside reads
+    as zero.
     """
     for ki in range(0, kt):
         if TMA:
@@ -236,10 +232,9 @@ def multiply(
 def enter_kernel(
     table, flags, epochs, err, limit, rank, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr
 ):  # fmt: skip
-    """Tell every peer that this rank has begun a call that uses half 0, and return once all have.
-
-    The call's epoch is the larger of ``epochs`` ``[2]``: whichever half the latest call used, it left its successor's
-    number in the other's word. Flags: the first ``tp`` words of half 0, whose addresses on all ranks are in ``table``.
+    """Tell every peer that this rank has begun a call that uses half 0, and return once all have. The call's epoch is
+    the larger of ``epochs`` ``[2]``: whichever half the latest call used, it left its successor's number in the other's
+    word. Flags: the first ``tp`` words of half 0, whose addresses on all ranks are in ``table``.
     """
     first = tl.load(epochs)
     second = tl.load(epochs + 1)

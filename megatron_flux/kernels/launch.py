@@ -20,6 +20,7 @@ installed, callers take Triton's way (:func:`hooked`).
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import re
 import threading
@@ -36,11 +37,9 @@ logger = logging.getLogger("megatron_flux")
 
 _INTEGERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 _PTX_BYTES = {"b8": 1, "u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8}
-_MOST_MAPS = 1024
-"""Addresses remembered per operand; the caching allocator gives the same few again."""
+_MOST_MAPS = 1024  # addresses remembered per operand; the caching allocator gives the same few again
 
-Launch = tuple[Any, Sequence[Any]]
-"""A compiled kernel, and the arguments it has been launched with."""
+Launch = tuple[Any, Sequence[Any]]  # a compiled kernel, and the arguments it has been launched with
 
 _lock = threading.Lock()
 
@@ -73,16 +72,9 @@ class Relaunch:
     """One compiled kernel with its parameters; see the module."""
 
     def __init__(self, compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> None:
-        """Lay out the parameters of a kernel that has just been launched.
-
-        Args:
-            compiled: what Triton's launch returned.
-            grid: CTAs.
-            arguments: the launch's arguments in the order of the signature; constants may be left out at the end.
-            operands: names of the arguments whose addresses are given anew to every call: tensors or descriptors.
-
-        Raises:
-            UnknownLayoutError: the compiled kernel is not laid out as expected.
+        """Lay out the parameters of ``compiled``, which Triton has just launched with ``arguments`` (in the signature's
+        order; constants may be left out at the end). ``operands`` names those whose addresses differ from call to call.
+        Raises UnknownLayoutError.
         """
         metadata = compiled.metadata
         if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
@@ -91,14 +83,12 @@ class Relaunch:
             raise UnknownLayoutError("scratch memory")
         warps, _, self._shared = compiled.packed_metadata
         self._threads, self._function, self._grid = 32 * warps, compiled.function, grid
-        self._values: list[Any] = []
-        """ctypes objects of all parameters, in order."""
+        self._values: list[Any] = []  # ctypes objects of all parameters, in order
         self._maps: list[_Map] = []
         places = self._lay_out(compiled, arguments)
         if missing := [name for name in operands if name not in places]:
             raise UnknownLayoutError(f"no operand {', '.join(missing)}")
-        self._operands = [places[name] for name in operands]
-        """Of every operand: the parameter's index, and its maps (None for a pointer)."""
+        self._operands = [places[name] for name in operands]  # the parameter's index, its maps (None for a pointer)
         sizes = [ctypes.sizeof(value) for value in self._values]
         if sizes != (wanted := parameter_sizes(compiled.asm["ptx"], metadata.name)):
             raise UnknownLayoutError(f"parameters of {wanted} bytes, expected {sizes}")
@@ -137,10 +127,8 @@ class Relaunch:
         return places
 
     def __call__(self, stream: int, *operands: torch.Tensor) -> None:
-        """Launch on ``stream`` (a handle) with these operands, in the order they were named in.
-
-        Raises:
-            OperatorError: CUDA refused it.
+        """Launch on ``stream`` (a handle) with these operands, in the order they were named in. Raises OperatorError:
+        CUDA refused it.
         """
         parameters, values = self._parameters, self._values
         with _lock:  # another thread must not change the parameters before they are copied
@@ -153,9 +141,8 @@ class Relaunch:
 
 
 def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
-    """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel.
-
-    The program's signal handlers stay (:mod:`kernels.signals`): no kernel is launched by Triton otherwise.
+    """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel. The program's
+    signal handlers stay (:mod:`kernels.signals`): no kernel is launched by Triton otherwise.
     """
     with signals.kept:
         return kernel[(grid,)](*arguments, **constants)
@@ -171,13 +158,9 @@ def first_or_again(
 ) -> None:
     """Launch a kernel on the current stream: by Triton the first time, by its :class:`Relaunch` afterwards.
 
-    Args:
-        known: where relaunches are kept; it should live no longer than the tensors among the fixed arguments.
-        key: of the relaunch in ``known``; determines all but the operands' addresses.
-        grid: CTAs.
-        first: launches by Triton and returns the compiled kernel and the arguments without constants.
-        device: index of the CUDA device.
-        operands: tensors that differ from call to call, by the names of the kernel's arguments.
+    ``known`` keeps relaunches, and should live no longer than the tensors among the fixed arguments; ``key`` determines
+    all but the operands' addresses. ``first`` launches by Triton and returns the compiled kernel and the arguments
+    without constants. ``operands`` are the tensors that differ from call to call, by the kernel's names for them.
     """
     again = known.get(key)
     if again and not hooked():
@@ -210,21 +193,18 @@ def _prepare(compiled: Any, grid: int, arguments: Sequence[Any], operands: Seque
             raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
         return Relaunch(compiled, grid, arguments, operands)
     except UnknownLayoutError as reason:
-        name = compiled.metadata.name
-        if name not in _told:
-            _told.add(name)
-            logger.warning("megatron_flux: %s is launched by Triton, which costs host time: %s", name, reason)
+        _say_once(compiled.metadata.name, str(reason))
         return False
 
 
-_told: set[str] = set()
+@functools.cache
+def _say_once(name: str, reason: str) -> None:
+    logger.warning("megatron_flux: %s is launched by Triton, which costs host time: %s", name, reason)
 
 
 def parameter_sizes(ptx: str, name: str) -> list[int]:
-    """Bytes of every parameter of the kernel ``name`` in ``ptx``.
-
-    Raises:
-        UnknownLayoutError: it is not there, or of a type that is not known.
+    """Bytes of every parameter of the kernel ``name`` in ``ptx``. Raises UnknownLayoutError: it is not there, or of a
+    type that is not known.
     """
     entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None:
@@ -241,8 +221,5 @@ def parameter_sizes(ptx: str, name: str) -> list[int]:
 
 def hooked() -> bool:
     """Whether a launch hook would be called by Triton; an empty chain of hooks is none."""
-    runtime = knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

@@ -77,9 +77,8 @@ def ag_gemm_kernel(
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr, MASK_ROWS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
     CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``bias`` ``[n]`` is added before rounding, if ``BIAS``.
-
-    With ``TMA`` ``a`` and ``b`` are descriptors, else pointers; so is ``c``, but a pointer with ``MASK_ROWS``.
+    """See the module. ``bias`` ``[n]`` is added before rounding, if ``BIAS``. With ``TMA`` ``a`` and ``b`` are
+    descriptors, else pointers; so is ``c``, but a pointer with ``MASK_ROWS``.
     """
     epoch = tl.load(epochs + slot)
     nrb = tl.cdiv(mp, BM)

@@ -1,8 +1,8 @@
 """Keeping the program's signal handlers while Triton compiles.
 
 LLVM, inside Triton (seen with 3.6 and 3.9), takes signals over in the C library when a process first compiles a kernel
-that is not in Triton's cache, and Python is not told: ``signal.getsignal`` still shows the handler that is called no
-longer. From then on a SIGUSR1 is swallowed; on any of the others LLVM puts everything back as it was before that
+that is not in Triton's cache, and Python does not notice: ``signal.getsignal`` still shows the handler that is called
+no longer. From then on a SIGUSR1 is swallowed; on any of the others LLVM puts everything back as it was before that
 compile, which undoes what the program has set since, and sends itself the signal again. Both end here: what a compile
 has changed is put back behind it. While it lasts (seconds) a SIGUSR1 can still be lost: who sends one sends it again.
 
@@ -15,8 +15,8 @@ Hazards
     * A handler may itself call ``signal.signal`` during a compile. That stays.
     * One compile is no reason not to look at the next: LLVM begins anew after a signal that it has handled.
 
-Cost: 12 us a time (measured on one core of a virtual AMD EPYC), which calls made ready, by
-:mod:`megatron_flux.ops.fast_path`, do not pay. On Linux only; elsewhere nothing is done, and nothing compiled.
+Cost: 12 us a time (one core of a virtual AMD EPYC), which prepared calls (:mod:`megatron_flux.ops.fast_path`) do not
+pay. On Linux only; elsewhere nothing is done, and nothing compiled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Dispositions:
     """What this process does on some signals, as the C library has it. Works in any thread, for one at a time."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """Read them; ``numbers``: the signals'."""
+        """Of the signals ``numbers``, as of now."""
         self._numbers = [int(number) for number in numbers] if _LINUX else []
         self._held = (ctypes.c_uint64 * (_WORDS * len(self._numbers)))()
         self._now = (ctypes.c_uint64 * (_WORDS * len(self._numbers)))()

@@ -13,8 +13,7 @@ samples, whichever writes.
 from __future__ import annotations
 
 import logging
-import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -36,28 +35,20 @@ class Samples:
 
     def __init__(self, interval: int, *, operators: bool = True) -> None:
         """Nothing runs before the first step that is due. Without ``operators`` their calls are not timed."""
-        self._sampler = Sampler(interval, operators=operators)
-        self._running = ExitStack()
-        self._glance: nvml.Glance | None = None
-        self._gpu: nvml.Gpu | None = None
-        self._began = 0.0
+        gpu = None
         if interval and nvml.why_not() is None and torch.cuda.is_available():
-            try:
-                self._gpu = nvml.of_device(torch.device("cuda", torch.cuda.current_device()))
-            except LookupError:
-                self._gpu = None
+            with suppress(LookupError):
+                gpu = nvml.of_device(torch.device("cuda", torch.cuda.current_device()))
+        self.sampler = Sampler(interval, operators=operators, gpu=gpu)
+        self._running = ExitStack()
 
     def after(self, iteration: int) -> dict[str, float]:
         """``flux/*`` of ``iteration`` if it was sampled, else nothing; begins the next one's sample if it is due.
 
         Collective over tensor-parallel groups at the first samples of an operator's shape.
         """
-        now = time.perf_counter()
-        seconds, self._began = now - self._began, now
         self._running.close()
-        reading = self._glance.result() if self._glance is not None else None
-        self._glance = None
-        sampled = self._sampler.result(reading.sm_clock_mhz if reading is not None else None)
+        sampled, reading = self.sampler.result(), self.sampler.reading
         row: dict[str, float | None] = {}
         if sampled is not None:
             for name in _SAMPLED:  # null where they are not timed
@@ -66,10 +57,7 @@ class Samples:
             if reading is not None:
                 row |= {f"flux/gpu/{name}": getattr(reading, name) for name in nvml.FIELDS}
                 row |= {f"flux/throttle_reasons/{name}": 1 for name in nvml.throttle_reasons(reading.throttle)}
-        if self._sampler.due(iteration + 1):
-            self._running.enter_context(self._sampler.step(iteration + 1))
-            if self._gpu is not None:
-                self._glance = nvml.Glance(self._gpu, seconds / 2)
+        self._running.enter_context(self.sampler.step(iteration + 1))
         return {name: value for name, value in row.items() if value is not None}
 
 

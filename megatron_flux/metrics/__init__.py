@@ -1,9 +1,9 @@
 """What a run recorded, and how people look at it: records (JSONL), summary, table, report, wandb mirror.
 
-The JSONL is the record; everything else is made from it or mirrors it. This package imports nothing of training, the
-patch or the operators, and plotly, jinja2 and wandb only inside the functions that use them, so that a training process
-that only records pays for none of them. To be read in this order: ``schema`` (what a record holds), ``recorder``,
-``statistics``, ``summary``, ``table``; then ``watch``, ``report/``, ``regression``, ``wandb_mirror``, ``wandb_online``.
+The JSONL is the record; everything else is made from it or mirrors it. plotly, jinja2 and wandb are imported only
+inside the functions that use them, so that a training process that only records pays for none of them. To be read in
+this order: ``schema`` (what a record holds), ``recorder``, ``summary``, ``table``; then ``watch``, ``report/``,
+``regression``, ``wandb_mirror``, ``wandb_online``.
 
 Contents of a run folder::
 

@@ -6,17 +6,16 @@ seed, data and schedule for losses. Anything else is refused, with what differs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.render import Part, Table
 from megatron_flux.metrics.report.run import Run, different_models, differing, load
 from megatron_flux.metrics.summary import largest, relative_differences, timed
-from megatron_flux.metrics.table import Form, memory, milliseconds, percent_change, print_table, relative, shown
+from megatron_flux.metrics.table import Form, finite, memory, milliseconds, percent_change, print_table, relative, shown
 
 CHECKS = ("step-time", "loss", "memory")
 
@@ -158,29 +157,23 @@ def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Ite
             medians = [found["step_time_ms"]["median"] for found in of_arm]
             yield _at_most(f"{arm} step time, median (ms)", *medians, bands.step_time, milliseconds)
         if "loss" in checks:
-            yield _loss(arm, now, then, bands.loss)
+            both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
+            if not both:
+                raise UserError(
+                    f"{now.path} and {then.path} have no iteration of the {arm} arm in common; run as many steps"
+                )
+            difference, last = largest(both), both[-1][0]
+            losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
+            # A loss that is not finite is in no band.
+            state = _OK if finite(difference) and difference <= bands.loss else _LEFT
+            label, band = f"{arm} loss over {len(both)} iterations", f"{100 * bands.loss:g} %"
+            yield Checked(label, *map("{:.6f}".format, losses), f"up to {relative(difference)}", band, state)
         if "memory" in checks:
             # The same kind of figure of both: the whole, or what the allocator held where one of them knows no more.
             label, name, part = f"{arm} peak memory", "peak_memory_bytes", "allocated_peak_bytes"
             if None in (found[name] for found in of_arm) and None not in (found[part] for found in of_arm):
                 label, name = f"{label}, allocated alone", part
             yield _at_most(label, *(found[name] for found in of_arm), bands.memory, memory)
-
-
-def _loss(arm: str, now: Run, then: Run, band: float) -> Checked:
-    both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
-    if not both:
-        raise UserError(f"{now.path} and {then.path} have no iteration of the {arm} arm in common; run as many steps")
-    difference, last = largest(both), both[-1][0]
-    losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
-    return Checked(
-        f"{arm} loss over {len(both)} iterations",
-        *(f"{loss:.6f}" for loss in losses),
-        f"up to {relative(difference)}",
-        f"{100 * band:g} %",
-        # A loss that is not finite is in no band.
-        _OK if difference is not None and math.isfinite(difference) and difference <= band else _LEFT,
-    )
 
 
 def _at_most(label: str, then: float | None, now: float | None, band: float, form: Form) -> Checked:
@@ -195,20 +188,16 @@ def _benchmark(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> It
     of_operators = ("op", "model", "layer", "direction", "m", "n", "k", "dtype")
     keys = of_operators if operators else ("model", "seq", "micro_batch", "layers", "arm")
 
-    def by_key(run: Run) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-        return {tuple(row.get(key) for key in keys): row for row in run.summary["rows"]}
-
     if now.summary.get("tp") != then.summary.get("tp"):
         raise UserError(f"{now.path} has tp {now.summary.get('tp')} and {then.path} tp {then.summary.get('tp')}")
-    of_now = by_key(now)
-    both = [(key, row, of_now[key]) for key, row in by_key(then).items() if key in of_now]
-    if not both:
+    earlier, present = ({tuple(map(row.get, keys)): row for row in run.summary["rows"]} for run in (then, now))
+    if not earlier.keys() & present.keys():
         raise UserError(f"{now.path} and {then.path} measured nothing in common; give results of the same calls")
-    for key, old, new in both:
+    quantities = (("ms", "tuned_ms" if operators else "ms_per_layer", bands.step_time, "{:.3f}".format, "step-time"),)
+    if not operators:
+        quantities += (("peak GB", "peak_memory_gb", bands.memory, "{:.2f}".format, "memory"),)
+    for key in (key for key in earlier if key in present):
         label = " ".join(str(part) for part in key if part is not None)
-        if "step-time" in checks:
-            name = "tuned_ms" if operators else "ms_per_layer"
-            yield _at_most(f"{label}, ms", old.get(name), new.get(name), bands.step_time, "{:.3f}".format)
-        if "memory" in checks and not operators:
-            name = "peak_memory_gb"
-            yield _at_most(f"{label}, peak GB", old.get(name), new.get(name), bands.memory, "{:.2f}".format)
+        for unit, name, band, form, check in quantities:
+            if check in checks:
+                yield _at_most(f"{label}, {unit}", earlier[key].get(name), present[key].get(name), band, form)

@@ -80,10 +80,8 @@ throughput | float | TFLOP/s per GPU | model FLOPs of the iteration / time / num
 tokens-per-second | float | token/s | tokens of the global batch / time, over all devices
 mfu | float? | fraction | throughput / the device's peak; null where the peak is unknown
 consumed-samples | int | sample | sequences consumed since the start of training
-peak-memory-bytes | int? | byte | most device memory in this iteration on any rank, this arm's own: the sum of the two
-    below; null on a CPU
-block | int | 1 | index of the block of consecutive iterations of one arm, in order of execution over both arms, from
-    0: A B B A is baseline 0, flux 1, flux 2, baseline 3
+peak-memory-bytes | int? | byte | most on any rank, this arm's own: the sum of the two below; null on a CPU
+block | int | 1 | consecutive iterations of one arm, counted over both: A B B A is baseline 0, flux 1, 2, baseline 3
 warmup | bool | | left out of timing statistics; its loss counts like any other
 flux/active_layers | int | 1 | linear layers that flux runs, in one copy of the model
 flux/all_gather_gemm_calls | int? | 1/iteration | calls of all_gather_gemm on this rank (unseen)
@@ -96,15 +94,13 @@ timestamp | float? | s | Unix time at the end of the iteration, by rank 0's cloc
 profiled | bool? | | torch.profiler was on, which slows the step: left out of timing statistics; absent means false
 flux/allocated_peak_bytes | int? | byte | of that rank: peak of torch's allocator without what other arms of the
     process hold; null on a CPU, whose processes share their memory among arms
-flux/workspace_bytes | int? | byte | of that rank: symmetric memory behind this arm's operators, which torch's
-    allocator does not know
+flux/workspace_bytes | int? | byte | of that rank: symmetric memory of its operators, unknown to torch's allocator
 flux/sampled | bool? | | the fields marked (sampled) were measured in this iteration
 flux/operator_time_ms | floats? | ms/iteration | by operator: time that the compute stream (CPU: the thread) of rank 0
     spent in its calls and in waiting for their results (sampled)
 flux/gemm_time_ms | floats? | ms/iteration | by operator: time of the same calls' GEMMs alone, unsplit and without
     communication, measured on rank 0 right behind sampled steps (sampled)
-flux/serial_time_ms | floats? | ms/iteration | by operator: time of the same calls as collective and GEMM in turn, the
-    reference backend (sampled)
+flux/serial_time_ms | floats? | ms/iteration | by operator: time of the same calls by the reference backend (sampled)
 flux/exposed_communication_ms | floats? | ms/iteration | by operator: operator time - GEMM time, the paper's effective
     communication time; waiting for peers inside fused kernels counts; 0 where an operator was no slower than the GEMM
     alone; null where the comparison of a call is withheld (sampled)
@@ -112,10 +108,8 @@ flux/e_overlap | floats? | fraction | by operator: 1 - exposed / (serial - GEMM 
     2406.06858; 1 is as fast as the GEMM alone, 0 as slow as both in turn; null where a call's comparison is withheld
     (sampled)
 flux/calls | objects? | | one object per different call of the iteration, see CALL (sampled)
-flux/choices | object? | | by call: what the tuner chose: an object of backend, plan (or null) and ms by candidate. In
-    the first record after a start, and whenever a choice was added
-flux/wait_timeouts | int? | 1 | device-side waits of rank 0's operators that ran into their limit so far (such a run
-    ends soon after)
+flux/choices | object? | | by call: backend, plan (or null) and ms by candidate; when started, and when one was added
+flux/wait_timeouts | int? | 1 | device-side waits of rank 0's operators that ran into their limit so far
 flux/slowest_rank | int? | rank | rank with the longest own time of this step (sampled)
 flux/rank_spread_ms | float? | ms | longest - shortest own time over ranks; a rank's own time is its step's wall time
     without the time in flux's operators, where the others wait for the slowest (sampled)
@@ -123,10 +117,8 @@ flux/ranks | object? | | lists with one number or null per rank: step_ms, operat
     sm_clock_mhz, memory_clock_mhz, power_w, temperature_c; those that no rank knows are absent (sampled)
 flux/gpu | floats? | as named | over the GPUs of all ranks, from NVML: sm_clock_mhz_min, sm_clock_mhz_mean,
     memory_clock_mhz_min, power_w_mean, power_w_max, temperature_c_max (sampled; null without NVML, flux/run says why)
-flux/throttle_reasons | counts? | GPU | GPUs whose clocks were held down in the middle of the step, by NVML's reason
-    (sampled)
-flux/metrics_ms | float? | ms | host time of rank 0 between steps that recording the previous iteration took, all
-    writers included
+flux/throttle_reasons | counts? | GPU | those whose clocks were held down in mid-step, by NVML's reason (sampled)
+flux/metrics_ms | float? | ms | host time of rank 0 between steps that all recording of the previous iteration took
 flux/run | object? | | the process that wrote, see RUN; in the first record after a start
 """
 FIELDS = tuple(_fields(_TABLE))

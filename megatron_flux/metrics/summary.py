@@ -171,35 +171,32 @@ def summarize(
 
 
 def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
-    """Figures of one arm; medians over timed steps, memory the largest ever, losses over all steps."""
+    """Figures of one arm; medians over timed steps, losses over all, the most memory ever, warm-up and tuning included.
+
+    ``shared``: the other arm was trained in the same processes.
+    """
     steps = timed(records)
     diverged = [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
+    sizes: list[tuple[int | None, int | None, int | None]] = []
+    for record in records:
+        total = record.get("peak-memory-bytes")
+        if record.get("schema", 1) >= OWN_MEMORY_SINCE:
+            sizes.append((total, record.get("flux/allocated_peak_bytes"), record.get("flux/workspace_bytes")))
+        elif total is not None and not shared:
+            sizes.append((None, total, None) if flux else (total, total, 0))
+    most = max(sizes, key=lambda found: [size or 0 for size in found], default=(None, None, None))
     return {
         "step_time_ms": spread([1000 * record["iteration-time"] for record in steps]),
         "tokens_per_second": median_of(steps, "tokens-per-second"),
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
-        **_peak_memory(records, flux=flux, shared=shared),
+        **dict(zip(("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes"), most, strict=True)),
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
         "iterations": len(records),
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": diverged[0] if diverged else None,
     }
-
-
-def _peak_memory(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, int | None]:
-    """The most counts, warm-up and tuning included. ``shared``: the other arm was trained in the same processes."""
-    names = ("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes")
-    found: list[tuple[int | None, int | None, int | None]] = []
-    for record in records:
-        total = record.get("peak-memory-bytes")
-        if record.get("schema", 1) >= OWN_MEMORY_SINCE:
-            found.append((total, record.get("flux/allocated_peak_bytes"), record.get("flux/workspace_bytes")))
-        elif total is not None and not shared:
-            found.append((None, total, None) if flux else (total, total, 0))
-    most = max(found, key=lambda sizes: [size or 0 for size in sizes], default=(None, None, None))
-    return dict(zip(names, most, strict=True))
 
 
 def _notes(baseline: Sequence[Record], flux: Sequence[Record], *, shared: bool) -> list[str]:

@@ -4,18 +4,16 @@ The JSONL is the record, this is for looking: whatever wandb does (not installed
 killed), the first failure is logged once and training goes on without it. Asked to be online but not logged in, it
 writes offline files instead, and logs how to upload them.
 
-A run keeps its id in ``wandb.json`` beside its records. A training that resumes there goes on under the same id, and
-``iteration`` is wandb's own step, so that curves continue where they were; iterations that are done again after a
-requeue are dropped by wandb where it has them already.
+A run keeps its id in ``wandb.json`` beside its records: a training that resumes there goes on under it. ``iteration``
+is wandb's own step, so iterations that are done again after a requeue are dropped by wandb where it has them already.
 
 What leaves the machine is chosen here: the records, and the configuration without secrets. wandb's own collection of
 the command line, the git state, the console, the code and the package list is switched off; it still records the host's
 name, its version and the machine's utilisation.
 
-Both arms' runs get the outcome of their comparison, named ``compare/*``. The baseline's exposed communication cannot be
-seen in its own steps, where collectives are no calls of an operator. It is that of flux's calls as collective and GEMM
-in turn (``flux/serial_time_ms`` - ``flux/gemm_time_ms``), the way stock runs them in forward; in backward stock hides a
-part beside the wgrad. Where steps were profiled, what the traces show is there too.
+The baseline's exposed communication cannot be seen in its own steps, where collectives are no calls of an operator. It
+is that of flux's calls as collective and GEMM in turn (``flux/serial_time_ms`` - ``flux/gemm_time_ms``), the way stock
+runs them in forward; in backward stock hides a part beside the wgrad.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What ``megatron-flux report`` does with wandb's server: sends offline runs (``sync``), saves dashboards (``wandb``).
 
-The dashboards are a workspace and a report that lay baseline and flux beside each other, as code. They are made from
-:data:`SECTIONS` and name nothing but fields of the record (:mod:`megatron_flux.metrics.schema`) as the mirror flattens
-them, and the curve that it adds. Saving twice makes new ones: what was changed by hand since is never overwritten.
+The dashboards are a workspace and a report that lay baseline and flux beside each other, made from :data:`SECTIONS`.
+Saving twice makes new ones: what was changed by hand since is never overwritten.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
 
-LOGIN_TIMEOUT_S = 15.0
+LOGIN_TIMEOUT_S = 15
 SYNC_TIMEOUT_S = 600.0
 """Longest wait for one run: wandb itself tries again for ever."""
 STILL_WRITING_S = 300.0
@@ -29,8 +28,6 @@ WITHOUT_END = ".sent-without-end"
 """Ending of the mark beside a run whose process was killed, once what can be read of it was sent."""
 
 _CUT_OFF = "ends with an incomplete record"
-PER_ROW, WIDTH, HEIGHT = 3, 8, 6
-"""Panels in a row, and their size in wandb's grid."""
 
 
 def _by_operator(field: str) -> tuple[str, ...]:
@@ -61,7 +58,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Largest power (W)": ("flux/gpu/power_w_max",),
     },
 }
-"""Panels by section: title and metrics."""
+"""Panels by section: title, and fields of the record (:mod:`megatron_flux.metrics.schema`) as the mirror names them."""
 
 
 def _find(paths: Sequence[Path]) -> list[Path]:
@@ -108,7 +105,7 @@ def _require_login(command: str) -> Any:
         ) from None
     try:
         # It asks the server whether the key is right, where there is one.
-        logged_in = wandb.login(prompt=False, timeout=int(LOGIN_TIMEOUT_S))
+        logged_in = wandb.login(prompt=False, timeout=LOGIN_TIMEOUT_S)
     except Exception as error:
         raise UserError(f"{command} could not log in to {url}: {_cause(error)}; run `wandb login --relogin`") from None
     if not logged_in:
@@ -125,8 +122,8 @@ def sync(
 ) -> Iterator[str]:
     """Send every offline run below the folders that has not been sent; yields a line about each.
 
-    Of a run whose process was killed everything is sent but the record it was writing. UserError: no wandb run is
-    there, no login, or no network. FluxError: some could not be sent; the others were, and are not sent again.
+    Of a run whose process was killed everything is sent but the record it was writing. FluxError: some could not be
+    sent; the others were, and are not sent again.
     """
     runs = _find(paths)
     waiting = [run for run in runs if not _online(run)]
@@ -176,8 +173,6 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
     """Save one workspace and one report about training runs that are in wandb; returns their addresses.
 
     ``entity`` (team or user) is by default the login's own, ``project`` the one that the runs were recorded for.
-    UserError: a folder is no training run, was recorded without wandb or has not been sent yet; wandb-workspaces, a
-    login or the network is missing. FluxError: wandb refused.
     """
     runs = load_all(paths)
     project, groups = _where(runs, project)
@@ -197,7 +192,10 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
     name = f"megatron-flux {', '.join(groups)}"
     # The library parses this as Python; given as objects it would quote names with an apostrophe wrongly.
     in_groups = f"Metric('Group') in {groups!r}"
-    sections = {title: _panels(reports, panels) for title, panels in SECTIONS.items()}
+    sections = {
+        title: [reports.LinePlot(title=name, x="iteration", y=list(metrics)) for name, metrics in panels.items()]
+        for title, panels in SECTIONS.items()
+    }
     try:
         entity = entity or wandb.Api().default_entity
         where = {"entity": entity, "project": project}
@@ -224,16 +222,6 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
         return [saved, report.url]
     except Exception as error:
         raise FluxError(f"wandb refused to save in {entity}/{project}: {_cause(error)}") from error
-
-
-def _panels(reports: Any, panels: dict[str, tuple[str, ...]]) -> list[Any]:
-    def layout(number: int) -> Any:
-        return reports.Layout(x=WIDTH * (number % PER_ROW), y=HEIGHT * (number // PER_ROW), w=WIDTH, h=HEIGHT)
-
-    return [
-        reports.LinePlot(title=title, x="iteration", y=list(metrics), layout=layout(number))
-        for number, (title, metrics) in enumerate(panels.items())
-    ]
 
 
 def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:

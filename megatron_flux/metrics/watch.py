@@ -207,11 +207,9 @@ def _step_time(records: list[Record]) -> str:
 
 
 def _ranks(records: list[Record]) -> str:
-    found = next((r for r in reversed(records) if r.get("flux/slowest_rank") is not None), None)
-    if found is None:
-        return ""
+    found = next((r for r in reversed(records) if r.get("flux/slowest_rank") is not None), {})
     spread = found.get("flux/rank_spread_ms")
-    return f"{found['flux/slowest_rank']}" + (f" ({milliseconds(spread)} ms)" if spread is not None else "")
+    return str(found.get("flux/slowest_rank", "")) + (f" ({milliseconds(spread)} ms)" if spread is not None else "")
 
 
 _ROWS: dict[str, Callable[[list[Record]], str]] = {

@@ -9,15 +9,13 @@ Watching is off by default and costs a call one comparison then. On, each call i
   started earlier is a range of its own with ``wait`` in the name;
 * timed by a :class:`CallTimer`.
 
-What is timed: on CUDA the time between two events on the stream that the call was made on, before its first kernel and
-behind its last, plus the same around the wait for a result that was started asynchronously. That is the time for which
-the compute stream was not free for anything else; communication that runs beside other work of that stream is not in
-it; a stream that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the
-host's time in call and wait.
+What is timed: on CUDA the time between two events on the call's stream, before its first kernel and behind its last,
+plus the same around the wait for a result that was started asynchronously. That is the time for which the compute
+stream was not free for anything else; communication that runs beside other work of that stream is not in it; a stream
+that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the host's time.
 
-A watched call is decided anew, although it may have been prepared before (:mod:`ops.fast_path`): the host
-takes longer for it, the device does not. Calls under CUDA-graph capture are not timed: their events would be part of
-the graph.
+A watched call is decided anew, although it may have been prepared (:mod:`ops.fast_path`): the host takes longer for it,
+the device does not. Calls under CUDA-graph capture are not timed: their events would be part of the graph.
 """
 
 from __future__ import annotations
@@ -69,10 +67,8 @@ class Call:
     """What tells one call of an operator from another. Shapes as in :mod:`megatron_flux.ops`."""
 
     operator: str
-    m: int
-    """Rows of the gathered operand."""
-    n: int
-    """Columns of this rank's result; 0 for all_gather."""
+    m: int  # rows of the gathered operand
+    n: int  # columns of this rank's result; 0 for all_gather
     k: int
     dtype: torch.dtype
     device: torch.device
@@ -83,11 +79,9 @@ class Call:
 
     def __str__(self) -> str:
         """The name of its range."""
-        form = "[k,n]" if self.transposed else "[n,k]"
-        return (
-            f"flux::{self.operator} m={self.m} n={self.n} k={self.k} {str(self.dtype).removeprefix('torch.')} {form} "
-            f"tp={self.group.size()} rank={self.group.rank()} {self.backend}"
-        )
+        shape = f"m={self.m} n={self.n} k={self.k} {str(self.dtype).removeprefix('torch.')}"
+        form, group = "[k,n]" if self.transposed else "[n,k]", self.group
+        return f"flux::{self.operator} {shape} {form} tp={group.size()} rank={group.rank()} {self.backend}"
 
 
 class _HostMark:
@@ -118,14 +112,12 @@ class CallTimer:
 
     def __init__(self) -> None:
         """Nothing is timed yet."""
-        self._free: dict[bool, list[Any]] = {True: [], False: []}
-        """Events and host marks."""
+        self._free: dict[bool, list[Any]] = {True: [], False: []}  # events and host marks
         self._segments: list[tuple[Call, bool, Any, Any]] = []
 
     def begin(self, call: Call, *, first: bool) -> Any:
-        """A segment of ``call`` begins, and ends when the returned mark is recorded.
-
-        ``first`` is False for the wait that finishes an earlier segment.
+        """A segment of ``call`` begins, and ends when the returned mark is recorded. ``first`` is False for the wait
+        that finishes an earlier segment.
         """
         start, end = self._mark(call.device), self._mark(call.device)
         self._segments.append((call, first, start, end))
@@ -151,29 +143,23 @@ class CallTimer:
         return torch.cuda.Event(enable_timing=True) if on_gpu else _HostMark()
 
 
-@dataclass
-class _State:
-    timer: CallTimer | None = None
-    ranges: bool = False
-    nvtx: bool = False
-
-
-_state = _State()
-_on = False
+_OFF: dict[str, Any] = {"timer": None, "ranges": False, "nvtx": False}
+_state = dict(_OFF)
+_on = False  # whether they differ
 
 
 @contextmanager
 def _set(**values: Any) -> Iterator[None]:
     """What is not named here may change meanwhile: contexts of timers and ranges need not be nested."""
     global _on
-    before = {name: getattr(_state, name) for name in values}
-    vars(_state).update(values)
-    _on = _state != _State()
+    before = {name: _state[name] for name in values}
+    _state.update(values)
+    _on = _state != _OFF
     try:
         yield
     finally:
-        vars(_state).update(before)
-        _on = _state != _State()
+        _state.update(before)
+        _on = _state != _OFF
 
 
 def watching() -> bool:
@@ -188,7 +174,7 @@ def timed_by(timer: CallTimer | None) -> AbstractContextManager[None]:
 
 def ranges(*, profiler: bool = False, nvtx: bool = False) -> AbstractContextManager[None]:
     """Name every call inside the context for torch.profiler, or for nsys, or both."""
-    return _set(ranges=_state.ranges or profiler, nvtx=_state.nvtx or nvtx)
+    return _set(ranges=_state["ranges"] or profiler, nvtx=_state["nvtx"] or nvtx)
 
 
 def run(call: OperatorCall, backend: Any) -> Any:
@@ -209,7 +195,7 @@ def run(call: OperatorCall, backend: Any) -> Any:
 def _segment(call: Call, *, first: bool) -> Iterator[None]:
     """One stretch of a watched call."""
     with named(str(call) if first else f"{call} wait"):
-        timer, captured = _state.timer, call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        timer, captured = _state["timer"], call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         end = None if timer is None or captured else timer.begin(call, first=first)
         try:
             yield
@@ -222,7 +208,7 @@ def _segment(call: Call, *, first: bool) -> Iterator[None]:
 def named(name: str) -> Iterator[None]:
     """A range of another part of the step, such as ``flux::optimizer``; nothing unless ranges are on."""
     with (
-        torch.profiler.record_function(name) if _state.ranges else nullcontext(),
-        torch.cuda.nvtx.range(name) if _state.nvtx else nullcontext(),
+        torch.profiler.record_function(name) if _state["ranges"] else nullcontext(),
+        torch.cuda.nvtx.range(name) if _state["nvtx"] else nullcontext(),
     ):
         yield

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 
-ALIGNMENT = 16
-"""Bytes: TMA's, and what pointers are compiled for."""
+ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,18 +28,13 @@ class OperatorCall(NamedTuple):
     """A call with its operands, as operators hand it to backends, tuner and prepared calls."""
 
     operator: str
-    x: torch.Tensor
-    """``[..., k]``; a backend gets ``[m, k]``, contiguous."""
-    weight: torch.Tensor | None
-    """``[n, k]``, or ``[k, n]`` if ``transposed``; None for all_gather."""
+    x: torch.Tensor  # ``[..., k]``; a backend gets ``[m, k]``, contiguous
+    weight: torch.Tensor | None  # ``[n, k]``, or ``[k, n]`` if ``transposed``; None for all_gather
     group: dist.ProcessGroup
     transposed: bool = False
-    bias: torch.Tensor | None = None
-    """``[n]``, that the GEMM adds in fp32 before it rounds."""
-    return_gathered: bool = True
-    """Without it the rank's own rows of the gathered x may be missing: they are not read."""
-    async_op: bool = False
-    """A result that is not finished will do."""
+    bias: torch.Tensor | None = None  # ``[n]``, that the GEMM adds in fp32 before it rounds
+    return_gathered: bool = True  # without it the rank's own rows of the gathered x may be missing: they are not read
+    async_op: bool = False  # a result that is not finished will do
 
     @property
     def k(self) -> int:
@@ -63,10 +58,8 @@ class OperatorCall(NamedTuple):
 
 
 def check_operands(call: OperatorCall, bias: torch.Tensor | None) -> None:
-    """Whether the operands of a call with a GEMM fit each other, and ``bias``, wherever that is added.
-
-    Raises:
-        UserError: they do not.
+    """Whether the operands of a call with a GEMM fit each other, and ``bias``, wherever that is added. Raises
+    UserError: they do not.
     """
     operator, x, weight = call.operator, call.x, call.weight
     assert weight is not None  # noqa: S101 - of an operator with a GEMM
@@ -107,10 +100,8 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare_calls(call: OperatorCall) -> None:
-    """Check that all ranks of the group are about to make ``call``; collective the first time only.
-
-    Raises:
-        UserError: they are not (all ranks raise), or the first call of its kind is being captured in a CUDA graph.
+    """Check that all ranks of the group are about to make ``call``; collective the first time only. Raises UserError:
+    they are not (all ranks raise), or the first call of its kind is being captured in a CUDA graph.
     """
     kind, group = (call.operator, call.m, call.n, call.k, call.x.dtype, call.transposed), call.group
     compared = state_of(group).compared
@@ -119,8 +110,7 @@ def compare_calls(call: OperatorCall) -> None:
     words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind)
     if call.x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
-    calls = [""] * group.size()
-    dist.all_gather_object(calls, words, group=group)
+    calls = of_all_ranks(words, group)
     if any(other != calls[0] for other in calls):
         lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
         raise UserError(f"the ranks of the group make different calls: {lines}")

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-_within = 0
-"""How many :func:`captured_calls` are open."""
+_within = 0  # how many :func:`captured_calls` are open
 _always = False
 
 

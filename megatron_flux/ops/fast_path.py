@@ -39,19 +39,16 @@ from megatron_flux.ops.kernel_config import KernelConfig
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
 
-_ATTEMPTS = 8
-"""Calls of a kind after which a backend that has not prepared it is not asked any more."""
+_ATTEMPTS = 8  # calls of a kind after which a backend that has not prepared it is not asked any more
 
 
 @dataclass(slots=True)
 class Entry:
     """One kind of call."""
 
-    call: Any
-    """Makes it: a :class:`PreparedCall`, or None."""
+    call: Any  # makes it: a :class:`PreparedCall`, or None
     backend: str
-    nbytes: int
-    """What this rank receives."""
+    nbytes: int  # what this rank receives
     attempts: int = 0
 
 
@@ -66,30 +63,21 @@ def key_of(
     inside: torch.Tensor | None = None,
 ) -> Hashable | None:
     """What a call depends on, beside group, contiguity and alignment; None on CPUs and while calls are watched.
-
     ``inside``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
     """
     if not x.is_cuda or call_events.watching():
         return None
     return (
-        operator,
-        backend,
-        transposed,
-        return_gathered,
-        x.shape,
-        x.dtype,
-        x.get_device(),
+        operator, backend, transposed, return_gathered, x.shape, x.dtype, x.get_device(),
         None if weight is None else (weight.shape, weight.dtype, weight.get_device()),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device()),
         None if inside is None else (inside.shape, inside.dtype, inside.get_device()),
-    )
+    )  # fmt: skip
 
 
 def find(state: GroupState, key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> Entry | None:
     """The prepared call, if it can be used now."""
-    if key is None:
-        return None
-    found = state.prepared.get(key)
+    found = None if key is None else state.prepared.get(key)
     if found is None or found.call is None or not found.call.usable():
         return None
     # Another layer's operands may lie where TMA cannot address them: the way through the backend copies those.
@@ -121,8 +109,7 @@ class Side(NamedTuple):
     stream: int
     before: int
     after: int
-    keep: CopyStream
-    """The owners of the handles."""
+    keep: CopyStream  # the owners of the handles
 
 
 class PreparedCall:
@@ -137,15 +124,12 @@ class PreparedCall:
         pushes: Sequence[Push | None] | None = None,
         side: Side | None = None,
     ) -> None:
-        """``shape``: of the result. ``launches`` and ``pushes`` are None for a half that no call has met yet; without
-        ``pushes`` the kernel copies.
-        """
+        """By half, None where no call has met it yet; without ``pushes`` the kernel copies. ``shape``: the result's."""
         if pushes is not None:
             launches = [None if push is None else kernel for kernel, push in zip(launches, pushes, strict=True)]
         self._work, self._launches, self._shape = work, launches, shape
         self._gathered, self._pushes, self._side = gathered, pushes, side
-        self.complete = None not in launches
-        """Whether preparing it once more would change nothing."""
+        self.complete = None not in launches  # preparing it once more would change nothing
 
     def usable(self) -> bool:
         """Whether the next call can be made this way: its half has met a kernel, and nothing is captured."""
@@ -240,9 +224,8 @@ def _push(source: int, push: Push, side: Side, stream: int) -> None:
 
 
 def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: tuple[int, ...]) -> PreparedCall | None:
-    """``call``, which has been made on ``work`` with ``config`` (None: an all_gather) for a result of ``shape``.
-
-    None where plain kernels run it. An all_gather is complete after the first wait.
+    """``call``, which has been made on ``work`` with ``config`` (None: an all_gather) for a result of ``shape``. None
+    where plain kernels run it. An all_gather is complete after the first wait.
     """
     x, halves = call.x, (0, 1)
     edges = WHOLE

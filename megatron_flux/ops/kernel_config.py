@@ -4,9 +4,8 @@ The rules come from measurements on four H200s. Warp-specialised kernels (result
 so what counts is the number of rounds of tiles; a tile's pieces are best sent over three quarters of the next tile's
 time. In long runs the power limit counts too, and with it how much memory a round of tiles reads: 16 row blocks at a
 time are up to 1.6 % faster than 8 (one H200, results/power-h200). Partial tiles for the own rank, on which no peer
-waits, are best done in between: kept for the end, as one round of their own, they leave the link without work (two GPUs
-in place of eight, results/stand-in-8-h200x2: 0.596 ms instead of 0.575 for m=8192, n=12288, k=1536, 0.455 instead of
-0.445 for m=2048, k=6144; as four it is even).
+waits, are best done in between: as a last round of their own they leave the link without work (two GPUs in place of
+eight, results/stand-in-8-h200x2: 0.596 ms instead of 0.575 for m=8192, n=12288, k=1536; as four it is even).
 Plain kernels (results/ops-h200x4-nvlink-triton): with 128 x 256 tiles the usual shapes make multiples of 128 tiles, so
 four of 132 SMs are free for adding partials at no cost in rounds.
 """
@@ -35,32 +34,23 @@ class KernelConfig:
     bn: int = 256
     bk: int = 64
     stages: int = 4
-    warps: int = 8
-    """Plain kernels."""
-    split: bool = True
-    """Plain kernels: store a tile as two halves, which needs half the shared memory."""
-    group: int = 8
-    """all_gather_gemm: row blocks per raster group."""
+    warps: int = 8  # plain kernels
+    split: bool = True  # plain kernels: store a tile as two halves, which needs half the shared memory
+    group: int = 8  # all_gather_gemm: row blocks per raster group
     span: int = 1
     """all_gather_gemm by copy engine, ``ws``: shards, after the first to come, whose row blocks are done together."""
     comm: int = 0
     """all_gather_gemm, ``ws``: more than 0 has every SM push; 0 is the copy engine, as always with plain kernels."""
-    chunks: int = 1
-    """all_gather_gemm pushed by SMs: chunks of columns of a block, each with its own flag."""
+    chunks: int = 1  # all_gather_gemm pushed by SMs: chunks of columns of a block, each with its own flag
     early: bool = False
     """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
     late: bool = False
     """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the last shard to come comes by itself."""
-    band: int = 1
-    """gemm_reduce_scatter: row blocks per destination and step."""
-    reducers: int = 4
-    """gemm_reduce_scatter, plain: CTAs that only add partials."""
-    ws: bool = False
-    """The warp-specialised kernels (Hopper only)."""
-    ring: int = 2
-    """``ws``: pieces of 64 columns that wait to be stored."""
-    spread: int = 0
-    """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
+    band: int = 1  # gemm_reduce_scatter: row blocks per destination and step
+    reducers: int = 4  # gemm_reduce_scatter, plain: CTAs that only add partials
+    ws: bool = False  # the warp-specialised kernels (Hopper only)
+    ring: int = 2  # ``ws``: pieces of 64 columns that wait to be stored
+    spread: int = 0  # gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent
 
     def __post_init__(self) -> None:
         """Hash once: a configuration is part of the key of every call."""
@@ -91,10 +81,8 @@ _EARLIER = {"skip": 0, "pace": False, "block": 0}
 
 
 def label_of(kept: Mapping[str, Any]) -> str:
-    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them.
-
-    Raises:
-        TypeError: a field that no version so far has had.
+    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them. Raises
+    TypeError: a field that no version so far has had.
     """
     base: dict[str, Any] = {}
     for known in fields(KernelConfig):
@@ -110,14 +98,8 @@ def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
 
 
 def within_flags(config: KernelConfig, m: int) -> KernelConfig:
-    """No more chunks than there are flags for: where every SM pushes, each row of a chunk has its own.
-
-    Args:
-        config: of an all_gather_gemm.
-        m: gathered rows.
-
-    Raises:
-        UserError: there are more rows than flags.
+    """Of an all_gather_gemm with ``m`` gathered rows: no more chunks than there are flags, of which every row of a
+    chunk has its own where SMs push. Raises UserError: there are more rows than flags.
     """
     if not config.ws or config.comm == 0 or m * config.chunks <= CALL_FLAGS:
         return config

@@ -48,28 +48,15 @@ def _without_grad(operator: _Operator) -> _Operator:
 
 @overload
 def all_gather_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    epilogue_bias: bool = False,
-    transposed: bool = False,
-    return_gathered: Literal[False] = False,
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False, transposed: bool = False, return_gathered: Literal[False] = False,
     backend: str = "auto",
-) -> torch.Tensor: ...
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def all_gather_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    epilogue_bias: bool = False,
-    transposed: bool = False,
-    return_gathered: Literal[True],
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False, transposed: bool = False, return_gathered: Literal[True], backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @_without_grad
 def all_gather_gemm(
     x: torch.Tensor,
@@ -135,26 +122,14 @@ def all_gather_gemm(
 
 @overload
 def gemm_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    transposed: bool = False,
-    async_op: Literal[False] = False,
-    backend: str = "auto",
-) -> torch.Tensor: ...
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    transposed: bool = False, async_op: Literal[False] = False, backend: str = "auto",
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def gemm_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    transposed: bool = False,
-    async_op: Literal[True],
-    backend: str = "auto",
-) -> Pending: ...
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    transposed: bool = False, async_op: Literal[True], backend: str = "auto",
+) -> Pending: ...  # fmt: skip
 @_without_grad
 def gemm_reduce_scatter(
     x: torch.Tensor,
@@ -168,23 +143,14 @@ def gemm_reduce_scatter(
 ) -> torch.Tensor | Pending:
     """Multiply and scatter the sum over ``group``: ``reduce_scatter(x @ weight.T) (+ bias)``.
 
-    Args:
-        x: ``[m, k]`` or ``[s, ..., k]`` with the first dimension divisible by ``tp``; fp32, bf16 or fp16.
-        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Copied only
-            where it does not begin at a multiple of 16 bytes.
-        group: process group of ``tp`` ranks; None is the default group.
+    Args as of :func:`all_gather_gemm`, but
+
+        x: ``[m, k]`` or ``[s, ..., k]`` with the first dimension divisible by ``tp``.
         bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
-        transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         async_op: return a :class:`~megatron_flux.comm.collectives.Pending` whose ``wait()`` gives the result; what is
             enqueued in between may overlap the communication.
-        backend: ``auto`` or a name from :func:`backend_names`.
 
-    Returns:
-        ``[m/tp, n]`` or ``[s/tp, ..., n]``: this rank's rows of the sum.
-
-    Raises:
-        UserError: shapes, dtypes or devices that do not fit, or an unusable backend.
-        OperatorError: the communication failed; names rank, peers and shape.
+    Returns ``[m/tp, n]`` or ``[s/tp, ..., n]``: this rank's rows of the sum. Raises as :func:`all_gather_gemm`.
     """
     group = _group(group)
     if async_op and bias is not None:
@@ -217,14 +183,9 @@ def gemm_reduce_scatter(
 
 @_without_grad
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto") -> Pending:
-    """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it.
-
-    Used for the gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it
-    overlaps with it. The result is valid until the group's next all_gather.
-
-    Raises:
-        UserError: a shape or dtype that is not supported, or an unusable backend.
-        OperatorError: the communication failed.
+    """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
+    gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
+    it. The result is valid until the group's next all_gather. Raises as :func:`all_gather_gemm`.
     """
     group = _group(group)
     state = state_of(group)
@@ -253,9 +214,8 @@ def all_gathers_begun(group: dist.ProcessGroup) -> int:
 
 
 def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
-    """What the backend returns of a call that is not prepared, and have it prepared for the next time.
-
-    The result has ``shape``, and this rank receives ``nbytes`` for it.
+    """What the backend returns of a call that is not prepared, and have it prepared for the next time. The result has
+    ``shape``, and this rank receives ``nbytes`` for it.
     """
     x = _matrix(call.x)
     chosen = select(backend, x, call.weight, call.group)

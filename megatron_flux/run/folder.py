@@ -71,16 +71,10 @@ def made(
 ) -> Iterator[Path]:
     """Make the run folder for a run that happens inside the context, and may be refused before it has begun.
 
-    Args:
-        out: the folder; where it is the ``default``, the one that is made may have another name.
-        describe: what goes into ``config.json`` of the folder that is made.
-        default: ``out`` is :func:`default_folder`'s.
-        overwrite: replace an earlier run once this one has begun.
-        resuming: go on in the folder of an earlier run.
-
-    Raises:
-        UserError: the folder is taken or cannot be written; then, and when the run raises it (or RendezvousError)
-            before :func:`begun`, everything is as before.
+    ``describe`` says what goes into ``config.json`` of the folder that is made, which may have another name where
+    ``out`` is the ``default``. ``overwrite`` replaces an earlier run once this one has begun, ``resuming`` goes on in
+    its folder. A UserError where the folder is taken or cannot be written; then, and when the run raises it (or
+    RendezvousError) before :func:`begun`, everything is as before.
     """
     missing = [path for path in (out, *out.parents) if not path.exists()]
     if default:

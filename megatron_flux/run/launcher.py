@@ -40,13 +40,12 @@ def started() -> int | None:
 def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
     """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
-    Raises:
-        UserError: ``nproc`` is not what was started, or more than there are GPUs (where there are any), or an earlier
-            session's launcher has left variables in the environment: ranks would wait for peers.
+    A UserError where ``nproc`` does not fit that, or an earlier session's launcher has left variables in the
+    environment: ranks would wait for peers.
     """
-    _check_variables()
-    there = started()
-    if there is not None:
+    if "RANK" in os.environ:
+        _check_variables()
+    if (there := started()) is not None:
         if nproc not in (None, there):
             raise UserError(f"--nproc {nproc} under a launcher that started {there} processes; leave it out")
         return there
@@ -57,8 +56,6 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
 
 
 def _check_variables() -> None:
-    if "RANK" not in os.environ:
-        return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = {name: os.environ[name] for name in names if name in os.environ}
     missing = [name for name in names if name not in given]
@@ -93,16 +90,8 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     introduce_launcher()
     # What torch.distributed.run --standalone does: one node, a free port.
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    alone = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    config = LaunchConfig(nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1, **alone)
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -164,9 +153,7 @@ def _survives(pid: int, number: int) -> bool:
 def failure_of(error: ChildFailedError, left: str) -> FluxError:
     """The first failure in one line: the rank, and its error or the signal that ended it."""
     rank, first = first_failure(error)
-    if first.exitcode == 2:
-        return UserError(_message(first))
-    return FluxError(f"rank {rank} {account_of(first)}; {left}")
+    return UserError(_message(first)) if first.exitcode == 2 else FluxError(f"rank {rank} {account_of(first)}; {left}")
 
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:

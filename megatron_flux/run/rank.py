@@ -52,9 +52,9 @@ def is_first() -> bool:
 
 
 def serve(work: Callable[[], None]) -> None:
-    """Do a launched rank's ``work``; the launcher is handed an exception and prints it once.
+    """Do a launched rank's ``work``; the launcher is handed an exception and prints it in one line.
 
-    What was raised on purpose is one line there and has no traceback here, but for an operator's error.
+    What was raised on purpose has no traceback here, but for an operator's error.
     """
     configure_logging()
     try:
@@ -72,10 +72,7 @@ def recorded(work: Callable[[], None]) -> None:
 
 
 class WholeErrorFile(ErrorHandler):
-    """Writes a rank's error file in one step.
-
-    The launcher ends the ranks that are left while they may be writing theirs, and stumbles over half a file.
-    """
+    """Writes a rank's error file in one step: a launcher that ends the other ranks stumbles over half a file."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write the file beside its place, and move it there."""
@@ -208,10 +205,6 @@ class StopRequest:
         return True
 
 
-def _work() -> None:
-    module, argument = sys.argv[1:]
-    importlib.import_module(module).work(argument)
-
-
 if __name__ == "__main__":
-    serve(_work)
+    module, argument = sys.argv[1:]
+    serve(lambda: importlib.import_module(module).work(argument))

@@ -1,20 +1,27 @@
-"""Jobs: a model, its layout on nodes and its training options; combined with a profile and checked as a run is checked.
+"""Jobs: a model, its layout on nodes and its training options; checked for a cluster as a run is checked, and rendered.
 
 What a job asks of ``megatron-flux train`` or ``compare`` goes through the commands' own checks here, for the world
 size that the job will have: what they would refuse on 128 GPUs is refused on the login node.
+
+Nothing reaches a script that is not a number or was made for the place where it stands: templates quote with the
+filter ``q`` (one shell word), ``qq`` (several) or ``line`` (one line of a comment or of ``#SBATCH``); anything else
+that is put into a script is refused while rendering, as is a name that is not defined.
 """
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from pydantic import BaseModel, Field
 
+from megatron_flux.bench.shapes import MODELS, Model
 from megatron_flux.errors import UserError
-from megatron_flux.slurm.fields import FromYaml, Name, Text, Value, seconds, validated
-from megatron_flux.slurm.profile import Profile
+from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Value, seconds, validated
 from megatron_flux.train import config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
@@ -22,8 +29,7 @@ from megatron_flux.train.presets import parameters
 Mode = Literal["baseline", "flux", "compare"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step", "other_data"}
-OWN = {"preset", "tp", "pp", "nproc", "flux", "exit_signal", *_FOLDERS}
-"""Options that the job or its script decides."""
+_OWN = {"preset", "tp", "pp", "nproc", "flux", "exit_signal", *_FOLDERS}  # options that the job or its script decides
 
 
 class Job(FromYaml):
@@ -35,14 +41,11 @@ class Job(FromYaml):
     nodes: Annotated[int, Field(ge=1, le=4096)]
     tp: Annotated[int, Field(ge=1)]
     pp: Annotated[int, Field(ge=1)]
-    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Of a comparison: array tasks, one after the other."""
+    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3  # of a comparison: array tasks, one after the other
     retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
-    training: dict[Name, Value] = Field({})
-    """Options of ``megatron-flux train``, by their names with underscores."""
-    compare: dict[Name, Value] = Field({})
-    """What is different in a comparison."""
+    training: dict[Name, Value] = Field({})  # options of `megatron-flux train`, by their names with underscores
+    compare: dict[Name, Value] = Field({})  # what is different in a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +55,8 @@ class Resolved:
     job: Job
     profile: Profile
     mode: Mode
-    run: config.RunConfig
-    """As a rank of the job will see it; folders and repetition apart."""
-    arguments: tuple[str, ...]
-    """Words for ``megatron-flux``, without what the script adds."""
+    run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
+    arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
 
     @property
     def name(self) -> str:
@@ -64,19 +65,18 @@ class Resolved:
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
-    """Combine and check. ``settings`` win over the job's options, and those over the profile's.
+    """Combine and check: ``settings`` win over the job's options, and those over the profile's.
 
-    Raises:
-        UserError: an option that there is not or that does not fit, or a model that cannot fit into the GPUs.
+    A :class:`UserError`: no such option, one that does not fit, or a model that cannot fit into the GPUs.
     """
     special = CompareOptions if mode == "compare" else CheckpointOptions
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
     known = {**TrainOptions.model_fields, **special.model_fields}
     for name in given:
-        if name in OWN:
+        if name in _OWN:
             raise UserError(f"{name} of job {job.name} is set by the job itself; leave it out of the training options")
         if name not in known:
-            allowed = ", ".join(sorted(set(known) - OWN))
+            allowed = ", ".join(sorted(set(known) - _OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
     layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     if mode != "compare":
@@ -85,7 +85,14 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
-    check_memory(run, profile)
+    needed = least_memory(run)
+    if profile.gpu is not None and needed >= profile.gpu.memory_gib:
+        both = "both arms of a comparison" if run.command == "compare" else "this run"
+        raise UserError(
+            f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
+            f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
+            "(--set num_layers=...), or run baseline and flux as two jobs"
+        )
     check_time(profile.time, profile.signal_seconds)
     words = ["compare" if mode == "compare" else "train"]
     words += [word for name, value in layout.items() for word in _words(name, value)]
@@ -95,11 +102,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` words as options; a name whose option is a list may come again.
-
-    Raises:
-        UserError: a word without a ``=``, or a name twice.
-    """
+    """``NAME=VALUE`` words as options; a name whose option is a list may come again, any other is an error then."""
     fields = {**TrainOptions.model_fields, **CheckpointOptions.model_fields, **CompareOptions.model_fields}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -118,22 +121,6 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def check_memory(run: config.RunConfig, profile: Profile) -> None:
-    """Refuse what cannot fit, whatever the activations take.
-
-    Raises:
-        UserError: weights, gradients and optimizer state alone need more than a GPU has.
-    """
-    needed = least_memory(run)
-    if profile.gpu is not None and needed >= profile.gpu.memory_gib:
-        both = "both arms of a comparison" if run.command == "compare" else "this run"
-        raise UserError(
-            f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
-            f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
-            "(--set num_layers=...), or run baseline and flux as two jobs"
-        )
-
-
 def least_memory(run: config.RunConfig) -> float:
     """GiB that weights, gradients and optimizer state take on a GPU, all arms together; activations come on top.
 
@@ -147,11 +134,7 @@ def least_memory(run: config.RunConfig) -> float:
 
 
 def check_time(time: str, lead: int) -> None:
-    """Refuse a job that would be asked to save and stop, ``lead`` seconds before its end, as soon as it has begun.
-
-    Raises:
-        UserError: the limit ``time`` is not above ``lead``.
-    """
+    """Refuse a job that would be asked to save and stop, ``lead`` seconds before its end, as soon as it has begun."""
     limit = -(-(seconds(time) or 0) // 60) * 60  # Slurm rounds up to whole minutes
     if 0 < limit <= lead:
         raise UserError(
@@ -174,6 +157,115 @@ def _words(name: str, value: Any) -> list[str]:
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
-    if isinstance(value, list | tuple):
-        return [f"--{option}={item}" for item in value]
-    return [f"--{option}={value}"]
+    return [f"--{option}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _one_line(value: Any) -> Markup:
+    """The rest of a line that no shell reads. Values are checked long before."""
+    if not str(value).isprintable():
+        raise ValueError(f"{value!r} is not one line")
+    return Markup(value)  # noqa: S704 - here and below: text that was made for its place in a script
+
+
+def _only_safe(value: Any) -> Any:
+    if isinstance(value, Markup) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise TypeError(f"{value!r} is put into a script without a filter")
+
+
+def _environment() -> Environment:
+    environment = Environment(  # noqa: S701 - the result is no HTML; _only_safe refuses what is not quoted
+        loader=PackageLoader("megatron_flux.slurm"),
+        undefined=StrictUndefined,
+        finalize=_only_safe,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["q"] = lambda value: Markup(shlex.quote(str(value)))  # noqa: S704
+    environment.filters["qq"] = lambda values: Markup(shlex.join(map(str, values)))  # noqa: S704
+    environment.filters["line"] = _one_line
+    return environment
+
+
+def job_script(resolved: Resolved, command: str) -> str:
+    """The script of a job, for sbatch; ``command`` is what writes it again, for its reader."""
+    template = _environment().get_template("job.sbatch.j2")
+    return template.render(
+        resolved=resolved,
+        job=resolved.job,
+        profile=resolved.profile,
+        run=resolved.run,
+        directives=_directives(resolved),
+        flux=_backend(resolved),
+        command=command,
+        several_steps=True,
+        trackers=["baseline/", "flux/"] if resolved.mode == "compare" else [""],
+        tune=_tune_words(resolved),
+    )
+
+
+def collect_script(profile: Profile, command: str) -> str:
+    """The script of a job that collects what another has recorded, for sbatch."""
+    own = "--job-name=megatron-flux-collect --nodes=1 --ntasks=1 --time=15 --output=%x-%j.log"
+    directives = [*_fields(profile, "partition", "account", "qos", "reservation"), *own.split()]
+    template = _environment().get_template("collect.sbatch.j2")
+    return template.render(profile=profile, directives=directives, command=command, several_steps=False)
+
+
+def _directives(resolved: Resolved) -> list[str]:
+    job, profile = resolved.job, resolved.profile
+    repeats = resolved.mode == "compare" and job.repetitions > 1
+    found = [f"--job-name={resolved.name}", f"--nodes={job.nodes}", "--ntasks-per-node=1"]
+    if profile.gpu_request != "none":
+        option = "--gres=gpu:" if profile.gpu_request == "gres" else "--gpus-per-node="
+        found.append(f"{option}{profile.processes_per_node}")
+    found += _fields(profile, "cpus_per_task")
+    if profile.exclusive:
+        found.append("--exclusive")
+    if profile.memory is not None:
+        found.append(f"--mem={profile.memory}")
+    found += _fields(profile, "partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
+    if repeats:
+        found.append(f"--array=0-{job.repetitions - 1}%1")
+    found += [f"--signal=B:USR1@{profile.signal_seconds}", "--requeue", "--open-mode=append"]
+    return [*found, f"--output=%x-{'%A_%a' if repeats else '%j'}.log", *profile.sbatch_options]
+
+
+def _fields(profile: Profile, *names: str) -> list[str]:
+    """Options of sbatch that are called like a profile's fields; null is none."""
+    values = {name: getattr(profile, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def _backend(resolved: Resolved) -> str:
+    """What a flux arm runs with on the profile's link, for a reader of the script; rules: :mod:`megatron_flux.ops`."""
+    profile, job, run = resolved.profile, resolved.job, resolved.run
+    if resolved.mode == "baseline":
+        return "stock Megatron"
+    if run.backend != "auto":
+        untested = ", untested without NVLink" if profile.link == "pcie" and run.backend in ("fused", "tuned") else ""
+        return f"backend {run.backend}, asked for by name{untested}"
+    stock = "stock's collectives and GEMMs (backend reference)"
+    if profile.device == "cpu":
+        return f"{stock}: there is no GPU"
+    if job.tp == 1:
+        return "stock Megatron: tp 1 has no communication to hide"
+    if profile.processes_per_node % job.tp:
+        return f"{stock}: a tensor-parallel group of {job.tp} spans nodes of {profile.processes_per_node} GPUs"
+    if job.tp not in (2, 4, 8):
+        return f"{stock}: fused kernels take groups of 2, 4 or 8"
+    if profile.link != "nvlink":
+        return f"{stock}: no NVLink between a node's GPUs, and fused kernels have not been run over PCIe"
+    return "for every call the fastest measured of stock, torch's async-TP and fused kernels (backend tuned)"
+
+
+def _tune_words(resolved: Resolved) -> list[str] | None:
+    """Words for ``megatron-flux tune`` that measure this job's calls; None where nothing is tuned."""
+    profile, run = resolved.profile, resolved.run
+    tuned = run.backend == "tuned" or (run.backend == "auto" and profile.link == "nvlink")
+    if not (profile.tune and tuned and resolved.mode != "baseline" and run.device == "cuda" and run.tp in (2, 4, 8)):
+        return None
+    tokens, layer = run.micro_batch_size * run.shape.seq_length, Model.of(run.shape)
+    own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]
+    return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model == layer), None)

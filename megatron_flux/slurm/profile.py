@@ -1,4 +1,8 @@
-"""Profiles: what a job has to know of a cluster. YAML, packaged ones by name and a user's own by path.
+"""What a user may say of a cluster: types of fields, models that are read from YAML, and the profile itself.
+
+Each value is refused here, or inert wherever it ends up. Two kinds of places take values. ``#SBATCH`` lines are read by
+Slurm, which knows no quoting that all its versions share: what goes there is held to letters that mean nothing to it.
+Everything else is a shell word: any text without control characters is allowed, and the templates quote it.
 
 Nothing of a site is assumed: partition, account, modules, container and virtual environment are asked for only where
 a profile names them.
@@ -6,13 +10,205 @@ a profile names them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveInt, model_validator
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from megatron_flux.slurm import fields
-from megatron_flux.slurm.fields import Checked, FromYaml, Name, Place, SlurmWord, Text
-from megatron_flux.slurm.preflight.rules import DEFAULTS, Floors
+from megatron_flux.errors import UserError
+from megatron_flux.metrics.strict_json import without_secrets
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Checked(BaseModel):
+    """Unchangeable, and without other fields than its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
+    """``model(**values)``, or a :class:`UserError`: the first thing wrong with ``what``, in one line."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
+        message = first["msg"].removeprefix("Value error, ")
+        shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
+        raise UserError(f"{what}: {path}{shown}: {message[0].lower()}{message[1:]}") from None
+
+
+class FromYaml(Checked):
+    """A file of the package's folder ``profiles`` or ``jobs``, or a user's own."""
+
+    @classmethod
+    def packaged(cls) -> dict[str, str]:
+        """Texts of the files that come with this package, by name."""
+        folder = resources.files("megatron_flux.slurm") / f"{cls.__name__.lower()}s"
+        files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+        return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files}
+
+    @classmethod
+    def load(cls, given: str, overrides: dict[str, Any] | None = None) -> Self:
+        """The one of this name or path, with ``overrides``; a :class:`UserError` names file and field."""
+        kind, packaged = cls.__name__.lower(), cls.packaged()
+        if given not in packaged and Path(given).suffix not in (".yaml", ".yml"):
+            raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(packaged)}, or the path of a .yaml file")
+        try:
+            values = yaml.safe_load(packaged[given] if given in packaged else Path(given).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{kind} {given} cannot be read: {error}") from None
+        except yaml.YAMLError as error:
+            raise UserError(f"{kind} {given} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"{kind} {given} must hold fields and values, it holds a {type(values).__name__}")
+        return validated(cls, f"{kind} {given}", {**values, **(overrides or {})})
+
+
+def matching(pattern: str, allowed: str) -> AfterValidator:
+    """Of text that is ``pattern`` from end to end; ``allowed`` says in words what that is."""
+
+    def check(value: str) -> str:
+        # Not `match`, whose $ lets a last newline pass.
+        if re.fullmatch(pattern, value) is None:
+            raise ValueError(f"allowed are {allowed}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _printable(value: str) -> str:
+    if not value or not value.isprintable():
+        raise ValueError("allowed is text without line breaks or other control characters, not empty")
+    return value
+
+
+def _secrets_set_in(line: str) -> list[str]:
+    """Variables that a command sets and that are called like a secret."""
+    return [name for name in re.findall(r"\b([A-Za-z_]\w*)=", line) if not without_secrets({name: ""})]
+
+
+_SET_ELSEWHERE = "looks like a secret's name: set it where you call sbatch, which hands it to the job"
+
+
+def _no_secret(name: str) -> str:
+    if _secrets_set_in(f"{name}="):
+        raise ValueError(_SET_ELSEWHERE)
+    return name
+
+
+_BY_SCRIPT = {
+    "srun": (
+        "nodes ntasks ntasks-per-node cpus-per-task cpu-bind kill-on-bad-exit wait output error input multi-prog pty "
+        "jobid container-image container-name container-mounts container-workdir test-only"
+    ),
+    "sbatch": (
+        "job-name nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gres mem exclusive partition account qos "
+        "reservation constraint nodelist exclude time array signal requeue no-requeue open-mode output error input "
+        "export export-file wrap dependency kill-on-invalid-dep chdir wait test-only parsable"
+    ),
+}
+
+
+def _option_of(command: str) -> AfterValidator:
+    def check(word: str) -> str:
+        found = re.match(r"--([a-z][a-z0-9-]*)(=.|$)", word)
+        if found is None:
+            raise ValueError(f"an option of {command} is one word, --NAME or --NAME=VALUE")
+        # Slurm takes the beginning of a name for the whole.
+        taken = [name for name in _BY_SCRIPT[command].split() if name.startswith(found[1])]
+        if taken:
+            raise ValueError(f"--{taken[0]} is set by the script or by a field of the profile; leave it out")
+        return word
+
+    return AfterValidator(check)
+
+
+Text = Annotated[str, AfterValidator(_printable)]  # a variable's value, a description: quoted wherever it goes
+Value = bool | int | float | Text | list[Text]  # of an option of `megatron-flux train` or `compare`
+Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -")]  # of files too
+SlurmWord = Annotated[
+    str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.,:/@=+-]{0,255}", "letters, digits and . , : / @ = + - _")
+]
+NodeList = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,1023}", "names of nodes as n[01-16],m3")]
+Constraint = Annotated[
+    str, matching(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]-]{0,255}", "features joined by & | , * ( ) [ ]")
+]
+Duration = Annotated[
+    str, matching(r"(\d{1,3}-\d{1,2}(:\d{2}){0,2}|\d{1,6}|\d{1,4}:\d{2}(:\d{2})?)", "minutes, or [days-]h:mm:ss")
+]  # Slurm's forms of a time limit; D-H and M:SS too
+Memory = Annotated[str, matching(r"\d{1,9}[KMGT]?", "0 (all of a node), or a number with K, M, G or T")]
+Module = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._+/@:=-]{0,255}", "letters, digits and . _ + / @ : = -")]
+# A path, an image, a mount: a word of a command of its own.
+Place = Annotated[Text, matching(r"[^-~].*", "paths and images in full, which begin neither with - nor with ~")]
+Variable = Annotated[
+    str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and no digit first"), AfterValidator(_no_secret)
+]
+SrunOption = Annotated[Text, _option_of("srun")]  # a shell word, quoted
+SbatchOption = Annotated[  # a line of #SBATCH
+    str,
+    matching(r"--[A-Za-z0-9_.,:/@=+&|*()\[\]-]{1,256}", "letters, digits and . , : / @ = + & | * ( ) [ ] - _"),
+    _option_of("sbatch"),
+]
+
+
+def seconds(duration: str) -> int | None:
+    """A :data:`Duration` (M, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS) in seconds; None for 0, which is no limit."""
+    days, dash, rest = duration.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, more = (*parts, 0, 0)[:3]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + more or None
+
+
+Rule = Literal["node_bandwidth", "network_bandwidth", "peer_access", "pcie", "memory_rows", "xid", "infiniband"]
+
+
+class Floors(Checked):
+    """The least that links and hardware must reach. What a profile does not name has the default of its link."""
+
+    node_gbps: PositiveFloat | None = None
+    """GB/s of bus bandwidth, as NCCL's tests count it, of an all_reduce and an all_gather among a node's GPUs."""
+    network_gbps: PositiveFloat | None = None
+    """The same among the GPUs of two neighbouring nodes, while all other pairs of nodes do the same."""
+    peer_access: bool = False  # every pair of a node's GPUs has it. With `link: nvlink` it is asked for anyway
+    pcie_width: PositiveInt | None = None  # lanes of each GPU, beside what GPU and slot can do
+    pcie_generation: PositiveInt | None = None
+    infiniband_ports: int = Field(0, ge=0)  # active ports of a node, where a job has several nodes
+    infiniband_rate: PositiveFloat | None = None  # Gb/s that a port must have to count
+    xid_hours: PositiveFloat = 24.0  # so long an Xid error of the hardware in the kernel's log counts
+    waived: dict[Rule, Text] = {}  # rules that stop nothing, and why: what they find is printed
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_without_a_reason(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("null is not allowed; to do without, name the rule under `waived` with a reason")
+        return value
+
+
+DEFAULTS = {
+    # A tenth to a fifth of one direction's public rate: what falls below goes another way altogether.
+    "nvlink": Floors(node_gbps=60, network_gbps=5),  # third generation: 300 GB/s
+    "pcie": Floors(node_gbps=3, network_gbps=2),  # generation 4 with 16 lanes: 32 GB/s
+    "none": Floors(),
+}
+"""By a profile's ``link``, for profiles that name no numbers of their own."""
 
 
 class Container(Checked):
@@ -20,17 +216,14 @@ class Container(Checked):
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """Pyxis is Slurm's plugin for enroot; apptainer is called by its command."""
-    image: Place
-    """Pyxis unpacks it once on each node, for all steps of a job."""
-    mounts: tuple[Place, ...] = ()
-    """``HOST:CONTAINER`` or a path for both. The folder of submission is always mounted."""
+    image: Place  # pyxis unpacks it once on each node, for all steps of a job
+    mounts: tuple[Place, ...] = ()  # `HOST:CONTAINER` or a path for both. The folder of submission is always mounted
 
 
 class Gpu(Checked):
     """The GPUs of a node, as far as the pre-flight and the reader need them."""
 
-    name: Text
-    """Part of the name that the driver gives, such as ``H100``."""
+    name: Text  # part of the name that the driver gives, such as H100
     memory_gib: PositiveInt
 
 
@@ -40,10 +233,8 @@ class Preflight(Checked):
     enabled: bool = True
     slow_fraction: float = Field(0.8, gt=0, lt=1)
     """A GPU or a node that reaches less than this part of the median stops the job."""
-    timeout: PositiveInt = 600
-    """Seconds for the test that runs on all nodes together."""
+    timeout: PositiveInt = 600  # seconds for the test that runs on all nodes together
     floors: Floors = Floors()
-    """The least that links and hardware must reach, and rules that are waived, with the reason."""
 
 
 class Profile(FromYaml):
@@ -52,52 +243,46 @@ class Profile(FromYaml):
     name: Name
     description: Text
     device: Literal["cuda", "cpu"] = "cuda"
-    link: Literal["nvlink", "pcie", "none"]
-    """What connects the GPUs of a node."""
+    link: Literal["nvlink", "pcie", "none"]  # between the GPUs of a node
     gpu: Gpu | None = None
-    processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8
-    """One per GPU."""
+    processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 
-    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """The option of sbatch that asks for GPUs."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # the option of sbatch that asks for GPUs
     cpus_per_task: PositiveInt | None = None
     """CPUs of the one task on each node. Default: not asked for; ``exclusive`` gives all of them."""
     exclusive: bool = True
-    memory: fields.Memory | None = "0"
+    memory: Memory | None = "0"
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
     reservation: SlurmWord | None = None
-    constraint: fields.Constraint | None = None
-    nodelist: fields.NodeList | None = None
-    exclude: fields.NodeList | None = None
-    time: fields.Duration
+    constraint: Constraint | None = None
+    nodelist: NodeList | None = None
+    exclude: NodeList | None = None
+    time: Duration
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """So long before the time limit a job is asked to save and stop."""
     max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
 
-    sbatch_options: tuple[fields.SbatchOption, ...] = ()
+    sbatch_options: tuple[SbatchOption, ...] = ()
     """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it, which ``SBATCH_*``
     variables reach too.
     """
-    srun_options: tuple[fields.SrunOption, ...] = ()
-    """More options of every step, such as ``--mpi=pmix``."""
+    srun_options: tuple[SrunOption, ...] = ()  # more options of every step, such as --mpi=pmix
 
-    modules: tuple[fields.Module, ...] = ()
+    modules: tuple[Module, ...] = ()
     setup: tuple[Text, ...] = ()
     """Commands that the script runs as they are, after the modules, on the first node: what they export is exported to
     all. Each is a command of its own and must succeed.
     """
-    venv: Place | None = None
-    """A virtual environment to activate; relative to the folder of submission."""
+    venv: Place | None = None  # a virtual environment to activate; relative to the folder of submission
     container: Container | None = None
-    environment: dict[fields.Variable, Text] = Field({})
+    environment: dict[Variable, Text] = Field({})
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """torch.distributed.run's binding of ranks to the CPUs beside their GPUs; needs numactl on the nodes."""
-    tune: bool = True
-    """Fill the tuner's cache on the first node before flux trains."""
+    tune: bool = True  # fill the tuner's cache on the first node before flux trains
     preflight: Preflight = Preflight()
-    training: dict[Name, fields.Value] = Field({})
+    training: dict[Name, Value] = Field({})
     """Options of ``megatron-flux train`` for all jobs on this cluster, by their names with underscores."""
 
     @property
@@ -112,11 +297,8 @@ class Profile(FromYaml):
         if self.device == "cpu" and self.gpu_request != "none":
             raise ValueError("device cpu needs gpu_request: none")
         for number, line in enumerate(self.setup, 1):
-            if found := fields.secrets_set_in(line):  # the line itself is not shown
-                raise ValueError(
-                    f"set-up line {number} sets {found[0]}, which looks like a secret's name: set it where you call "
-                    "sbatch, which hands it to the job"
-                )
+            if found := _secrets_set_in(line):  # the line itself is not shown
+                raise ValueError(f"set-up line {number} sets {found[0]}, which {_SET_ELSEWHERE}")
         if self.container is not None and self.venv is not None:
             raise ValueError("container and venv exclude each other; the container's own Python is used")
         return self

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.slurm.fields import Checked, Dependency, validated
+from megatron_flux.slurm.profile import Checked, matching, validated
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -17,9 +18,17 @@ OVER = (
 )
 """States that a job does not leave by itself. In any other it may still run, or run again."""
 
+_AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
+
 
 class _Waiting(Checked):
-    dependency: Dependency
+    dependency: Annotated[
+        str,
+        matching(
+            rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
+            "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+        ),
+    ]
 
 
 class ForgottenJobError(FluxError):
@@ -32,23 +41,19 @@ class Known:
 
     states: dict[str, str]
     """By a task's index, an ordinary job's under ``""``; with the reason of waiting, or the nodes. Empty: nothing."""
-    source: str
-    """Who said so, ``scontrol`` or ``sacct``; or in words why nothing is known."""
+    source: str  # who said so, `scontrol` or `sacct`; or in words why nothing is known
 
     @property
     def active(self) -> dict[str, str]:
         """The tasks that run, wait or are just ending; the accounting's word does not count for that."""
-        if self.source != "scontrol":
-            return {}
-        return {index: state for index, state in self.states.items() if state.split()[0] not in OVER}
+        found = self.states.items() if self.source == "scontrol" else ()
+        return {index: state for index, state in found if state.split()[0] not in OVER}
 
 
 def slurm(*words: str, cwd: Path | None = None) -> str:
     """Run one of Slurm's commands, in the folder ``cwd``, and return what it printed.
 
-    Raises:
-        UserError: there is no such command here.
-        FluxError: it refused; with its own words.
+    A :class:`UserError` where there is no such command, a :class:`FluxError` with its own words where it refused.
     """
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
@@ -83,9 +88,7 @@ def checked_dependency(given: str) -> str:
 def known(job: str) -> Known:
     """What the controller knows of a job, and where it has forgotten it, the accounting.
 
-    Raises:
-        UserError: Slurm's commands are not here.
-        FluxError: the controller does not answer, which says nothing of the job.
+    Errors as :func:`slurm`: a controller that does not answer says nothing of the job.
     """
     try:
         shown = slurm("scontrol", "show", "job", job, "--oneliner")
@@ -94,12 +97,9 @@ def known(job: str) -> Known:
     found = {}
     for line in shown.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        state = fields.get("JobState", "UNKNOWN")
-        if state == "PENDING" and fields.get("Reason", "None") != "None":
-            state += f" ({fields['Reason']})"
-        elif state == "RUNNING":
-            state += f" on {fields.get('NodeList', '?')}"
-        found[fields.get("ArrayTaskId", "")] = state
+        state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
+        why = {"RUNNING": f" on {fields.get('NodeList', '?')}", "PENDING": f" ({reason})" * (reason != "None")}
+        found[fields.get("ArrayTaskId", "")] = state + why.get(state, "")
     return Known(states=found, source="scontrol")
 
 
@@ -109,13 +109,11 @@ def _accounted(job: str) -> Known:
     for kind in ([], ["--completion"]):
         words = ["sacct", *kind, "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
         try:
-            found = accounted_states(slurm(*words, "--format=JobID,State,ExitCode"))
+            if found := accounted_states(slurm(*words, "--format=JobID,State,ExitCode")):
+                return Known(states=found, source="sacct")
+            why.append("sacct has no record of it")
         except FluxError as error:
             why.append(str(error))
-            continue
-        if found:
-            return Known(states=found, source="sacct")
-        why.append("sacct has no record of it")
     return Known(states={}, source=f"no longer known to Slurm ({why[0]})")
 
 
@@ -126,12 +124,10 @@ def accounted_states(said: str) -> dict[str, str]:
     """
     found = {}
     for line in said.splitlines():
-        fields = line.split("|")
-        number, separator, index = fields[0].partition("_")
-        if len(fields) != 3 or not number.isdigit():
-            continue
-        state = fields[1].split(" by ")[0]
-        status, _, killer = fields[2].partition(":")
-        code = f" (signal {killer})" if killer not in ("", "0") else f" (exit code {status})" if status != "0" else ""
-        found[index if separator else ""] = state + code
+        number, state, ended = (*line.split("|"), "", "")[:3]
+        number, _, index = number.partition("_")
+        if line.count("|") == 2 and number.isdigit():
+            status, _, killer = ended.partition(":")
+            code = f" (exit code {status})" if status != "0" else ""
+            found[index] = state.split(" by ")[0] + (f" (signal {killer})" if killer not in ("", "0") else code)
     return found

@@ -1,4 +1,4 @@
-"""The folder of a submitted job, as its script makes it, and what ``megatron-flux slurm status`` says from it.
+"""The folder of a submitted job, as its script makes it: ``megatron-flux slurm status`` and ``collect``.
 
 ::
 
@@ -14,48 +14,48 @@
     runs/NAME-JOB/collected.json, .md    all repetitions side by side
 
 Only the state is Slurm's to say. The rest is read here, at any time, also when Slurm has forgotten the job.
+
+Repetitions are whole comparisons of their own, so the spread of their speed-ups is what another run of the job may
+show; the interval within one repetition is only about its own blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics import ARMS, strict_json
+from megatron_flux.metrics import ARMS, read_records, strict_json, summarize, write_report, write_summary
 from megatron_flux.metrics.recorder import parse_record
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import median_of
+from megatron_flux.metrics.summary import median_of, read_summary
+from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
 from megatron_flux.metrics.watch import STALL_S, STALL_STEPS, duration
 from megatron_flux.run.folder import CONFIG, ENDED
 from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT, COLLECTOR = "resumed", "submitted", "job.sbatch", "collect.sbatch"
-START_S = 900.0
-"""So long a start may be without a record: pre-flight, tuning, compilation, a big checkpoint."""
-_TAIL = 1 << 18
-"""Bytes of a growing file that are read from its end."""
+START_S = 900.0  # so long a start may be without a record: pre-flight, tuning, compilation, a big checkpoint
+_TAIL = 1 << 18  # bytes of a growing file that are read from its end
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Repetition:
     """One run of a job."""
 
     folder: Path
     index: str
-    iterations: dict[str, int]
-    """The last recorded step of each arm that has begun."""
-    steps: int | None
-    """What it trains to; None before it has begun."""
-    state: str
-    """``finished``, ``stopped`` (on a signal, to be continued), or ``not ended``."""
+    iterations: dict[str, int]  # the last recorded step of each arm that has begun
+    steps: int | None  # what it trains to; None before it has begun
+    state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
-    logs: Path | None
-    """Of the newest start."""
+    logs: Path | None  # of the newest start
 
     @property
     def run(self) -> Path:
@@ -64,11 +64,7 @@ class Repetition:
 
 
 def split(root: Path) -> tuple[str, str]:
-    """The job's name and id.
-
-    Raises:
-        UserError: ``root`` is no folder of a job.
-    """
+    """The name and the id of the job whose folder is ``root``; a :class:`UserError` where it is none."""
     found = _FOLDER.fullmatch(root.resolve().name)
     if found is None or not root.is_dir():
         raise UserError(f"{root} is no folder of a job; give runs/NAME-JOB as the job's script made it")
@@ -82,50 +78,36 @@ def all_jobs(runs: Path) -> list[Path]:
 
 
 def jobs(root: Path) -> list[str]:
-    """The ids of the jobs that have written into the folder or will: the first, and those that resumed it.
-
-    Raises:
-        UserError: as :func:`split`.
-    """
-    first, resumed = split(root)[1], root / RESUMED
-    return [first, *(resumed.read_text().split() if resumed.is_file() else [])]
+    """The ids of the jobs that have written into the folder or will: the first, and those that resumed it."""
+    return [split(root)[1], *_text(root / RESUMED).split()]
 
 
 def repetitions(root: Path) -> list[Repetition]:
     """The runs of a job so far, in order."""
-    found = {path.name.removeprefix("rep-"): path for path in root.glob("rep-*") if path.is_dir()}
-    order = sorted(found, key=lambda index: (int(index) if index.isdigit() else -1, index))
-    return [_repetition(found[index], index) for index in order]
-
-
-def _repetition(folder: Path, index: str) -> Repetition:
-    run = folder / "run"
-    last = {arm: _recent(run / arm / "metrics.jsonl")[-1:] for arm in ARMS if (run / arm).is_dir()}
-    starts = sorted((path for path in (folder / "logs").glob("*") if path.name.isdigit()), key=lambda p: int(p.name))
-    return Repetition(
-        folder=folder,
-        index=index,
-        iterations={arm: records[0]["iteration"] if records else 0 for arm, records in last.items()},
-        steps=read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None,
-        state=read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended",
-        starts=len(starts),
-        logs=starts[-1] if starts else None,
-    )
+    found = []
+    for folder in (path for path in root.glob("rep-*") if path.is_dir()):
+        run, index = folder / "run", folder.name.removeprefix("rep-")
+        last = {arm: _recent(run / arm / "metrics.jsonl")[-1:] for arm in ARMS if (run / arm).is_dir()}
+        iterations = {arm: records[0]["iteration"] if records else 0 for arm, records in last.items()}
+        steps = read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None
+        state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
+        starts = sorted(
+            (path for path in (folder / "logs").glob("*") if path.name.isdigit()), key=lambda p: int(p.name)
+        )
+        logs = starts[-1] if starts else None
+        found.append(Repetition(folder, index, iterations, steps, state, len(starts), logs))
+    return sorted(found, key=lambda one: (int(one.index) if one.index.isdigit() else -1, one.index))
 
 
 def describe(root: Path, now: float) -> list[str]:
-    """The lines for the job whose folder is ``root`` at the Unix time ``now``.
-
-    Raises:
-        UserError: ``root`` is no folder of a job, or Slurm's commands are not here.
-    """
+    """The lines for the job whose folder is ``root`` at the Unix time ``now``."""
     name, first = split(root)
     number = jobs(root)[-1]
     try:
         known = queue.known(number)
-    except UserError:
-        raise
     except FluxError as error:
+        if isinstance(error, UserError):
+            raise
         known = queue.Known(states={}, source=f"state unknown: {error}")
     states = ", ".join(dict.fromkeys(known.states.values())) or known.source
     if known.states and known.source != "scontrol":
@@ -139,49 +121,41 @@ def describe(root: Path, now: float) -> list[str]:
         lines.append(f"  rep-{repetition.index}: {', '.join([*said, task] if task else said)}")
         if without := [line.split()[-1] for line in _text(repetition.folder / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")
-        state = (task or known.states.get("", "")).split(" ")[0]
+        state, more = (task or known.states.get("", "")).split(" ")[0], []
         if state == "RUNNING":
-            lines += [f"    {line}" for line in [stale(repetition, now)] if line]
+            more = [line for line in [stale(repetition, now)] if line]
         elif repetition.state == "not ended" and state != "PENDING":
-            lines += [f"    {line}" for line in cause(repetition)]
+            more = cause(repetition)
+        lines += [f"    {line}" for line in more]
     return lines
 
 
 def cause(repetition: Repetition) -> list[str]:
     """Why the newest start ended: the job's last word or first failure, and what its rank noted; or the last line."""
-    logs = repetition.logs
+    logs, began = repetition.logs, _began(repetition)
     if logs is None:
         return []
     said = _text(logs / "error")
     if not said:
         failures = sorted(line for file in logs.glob("failures/*/*") for line in _text(file).splitlines())
         said = failures[0].split(" ", 2)[-1] if failures else ""
-    lines = [f"cause: {said}"] if said else []
-    if noted := _first_note(repetition):
-        lines.append(noted)
+    notes = []  # of the ranks of this start: the first one counts
+    for file in repetition.run.glob("*/failure-rank*.json"):
+        # What is half a file, or of another program, says nothing.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            one = strict_json.loads(file.read_text())
+            where = f"rank {one['rank']} on {one['host']}, {file.parent.name} step {one['iteration']}"
+            if (moment := float(one["timestamp"])) >= began:
+                notes.append((moment, " ".join(f"{where}: {one['error']}".split())))
+    lines = ([f"cause: {said}"] if said else []) + [note for _, note in sorted(notes)[:1]]
     if not said and (log := _text(logs / "log")) and (last := _last_line(Path(log))):
         lines.append(f"last line of {log}: {last}")
     return lines or [f"no cause is on record; see {logs}"]
 
 
-def _first_note(repetition: Repetition) -> str | None:
-    """What the rank that failed first in the newest start has noted, and its step; None where no rank could."""
-    found = []
-    for file in repetition.run.glob("*/failure-rank*.json"):
-        try:
-            one = strict_json.loads(file.read_text())
-            where = f"rank {one['rank']} on {one['host']}, {file.parent.name} step {one['iteration']}"
-            found.append((float(one["timestamp"]), " ".join(f"{where}: {one['error']}".split())))
-        except (OSError, ValueError, KeyError, TypeError):  # half a file, or of another program
-            continue
-    began = _began(repetition)
-    return min((note for note in found if note[0] >= began), default=(0.0, None))[1]
-
-
 def stale(repetition: Repetition, now: float) -> str | None:
     """That a run which is said to be running has recorded nothing for much longer than its steps take, if so."""
-    began = _began(repetition)
-    written, usual = 0.0, 0.0
+    began, written, usual = _began(repetition), 0.0, 0.0
     for arm in ARMS:
         file = repetition.run / arm / "metrics.jsonl"
         records = _recent(file)[-20:]
@@ -189,10 +163,9 @@ def stale(repetition: Repetition, now: float) -> str | None:
         if records and (records[-1].get("timestamp") or file.stat().st_mtime) >= began:
             written = max(written, file.stat().st_mtime)
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
+    silent = now - (written or began)
     if not written:
-        silent = now - began
         return f"stale: no record for {duration(silent)} since this start" if began and silent > START_S else None
-    silent = now - written
     if silent <= max(STALL_S, STALL_STEPS * usual):
         return None
     return f"stale: no record for {duration(silent)}, a step usually takes {duration(usual)}; see {repetition.logs}"
@@ -209,7 +182,7 @@ def _began(repetition: Repetition) -> float:
 def _recent(file: Path) -> list[dict[str, Any]]:
     """The last whole records of a file that may be being written; what is no record is left out."""
     found = []
-    for line in _tail(file)[:-1] if file.is_file() else []:
+    for line in _tail(file)[:-1]:
         with contextlib.suppress(ValueError):
             found.append(parse_record(line))
     return found
@@ -217,18 +190,19 @@ def _recent(file: Path) -> list[dict[str, Any]]:
 
 def _last_line(file: Path) -> str:
     """The last line of a job's output, or that by which Slurm ended it, a few lines before; empty if it has none."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = [line for raw in _tail(file) if (line := raw.decode(errors="replace").strip())][-20:]
+    lines = [line for raw in _tail(file) if (line := raw.decode(errors="replace").strip())][-20:]
     return next((line for line in reversed(lines) if "error: *** " in line), lines[-1] if lines else "")
 
 
 def _tail(file: Path) -> list[bytes]:
-    """The lines at the end of a file, from the first whole one on; the last is not ended yet, or empty."""
-    with file.open("rb") as content:
-        begin = max(0, file.stat().st_size - _TAIL)
-        content.seek(begin)
-        return content.read().split(b"\n")[1 if begin else 0 :]
+    """The lines at the end of a file, from the first whole one on; the last is not ended yet. None of what is none."""
+    try:
+        with file.open("rb") as content:
+            begin = max(0, file.stat().st_size - _TAIL)
+            content.seek(begin)
+            return content.read().split(b"\n")[1 if begin else 0 :]
+    except OSError:
+        return []
 
 
 def _text(file: Path) -> str:
@@ -236,3 +210,66 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def collect(root: Path) -> dict[str, Any]:
+    """Write each repetition's report, and ``collected.json`` and ``collected.md`` of all; what the first one holds.
+
+    That is ``name``, ``job``, ``repetitions`` (index, state, and of each arm the median step time; speed-up, its
+    interval, loss difference and report of a comparison), and over the finished comparisons ``speedup_median``,
+    ``speedup_min``, ``speedup_max``, null where there is none. A :class:`UserError` where nothing is recorded.
+    """
+    name, job = split(root)
+    found = [_collected(repetition) for repetition in repetitions(root) if any(repetition.iterations.values())]
+    if not found:
+        raise UserError(f"{root} has no records yet; see the logs in {root}/rep-*/logs")
+    speedups = [one["speedup"] for one in found if one["speedup"] is not None and one["state"] == "finished"]
+    collected = {"name": name, "job": job, "repetitions": found}
+    collected["speedup_median"] = statistics.median(speedups) if speedups else None
+    collected |= {"speedup_min": min(speedups, default=None), "speedup_max": max(speedups, default=None)}
+    text = strict_json.dumps(collected, indent=2)
+    try:
+        strict_json.write_atomically(root / "collected.json", text + "\n")
+        strict_json.write_atomically(root / "collected.md", table(collected))
+    except OSError as error:
+        raise UserError(f"{root} cannot be written: {error.strerror}") from None
+    return json.loads(text)
+
+
+def _collected(repetition: Repetition) -> dict[str, Any]:
+    run, finished = repetition.run, repetition.state == "finished"
+    records = {arm: read_records(file) if (file := run / arm / "metrics.jsonl").is_file() else [] for arm in ARMS}
+    if finished and (run / "summary.json").is_file():
+        summary = read_summary(run / "summary.json")
+    else:
+        summary = summarize(records["baseline"], records["flux"], read_json_object(run / CONFIG))
+        if finished:
+            write_summary(run / "summary.json", summary)
+    return {
+        **{name: getattr(repetition, name) for name in ("index", "state", "starts", "iterations")},
+        "step_time_ms": {arm: summary["arms"][arm]["step_time_ms"]["median"] for arm in ARMS},
+        "final_loss": {arm: summary["arms"][arm]["final_loss"] for arm in ARMS},
+        **{name: summary[name] for name in ("speedup", "speedup_ci95")},
+        "max_relative_loss_difference": summary["max_relative_loss_difference"] if all(records.values()) else None,
+        **{name: summary[name] for name in ("flux_active_layers", "flux_fallbacks")},
+        "link": read_json_object(run / CONFIG).get("link"),
+        "report": str(write_report(run).relative_to(repetition.folder.parent)),
+    }
+
+
+def table(collected: dict[str, Any]) -> str:
+    """``collected.md``: one line per repetition."""
+    header = "run | state | starts | baseline, ms | flux, ms | speed-up | 95 % interval | loss difference | report"
+    lines = [f"# {collected['name']}, job {collected['job']}", "", f"| {header} |"]
+    lines.append(f"| {' | '.join('---' for _ in header.split(' | '))} |")
+    for one in collected["repetitions"]:
+        times = [UNKNOWN if ms is None else milliseconds(ms) for ms in (one["step_time_ms"][arm] for arm in ARMS)]
+        speedup = UNKNOWN if one["speedup"] is None else f"{one['speedup']:.3f}"
+        interval = UNKNOWN if one["speedup_ci95"] is None else "…".join(f"{end:.3f}" for end in one["speedup_ci95"])
+        cells = [one["index"], one["state"], str(one["starts"]), *times, speedup, interval]
+        cells += [relative(one["max_relative_loss_difference"]), f"[{one['report']}]({one['report']})"]
+        lines.append(f"| {' | '.join(cells)} |")
+    if collected["speedup_median"] is not None:
+        line = "median {speedup_median:.3f} ({speedup_min:.3f}…{speedup_max:.3f})."
+        lines += ["", f"Speed-up of the finished repetitions: {line.format_map(collected)}"]
+    return "\n".join(lines) + "\n"

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics import ARMS
 from megatron_flux.slurm import queue, status
-from megatron_flux.slurm.fields import Checked, Duration, NodeList, SlurmWord, validated
 from megatron_flux.slurm.job import check_time
+from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
 from megatron_flux.train.checkpoint_folder import TRACKER
 
-FOLDER = "MEGATRON_FLUX_JOB_FOLDER"
-"""The variable by which a job's script is told to go on in a folder that is there."""
+FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is told to go on in a folder that is there
 
 
 def environment(runs: Path, root: Path | None = None) -> str:
@@ -31,6 +31,15 @@ def environment(runs: Path, root: Path | None = None) -> str:
     if not path.isprintable() or "," in path:
         raise UserError(f"--runs {path!r}: line breaks, control characters and commas are not allowed")
     return f"--export=ALL,MEGATRON_FLUX_RUNS={runs},{FOLDER}={root or ''}"
+
+
+@contextmanager
+def _beside(number: str) -> Iterator[None]:
+    """What goes with a job that is submitted already."""
+    try:
+        yield
+    except (FluxError, OSError) as error:
+        raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
 
 
 def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
@@ -45,7 +54,7 @@ def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) ->
         collector.write_text(collecting)
         number = queue.submit(file, options=[exported, *own])
         root = runs / f"{directive(script, 'job-name')}-{number}"
-        try:
+        with _beside(number):
             options = [exported, *queue.after(f"afterok:{number}")]
             second = queue.submit(collector, options=options, arguments=[str(root)])
             root.mkdir(parents=True, exist_ok=True)
@@ -53,8 +62,6 @@ def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) ->
             (root / collector.name).write_text(collecting)
             if not (root / status.SUBMITTED).exists():  # else the job has begun, and knows more
                 (root / status.SUBMITTED).write_text(f"{Path.cwd()}\n")
-        except (FluxError, OSError) as error:
-            raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
     return number, second, root
 
 
@@ -74,37 +81,28 @@ class Changes(Checked):
     exclude: NodeList | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumption:
+class Resumption(NamedTuple):
     """A job that is to go on in its folder."""
 
     root: Path
-    options: tuple[str, ...]
-    """Of sbatch, for the job."""
-    site: tuple[str, ...]
-    """Those of them that the collecting job needs too."""
+    options: tuple[str, ...]  # of sbatch, for the job
+    site: tuple[str, ...]  # those of them that the collecting job needs too
     cwd: Path
-    begins: dict[str, str]
-    """What each repetition begins with, in words."""
+    begins: dict[str, str]  # what each repetition begins with, in words
 
 
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
-    """What it takes to let the job of the folder ``root`` go on from its checkpoints.
+    """What it takes to let the job of the folder ``root`` go on from its checkpoints, with ``changes``.
 
-    ``changes`` may say what :class:`Changes` has; with ``from_start``, repetitions without a checkpoint begin anew.
-
-    Raises:
-        UserError: the job has not ended or has done all its work, has nothing to go on from, or its script is missing.
-        FluxError: Slurm does not say whether the job has ended.
+    With ``from_start``, repetitions without a checkpoint begin anew. A :class:`UserError`: the job has not ended or has
+    done all its work, has nothing to go on from, or its script is missing; a :class:`FluxError`: Slurm does not say.
     """
     root = root.absolute()
-    numbers = status.jobs(root)
-    given = validated(Changes, "resume", changes).model_dump()
+    numbers, given = status.jobs(root), validated(Changes, "resume", changes).model_dump()
     for number in numbers:
         for state in queue.known(number).active.values():
-            raise UserError(
-                f"job {number} of {root} has not ended, it is {state}; wait for it, or scancel {number} first"
-            )
+            what = f"job {number} of {root} has not ended, it is {state}"
+            raise UserError(f"{what}; wait for it, or scancel {number} first")
     try:
         script = (root / status.SCRIPT).read_text()
         submitted, *site_lines = (root / status.SUBMITTED).read_text().splitlines()
@@ -119,38 +117,27 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         check_time(given["time"], int(directive(script, "signal").rpartition("@")[2]))
     begins = _begins(root, script, from_start=from_start)
     earlier = dict(line.split("=", 1) for line in site_lines if "=" in line)
-    site_names = ("partition", "account", "qos")
-    for name in site_names:
+    site = ("partition", "account", "qos")
+    for name in site:
         if given[name] is None and not directive(script, name):
             given[name] = earlier.get(name) or None
     words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
     array = [f"--array={','.join(begins)}%1"] if directive(script, "array") else []
-    return Resumption(
-        root=root,
-        options=(*words.values(), *array),
-        site=tuple(words[name] for name in site_names if name in words),
-        cwd=Path(submitted),
-        begins=begins,
-    )
+    shared = tuple(words[name] for name in site if name in words)
+    return Resumption(root, (*words.values(), *array), shared, Path(submitted), begins)
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:
-    """Submit it; the ids of the job and of the one that collects it, None where there was none.
-
-    Errors: as :func:`queue.slurm`.
-    """
-    root = what.root
+    """Submit it; the ids of the job and of the one that collects it, None where there was none."""
+    root, second = what.root, None
     exported = environment(root.parent, root)
     number = queue.submit(root / status.SCRIPT, options=[exported, *what.options], cwd=what.cwd)
-    second = None
-    try:
+    with _beside(number):
         with (root / status.RESUMED).open("a") as resumed:
             resumed.write(f"{number}\n")
         if (root / status.COLLECTOR).is_file():
             options = [exported, *what.site, *queue.after(f"afterok:{number}")]
             second = queue.submit(root / status.COLLECTOR, options=options, arguments=[str(root)], cwd=what.cwd)
-    except (FluxError, OSError) as error:
-        raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
     return number, second
 
 
@@ -161,19 +148,13 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
     indices = [str(i) for i in range(int(array[1]) + 1)] if array else ["0"]
     unfinished = [index for index in indices if index not in there or there[index].state != "finished"]
     if not unfinished:
-        raise UserError(
-            f"{root} has completed, all of its {len(indices)} repetition(s) are finished; nothing is left to resume"
-        )
+        done = f"all of its {len(indices)} repetition(s) are finished"
+        raise UserError(f"{root} has completed, {done}; nothing is left to resume")
     is_comparison = directive(script, "job-name").endswith("-compare")
     steps = {index: _checkpoint(root / f"rep-{index}" / "checkpoints", is_comparison) for index in unfinished}
-    # In a job of several repetitions, one that has not begun has nothing to lose.
-    anew = [
-        index
-        for index in unfinished
-        if steps[index] is None and (any(there[index].iterations.values()) if index in there else len(indices) == 1)
-    ]
-    if not any(step is not None for step in steps.values()):
-        anew = unfinished
+    anew = [index for index in unfinished if steps[index] is None]
+    if any(steps.values()):  # a repetition that has not begun has nothing to lose
+        anew = [index for index in anew if index in there and any(there[index].iterations.values())]
     if anew and not from_start:
         which = ", ".join(f"rep-{index}" for index in anew)
         raise UserError(

@@ -3,7 +3,8 @@
     sampler = Sampler(interval)
     with sampler.step(iteration):
         ...                          # one training step
-    values = sampler.result(clock)   # None unless that step was sampled; the GPU's clock in it, in MHz, if known
+    values = sampler.result()        # None unless that step was sampled
+    sampler.reading                  # the GPU in the middle of it
 
 The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`. They are of this rank.
 :mod:`ops.call_events` says what exactly is timed.
@@ -29,9 +30,10 @@ training's random numbers stay what they were. ``all_gather`` has no GEMM: its `
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -74,14 +76,16 @@ BURST_MS, MOST_CALLS = 2.0, 20
 
 
 class Sampler:
-    """Times the calls of one step out of ``interval``."""
+    """Times the calls of one step out of ``interval``, and reads this rank's GPU once in it."""
 
-    def __init__(self, interval: int, *, operators: bool = True) -> None:
+    def __init__(self, interval: int, *, operators: bool = True, gpu: nvml.Gpu | None = None) -> None:
         """``interval`` 0 is never. Without ``operators`` their calls are not timed and every field of a sample is null:
         where CUDA graphs replay calls, those few that they do not would pass for all.
         """
         self.interval = interval
-        self._operators = operators
+        self.reading: nvml.Reading | None = None
+        """Of ``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
+        self._operators, self._gpu, self._seconds = operators, gpu, 0.0
         self._timer = CallTimer()
         self._rounds: dict[Call, _Rounds] = {}
         self._sampling = False
@@ -90,16 +94,23 @@ class Sampler:
         """Whether ``iteration`` (from 1) is one that is sampled."""
         return self.interval > 0 and iteration % self.interval == 0
 
-    def step(self, iteration: int) -> AbstractContextManager[None]:
-        """The context of one step."""
-        self._sampling = self.due(iteration)
-        return call_events.timed_by(self._timer if self._sampling and self._operators else None)
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """The context of one step; each lasts about as long as the one before."""
+        self._sampling, self.reading = self.due(iteration), None
+        glance = nvml.Glance(self._gpu, self._seconds / 2) if self._sampling and self._gpu is not None else None
+        began = time.perf_counter()
+        try:
+            with call_events.timed_by(self._timer if self._sampling and self._operators else None):
+                yield
+        finally:
+            self._seconds = time.perf_counter() - began
+            self.reading = glance.result() if glance is not None else None
 
-    def result(self, clock: float | None = None) -> dict[str, Any] | None:
+    def result(self) -> dict[str, Any] | None:
         """What was sampled in the latest step; call it right behind the step, while the GPU is as the step has left it.
 
-        Collective over the operators' groups at the first samples that have a call. ``clock``: MHz of this rank's GPU
-        in the step, None where that is not known.
+        Collective over the operators' groups at the first samples that have a call.
         """
         if not self._sampling:
             return None
@@ -114,6 +125,7 @@ class Sampler:
                 if rounds is not None and len(rounds) < ROUNDS:
                     found = _measure(call, len(rounds) % 2 == 1)
                     self._rounds[call] = None if found is None else [*rounds, found]
+        clock = None if self.reading is None else self.reading.sm_clock_mhz
         return overlap(times, {call: _baseline(self._rounds[call]) for call in times}, clock)
 
 
@@ -146,7 +158,7 @@ def _baseline(rounds: _Rounds) -> Baseline:
 
 
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
-    """``flux/*`` of sampled calls; ``clock`` as for :meth:`Sampler.result`.
+    """``flux/*`` of sampled calls; ``clock``: MHz of this rank's GPU in the step, None where that is not known.
 
     Sums by operator leave out what is not known: an operator with a call whose GEMM was not measured has a time, and
     null elsewhere; one with a call whose comparison is withheld has no exposed time and no efficiency.

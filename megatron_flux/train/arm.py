@@ -118,11 +118,11 @@ class Arm:
                 after = megatron_flux.report()
                 peak = self.trainer.memory.peak()  # before anything is measured, which takes memory of its own
                 values = {
-                    "peak_memory_bytes": peak.total,
+                    "peak_memory_bytes": None if peak.allocated is None else sum(peak),
                     "allocated_peak_bytes": peak.allocated,
                     "workspace_bytes": peak.workspace,
                     "active_layers": after["active_layers"],
-                    **self._measurements.values(local),
+                    **self._measurements.values(),
                 }
                 result = gathered(local, values, self._device)
                 if self._recorder is not None and self._mirror is not None:

@@ -54,9 +54,6 @@ def saves(config: RunConfig) -> Iterator[Callable[[Trainer, Path], None]]:
 
     Saving is a collective call, and saves everything that a resume needs. It raises StorageError where that could not
     be written: what was written of it is removed, and the tracker is as it was.
-
-    Raises:
-        UserError: as :func:`megatron_flux.train.checkpoint_access.held`, on all ranks.
     """
     with ExitStack() as holding:
         run = "" if config.save is None else _on_first_rank(lambda: holding.enter_context(held(config)))
@@ -88,7 +85,8 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
     def finish() -> None:
         """Make it the newest checkpoint."""
         if found is not None:
-            checkpoint_folder.write_checksums(unfinished, found)
+            lines = (f"{digest}  {name}\n" for name, digest in sorted(found.items()))
+            checkpoint_folder.write_synced(unfinished / CHECKSUMS, "".join(lines))
         checkpoint_folder.sync_folder(unfinished)
         if final.exists():  # a run that was resumed before it has come here again
             checkpoint_folder.move_latest_before(folder, iteration)
@@ -113,12 +111,7 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Bring a freshly built trainer to the chosen checkpoint in ``folder``, as a turn of its own. A collective call.
-
-    Raises:
-        UserError: as :func:`~megatron_flux.train.checkpoint_access.check_fits`, or its files are not what was saved.
-        FluxError: megatron-core cannot load it.
-    """
+    """Bring a freshly built trainer to the chosen checkpoint in ``folder``, as a turn of its own. A collective call."""
     config = trainer.config
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
@@ -130,15 +123,15 @@ def load(trainer: Trainer, folder: Path) -> None:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
     with trainer.turn():
-        _load(trainer, checkpoint)
+        _load(trainer, checkpoint, config)
 
 
-def _load(trainer: Trainer, checkpoint: Path) -> None:
-    config = trainer.config
+def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     description = checkpoint_folder.description(checkpoint)
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
-    if config.distributed_optimizer:
-        _begin_adam_state(trainer.optimizer)
+    adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
+    if adam is not None:
+        _begin_adam_state(adam[1])
     state = _state(trainer, is_loading=True)
     if not same_layout:
         del state["random_state"]
@@ -147,12 +140,11 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
     try:
         loaded = dist_checkpointing.load(state, str(checkpoint))
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
-        raise FluxError(
-            f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
-        ) from error
+        said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
+        raise FluxError(said) from error
     unwrap(trainer.model).load_state_dict(loaded["model"])
-    if config.distributed_optimizer:
-        _load_distributed_optimizer(trainer.optimizer, loaded["optimizer"])
+    if adam is not None:
+        _load_torch_adam(*adam, loaded["optimizer"])
     else:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
@@ -240,34 +232,23 @@ def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
     return (distributed, adam) if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
 
 
-def _begin_adam_state(optimizer: Any) -> None:
-    """Give torch's Adam the state that its first step would create, for the checkpoint to be read into.
-
-    megatron-core's distributed optimizer describes its state before it loads it, and expects a step count there, which
-    torch's Adam has only once it has stepped.
-    """
-    found = _torch_adam(optimizer)
-    for group in found[1].param_groups if found else ():
-        for parameter in group["params"]:
-            state = found[1].state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+def _begin_adam_state(adam: torch.optim.Optimizer) -> None:
+    """Give torch's Adam the state of its first step: megatron-core describes it before loading, step count included."""
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        state = adam.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
-def _load_distributed_optimizer(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``, without its two failures on torch's Adam.
+def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """``distributed.load_state_dict``, without its two failures on torch's Adam.
 
     megatron-core wants each entry of Adam's state from the checkpoint's tensors, torch's step count too, which the
     checkpoint keeps with the parameter groups. So: groups and step first, then the tensors while the step is away. And
     it gives all parameters one step tensor, which each would then count up: every parameter gets its own again.
     """
-    found = _torch_adam(optimizer)
-    if found is None:
-        optimizer.load_state_dict(loaded)
-        return
-    distributed, adam = found
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
     steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
     distributed.load_parameter_state_from_fully_reshardable(loaded["param_state"])

@@ -1,4 +1,5 @@
-"""Which checkpoints a run may resume from, and where it may save: checked before it trains.
+"""Which checkpoints a run may resume from, and where it may save: checked before it trains. What may not be is a
+:class:`~megatron_flux.errors.UserError`.
 
 * Checkpoints of another run are neither overwritten nor counted, and the tracker is not moved away from them. A run
   may go on in the folder that it loads from (``--load`` and ``--save`` name the same one): it then goes by the name of
@@ -27,17 +28,7 @@ from typing import TextIO
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import ARMS
-from megatron_flux.train.checkpoint_folder import (
-    TRACKER,
-    checkpoint_of,
-    chosen,
-    damage,
-    description,
-    iteration_of,
-    iterations,
-    owner,
-    remove_partial,
-)
+from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import parameters
 
@@ -55,11 +46,7 @@ def folders(root: Path, config: RunConfig) -> list[Path]:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Check that ``config.load`` fits this run, and that something is left to do.
-
-    Raises:
-        UserError: as :func:`check_fits`, no arm has a step left, or options of a resume without one.
-    """
+    """Check that ``config.load`` fits this run, and that something is left to do."""
     if config.load is None:
         for option, given in (("--ckpt-step", config.ckpt_step is not None), ("--other-data", config.other_data)):
             if given:
@@ -67,22 +54,16 @@ def check_resume(config: RunConfig) -> None:
         return
     iteration, folder = min((check_fits(folder, config), folder) for folder in folders(config.load, config))
     if iteration >= config.steps:
-        raise UserError(
-            f"checkpoint {chosen(folder, config.ckpt_step)} is at step {iteration} and --steps is {config.steps}; "
-            "--steps counts from the start of training, give more"
-        )
+        reached = f"checkpoint {files.chosen(folder, config.ckpt_step)} is at step {iteration}"
+        raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
 
 
 def check_fits(folder: Path, config: RunConfig) -> int:
-    """The iteration that ``folder`` would resume from, if its checkpoint fits this run.
-
-    Raises:
-        UserError: none there, a damaged one, or one of another shape, precision or optimizer.
-    """
-    checkpoint = chosen(folder, config.ckpt_step)
-    if (wrong := damage(checkpoint)) is not None:
+    """The iteration that ``folder`` would resume from; its checkpoint is whole and fits this run."""
+    checkpoint = files.chosen(folder, config.ckpt_step)
+    if (wrong := files.damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
-    saved = description(checkpoint)
+    saved = files.description(checkpoint)
     theirs = {"transformer_impl": "local", **saved, **saved["shape"]}  # the first version's do not say which
     ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in MUST_MATCH}}
     if config.shape.position_embedding != "learned_absolute":
@@ -90,25 +71,19 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     different = [name for name, value in ours.items() if theirs.get(name) != value]
     if different:
         has, wants = (", ".join(f"{name} {of.get(name)}" for name in different) for of in (theirs, ours))
-        raise UserError(
-            f"checkpoint {checkpoint} has {has}, this run has {wants}; use the options it was saved with, or another "
-            "checkpoint"
-        )
+        raise UserError(f"checkpoint {checkpoint} has {has}, this run has {wants}; use its options, or another one")
     return int(saved["iteration"])
 
 
 def check_data(config: RunConfig) -> str | None:
-    """Whether the run goes on with the text that its checkpoint was trained on (``config.text`` is known).
+    """Refuse to go on with another text than the checkpoint's (``config.text`` is known) that was not asked for.
 
-    Returns a line for the user where it is another one, and the user has asked for it.
-
-    Raises:
-        UserError: it is another one, and was not asked for.
+    Returns a line for the user where it was.
     """
     if config.load is None or config.text is None:
         return None
-    checkpoint = chosen(folders(config.load, config)[0], config.ckpt_step)
-    saved = description(checkpoint).get("data")  # check_resume has read it
+    checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
+    saved = files.description(checkpoint).get("data")  # check_resume has read it
     if saved is None or saved["sha256"] == config.text.sha256:
         return None
     then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
@@ -123,19 +98,16 @@ def check_data(config: RunConfig) -> str | None:
 def instead(checkpoint: Path, config: RunConfig) -> str:
     """What to do where ``checkpoint`` of ``config.load`` is damaged: an older one is offered, whole in all arms."""
     arms = folders(config.load, config)
-    for older in reversed(iterations(arms[0])):
-        if older < iteration_of(checkpoint) and all(damage(checkpoint_of(folder, older)) is None for folder in arms):
+    for older in reversed(files.iterations(arms[0])):
+        if older < files.iteration_of(checkpoint) and all(
+            files.damage(files.checkpoint_of(folder, older)) is None for folder in arms
+        ):
             return f"--ckpt-step {older} resumes from the one before it"
     return "there is no whole one before it; restore it from a copy, or give another --load"
 
 
 def check_save(config: RunConfig) -> None:
-    """Check what can be checked of ``--save`` before anything starts; leaves nothing behind.
-
-    Raises:
-        UserError: options without ``--save``, a folder that cannot be written or is too full, checkpoints of another
-            run in it, or a run that is saving there now.
-    """
+    """Check what can be checked of ``--save`` before anything starts; leaves nothing behind."""
     if config.save is None:
         for name, value in (("--save-interval", config.save_interval), ("--save-keep", config.save_keep)):
             if value is not None:
@@ -149,7 +121,11 @@ def check_save(config: RunConfig) -> None:
                 file.write(b"\0" * 4096)
         except OSError as error:
             raise _unwritable(config.save, error) from None
-        _check_room(config)
+        needed, free = least_bytes(config), shutil.disk_usage(config.save).free
+        if free < needed:
+            one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+            room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
+            raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
         _check_owner(config)
         with _locked(config):
             pass
@@ -168,8 +144,7 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 def held(config: RunConfig) -> Iterator[str]:
     """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints.
 
-    Raises:
-        UserError: as :func:`check_save`; something else may have come in between.
+    As :func:`check_save`, it refuses: something else may have come in between.
     """
     try:
         config.save.mkdir(parents=True, exist_ok=True)
@@ -179,10 +154,10 @@ def held(config: RunConfig) -> Iterator[str]:
         _check_owner(config)
         for folder in folders(config.save, config):
             if not _goes_on(config):  # what --overwrite replaces; the tracker goes first
-                (folder / TRACKER).unlink(missing_ok=True)
-                for iteration in iterations(folder):
-                    shutil.rmtree(checkpoint_of(folder, iteration))
-            remove_partial(folder)
+                (folder / files.TRACKER).unlink(missing_ok=True)
+                for iteration in files.iterations(folder):
+                    shutil.rmtree(files.checkpoint_of(folder, iteration))
+            files.remove_partial(folder)
         yield _run_name(config)
 
 
@@ -194,7 +169,7 @@ def _goes_on(config: RunConfig) -> bool:
 def _run_name(config: RunConfig) -> str:
     """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
     goes_on = _goes_on(config)
-    known = owner(chosen(folders(config.save, config)[0], config.ckpt_step)).get("id") if goes_on else None
+    known = files.owner(files.chosen(folders(config.save, config)[0], config.ckpt_step)).get("id") if goes_on else None
     return known or uuid.uuid4().hex
 
 
@@ -205,51 +180,36 @@ def _check_owner(config: RunConfig) -> None:
     """
     name = _run_name(config)
     for folder in folders(config.save, config):
-        there = [checkpoint_of(folder, n) for n in iterations(folder)]
+        there = [files.checkpoint_of(folder, n) for n in files.iterations(folder)]
         if _goes_on(config):
-            begin = chosen(folder, config.ckpt_step)
+            begin = files.chosen(folder, config.ckpt_step)
             for later in there:
-                if iteration_of(later) > iteration_of(begin) and owner(later).get("id") != name:
-                    raise UserError(
-                        f"--save {config.save} holds {later.name} of {_whose([later])}, after {begin.name} that this "
-                        "run goes on from; move it away, or give another --save"
-                    )
+                if files.iteration_of(later) > files.iteration_of(begin) and files.owner(later).get("id") != name:
+                    after = f"{later.name} of {_whose([later])}, after {begin.name} that this run goes on from"
+                    raise UserError(f"--save {config.save} holds {after}; move it away, or give another --save")
             continue
         own = str(config.out.resolve())
-        if config.overwrite and there and all(owner(checkpoint).get("folder") == own for checkpoint in there):
+        if config.overwrite and there and all(files.owner(checkpoint).get("folder") == own for checkpoint in there):
             continue
-        if there or (folder / TRACKER).exists():
+        if there or (folder / files.TRACKER).exists():
+            which = ", ".join(map(str, files.iterations(folder))) or "unknown"
             raise UserError(
-                f"--save {config.save} holds checkpoints of {_whose(there)} "
-                f"(iteration {', '.join(str(iteration_of(checkpoint)) for checkpoint in there) or 'unknown'}); give "
-                f"another folder, or --load {config.save} to go on with them"
+                f"--save {config.save} holds checkpoints of {_whose(there)} (iteration {which}); give another folder, "
+                f"or --load {config.save} to go on with them"
             )
 
 
 def _whose(checkpoints: list[Path]) -> str:
-    known = sorted({run for checkpoint in checkpoints if (run := owner(checkpoint).get("folder"))})
+    known = sorted({run for one in checkpoints if (run := files.owner(one).get("folder"))})
     return f"the run in {', '.join(known)}" if known else "another run"
 
 
 def least_bytes(config: RunConfig) -> int:
-    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out.
-
-    The weights, and for each of them the optimizer's two moments and its own copy (which plain fp32 Adam does without)
-    in fp32.
-    """
+    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out."""
+    # For each weight the optimizer's two moments and its own copy (which plain fp32 Adam does without) in fp32.
     moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
     weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
     return len(folders(Path(), config)) * weights * (config.dtype.itemsize + moments)
-
-
-def _check_room(config: RunConfig) -> None:
-    needed, free = least_bytes(config), shutil.disk_usage(config.save).free
-    if free < needed:
-        both = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
-        raise UserError(
-            f"--save {config.save} has {free / 1e9:.3g} GB of free space, and {both} needs at least {needed / 1e9:.3g} "
-            "GB; make room, or give a folder on another disk"
-        )
 
 
 @contextmanager
@@ -285,9 +245,8 @@ def _lock_file(path: Path, config: RunConfig) -> TextIO:
             except (OSError, ValueError, KeyError, TypeError):
                 holder, held_by = {}, "a run"
             if holder.get("run") != str(config.out.resolve()) or time.monotonic() >= deadline:
-                raise UserError(
-                    f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
-                ) from None
+                said = f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
+                raise UserError(said) from None
             time.sleep(0.2)
         except OSError as error:
             logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)

@@ -69,9 +69,8 @@ def tracked(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        raise UserError(
-            f"{tracker} must hold an iteration number; restore it, or choose one of {_shown(folder)} with --ckpt-step"
-        ) from None
+        there = f"or choose one of {_shown(folder)} with --ckpt-step"
+        raise UserError(f"{tracker} must hold an iteration number; restore it, {there}") from None
 
 
 def chosen(folder: Path, step: int | None) -> Path:
@@ -202,10 +201,8 @@ def _gathered(mine: Any) -> list[Any]:
 def checksums_of(checkpoint: Path) -> dict[str, str]:
     """The checksums of all files in ``checkpoint``, on all ranks. A collective call.
 
-    Every rank reads the shards that it has written, from memory; all other files are rank 0's.
-
-    Raises:
-        StorageError: on all ranks, where one of them cannot read its files again.
+    Every rank reads the shards that it has written, from memory; all other files are rank 0's. StorageError on all
+    ranks, where one of them cannot read its files again.
     """
     answer: dict[str, str] | str = {}
     try:
@@ -219,11 +216,6 @@ def checksums_of(checkpoint: Path) -> dict[str, str]:
     if failed := [theirs for theirs in answers if isinstance(theirs, str)]:
         raise StorageError(failed[0], everywhere=True)
     return {name: digest for theirs in answers for name, digest in theirs.items()}
-
-
-def write_checksums(checkpoint: Path, found: dict[str, str]) -> None:
-    """Write :data:`CHECKSUMS`."""
-    write_synced(checkpoint / CHECKSUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(found.items())))
 
 
 def changed_files(checkpoint: Path) -> list[str] | None:

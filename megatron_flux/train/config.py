@@ -28,16 +28,13 @@ _VOCAB_MULTIPLE = 128
 
 
 class Text(BaseModel):
-    """The text of a training, so that a resume can tell it from another."""
+    """The text of a training, so that a resume can tell it from another: its paths, tokens and fingerprint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """The paths that were given, or what is taken without any."""
     length: int
-    """In tokens."""
     sha256: str
-    """As of :func:`megatron_flux.train.data.fingerprint`."""
 
 
 class RunConfig(CheckpointOptions, RunOptions):
@@ -67,7 +64,7 @@ class RunConfig(CheckpointOptions, RunOptions):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step on each data-parallel rank."""
+        """Per step, on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
@@ -95,11 +92,7 @@ def resolve(
     device: Literal["cuda", "cpu"],
     out: Path,
 ) -> RunConfig:
-    """Fill in what the options leave open and check that it fits together.
-
-    Raises:
-        UserError: anything that does not fit; nothing has been started or written.
-    """
+    """Fill in what the options leave open and check that it fits together: a UserError where it does not."""
     if options.preset not in PRESETS:
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
     preset = PRESETS[options.preset]
@@ -110,26 +103,22 @@ def resolve(
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
     pp = options.pp
     tp = options.tp or (1 if world_size % pp else world_size // pp)
-    if options.cuda_graph_impl != "none":
-        _check_cuda_graphs(options, special, device, precision)
     if world_size % (tp * pp):
-        raise UserError(
-            f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; use --nproc with a multiple of "
-            f"{tp * pp}, or other sizes of --tp and --pp"
-        )
+        use = f"use --nproc with a multiple of {tp * pp}, or other sizes of --tp and --pp"
+        raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
-    if options.cuda_graph_impl != "none" and flux and tp > 1:
-        _check_beside_graphs(options, dp)
+    if options.cuda_graph_impl != "none":
+        _check_cuda_graphs(options, special, device, precision, beside=pp * dp if tp > 1 else 1)
     if options.strict and flux and (tp == 1 or not options.sequence_parallel):
         given = "tp 1" if tp == 1 else "--no-sequence-parallel"
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
     shape = _shape(options, preset.shape)
     _check_shape(shape, tp, options)
-    micro_batch_size = options.micro_batch_size or preset.micro_batch_size
-    batch = options.global_batch_size or micro_batch_size * dp * preset.micro_batches
-    if batch % (split := micro_batch_size * dp):
+    micro = options.micro_batch_size or preset.micro_batch_size
+    batch = options.global_batch_size or micro * dp * preset.micro_batches
+    if batch % (micro * dp):
         raise UserError(
-            f"global batch size {batch} is not a multiple of {split} (micro-batches of {micro_batch_size} x dp {dp})"
+            f"global batch size {batch} must be a multiple of {micro * dp}: micro-batches of {micro} x dp {dp}"
         )
     lr, decay = options.lr or preset.lr, options.lr_decay_steps
     if options.min_lr > lr:
@@ -141,7 +130,12 @@ def resolve(
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
     values |= special.model_dump()
     if isinstance(special, CompareOptions):
-        values |= _turns(options.steps, special)
+        steps, warmup = options.steps, special.warmup_steps
+        warmup = min(5, max(1, steps // 10), steps - 1) if warmup is None else warmup
+        if warmup >= steps:
+            raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
+        turn = min(special.block_steps or max(1, round(steps / 8)), steps)
+        values |= {"block_steps": turn, "warmup_steps": warmup}
     fusion = options.gradient_accumulation_fusion
     values |= {
         "command": "compare" if isinstance(special, CompareOptions) else "train",
@@ -151,7 +145,7 @@ def resolve(
         "world_size": world_size,
         "tp": tp,
         "dp": dp,
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": micro,
         "global_batch_size": batch,
         "lr": lr,
         "precision": precision,
@@ -160,14 +154,6 @@ def resolve(
         "out": out,
     }
     return RunConfig(**values)
-
-
-def _turns(steps: int, special: CompareOptions) -> dict[str, int]:
-    """Steps of a turn, and how many of the first ones are not timed."""
-    warmup = special.warmup_steps if special.warmup_steps is not None else min(5, max(1, steps // 10), steps - 1)
-    if warmup >= steps:
-        raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
-    return {"block_steps": min(special.block_steps or max(1, round(steps / 8)), steps), "warmup_steps": warmup}
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
@@ -188,17 +174,9 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
         begin = (first - 1) // block_steps * block_steps + 2
         end = min(begin + block_steps - 2, steps)
         use = f"use {begin}-{end} or fewer, or more" if begin <= end else "use more"
-        raise UserError(
-            f"--profile-steps {given} with the step ahead of them must lie within one turn of {block_steps} steps; "
-            f"{use} --block-steps"
-        )
+        turn = f"within one turn of {block_steps} steps; {use} --block-steps"
+        raise UserError(f"--profile-steps {given} with the step ahead of them must lie {turn}")
     return first, last
-
-
-def _named_backends(options: TrainOptions) -> tuple[list[str | None], list[str]]:
-    """As given: of all layers and of forward, dgrad and wgrad; and of layers by name."""
-    directions = [options.backend, options.forward_backend, options.dgrad_backend, options.wgrad_backend]
-    return directions, [choice.rpartition("=")[2] for choice in options.layer_backend]
 
 
 def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
@@ -206,40 +184,32 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
     for choice in options.layer_backend:
         if not all(choice.rpartition("=")[::2]):
             raise UserError(f"--layer-backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
-    directions, layers = _named_backends(options)
-    for name in [name for name in directions if name is not None] + [name for name in layers if name != STOCK]:
+    for name in [options.backend, *_named_backends(options)]:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
             raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
 
 
+def _named_backends(options: TrainOptions) -> list[str]:
+    """Of forward, dgrad and wgrad, and of layers by name but for those that run stock."""
+    directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
+    layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
+    return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]
+
+
 def _check_transformer_engine(device: str, given: str, instead: str) -> None:
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
     if importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(
-            f"{given} needs TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own "
-            f"guide, or {instead}"
-        )
-
-
-def _check_beside_graphs(options: TrainOptions, dp: int) -> None:
-    """Other process groups' kernels beside captured ones; see :mod:`megatron_flux.ops.backends.fused`."""
-    (whole, *directions), layers = _named_backends(options)
-    chosen = [*(name or whole for name in directions), *layers]
-    fused = any(name not in ("reference", "pipelined", STOCK) for name in chosen)
-    if fused and options.pp * dp > 1 and sm_margin() == 0:
-        raise UserError(
-            f"--cuda-graph-impl {options.cuda_graph_impl} with PP {options.pp} x DP {dp}: nothing orders the launch of "
-            "a graph with fused kernels, which wait for their peers, against NCCL's of those groups; set "
-            "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or leave graphs out"
-        )
+        needs = f"TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own guide"
+        raise UserError(f"{given} needs {needs}, or {instead}")
 
 
 def _check_cuda_graphs(
-    options: TrainOptions, special: CheckpointOptions | CompareOptions, device: str, precision: str
+    options: TrainOptions, special: CheckpointOptions | CompareOptions, device: str, precision: str, *, beside: int
 ) -> None:
+    """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
     given = f"--cuda-graph-impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
@@ -255,9 +225,15 @@ def _check_cuda_graphs(
             raise UserError(f"{given} needs bf16, this run is {precision}; use --cuda-graph-impl local")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
-    directions, layers = _named_backends(options)
-    if special.flux and "pipelined" in (*directions, *layers):
+    backends = _named_backends(options)
+    if special.flux and "pipelined" in (options.backend, *backends):
         raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
+    if special.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
+        raise UserError(
+            f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "
+            "their peers, against NCCL's of those groups; set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "
+            "takes, or leave graphs out"
+        )
 
 
 def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:
@@ -285,12 +261,8 @@ def _check_shape(shape: ModelShape, tp: int, options: TrainOptions) -> None:
     for name, value, by, divisor, option in rules:
         if value % divisor:
             common = [d for d in range(1, divisor + 1) if gcd(value, d) == d]
-            raise UserError(
-                f"{name} {value} must be divisible by {by} {divisor}; change {option} "
-                f"(a multiple of {divisor}, or {by} one of {common})"
-            )
+            change = f"change {option} (a multiple of {divisor}, or {by} one of {common})"
+            raise UserError(f"{name} {value} must be divisible by {by} {divisor}; {change}")
     if shape.position_embedding == "rope" and (shape.hidden_size // shape.num_attention_heads) % 2:
-        raise UserError(
-            f"rotary embeddings need an even head size, got hidden size {shape.hidden_size} / attention heads "
-            f"{shape.num_attention_heads}; change --hidden-size or --num-attention-heads"
-        )
+        got = f"hidden size {shape.hidden_size} / attention heads {shape.num_attention_heads}"
+        raise UserError(f"rotary embeddings need an even head size, got {got}: change --hidden-size or the heads")

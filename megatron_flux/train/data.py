@@ -32,32 +32,18 @@ _FINGERPRINT_BYTES = 1 << 26
 
 
 class Corpus(NamedTuple):
-    """An indexed dataset on disk: the pair ``prefix.bin`` and ``prefix.idx``.
-
-    ``is_bytes``: made here from text, one token per byte.
-    """
+    """An indexed dataset on disk, the pair ``prefix.bin`` and ``prefix.idx``; ``is_bytes``: made here from text."""
 
     prefix: Path
     tokens: int
     is_bytes: bool
 
-    @property
-    def bin(self) -> Path:
-        """The file of tokens."""
-        return Path(f"{self.prefix}.bin")
-
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
-    """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair.
-
-    Raises:
-        UserError: a path that is missing or has no text, or a pair mixed with anything else.
-    """
+    """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair, or a UserError."""
     pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
     if pairs and len(data) > 1:
-        raise UserError(
-            f"--data takes one .bin/.idx pair or any number of text files, got {len(data)} paths with a pair"
-        )
+        raise UserError(f"--data takes one .bin/.idx pair, or text files and folders; got {len(data)} with a pair")
     if pairs:
         return pairs[0]
     files: list[Path] = []
@@ -70,27 +56,18 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
 
 
 def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int) -> Corpus:
-    """The indexed dataset for ``data``, tokenized now if it is not in the cache.
-
-    Raises:
-        UserError: no text, too little of it for one sequence, or tokens that the vocabulary does not have.
-    """
+    """The indexed dataset for ``data``, tokenized now if it is not in the cache: enough of it, in the vocabulary."""
     sources = find_sources(data)
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
     elif vocab_size < _BYTE_VOCAB_SIZE:
-        raise UserError(
-            f"vocabulary of {vocab_size} is too small for byte-level text, which needs {_BYTE_VOCAB_SIZE}; raise "
-            "--vocab-size or give a .bin/.idx pair"
-        )
+        needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
+        raise UserError(f"{needs}; raise --vocab-size or give a .bin/.idx pair")
     else:
         corpus = _tokenized(sources, cache_folder(cache))
     if corpus.tokens < seq_length + 1:
-        given = " ".join(map(str, data)) or name_of(data)
-        raise UserError(
-            f"{given} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1; give more text or a "
-            "smaller --seq-length"
-        )
+        has = f"{name_of(data)} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1"
+        raise UserError(f"{has}; give more text or a smaller --seq-length")
     return corpus
 
 
@@ -100,13 +77,12 @@ def name_of(data: list[Path]) -> str:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """SHA-256 of the corpus's number of tokens and of 64 MiB of them: of all, or of pieces from beginning to end.
+    """SHA-256 of the number of tokens and of 64 MiB of them, wherever the text lies.
 
-    It is the same wherever the text lies. A larger corpus is read in 1024 pieces: enough to tell texts apart, not to
-    find a changed word.
+    A larger corpus is read in 1024 pieces from beginning to end: enough to tell texts apart, not a changed word.
     """
     digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
-    with corpus.bin.open("rb") as file:
+    with Path(f"{corpus.prefix}.bin").open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         pieces = 1024 if size > _FINGERPRINT_BYTES else 1
         length = _FINGERPRINT_BYTES // pieces
@@ -207,10 +183,8 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
     tokens = int(lengths.sum(dtype=np.int64))
     if (size := Path(f"{prefix}.bin").stat().st_size) != tokens * dtype.itemsize:
-        raise UserError(
-            f"--data {prefix}.bin has {size} bytes, but its index says {tokens} tokens of {dtype.itemsize} bytes; make "
-            "the pair again"
-        )
+        says = f"its index says {tokens} tokens of {dtype.itemsize} bytes"
+        raise UserError(f"--data {prefix}.bin has {size} bytes, but {says}; make the pair again")
     if tokens:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
         _check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))
@@ -233,7 +207,7 @@ class _TokenSpace:
         self.pad = _PAD if corpus.is_bytes else -1
         self.eod = END_OF_DOCUMENT if corpus.is_bytes else vocab_size - 1
         # Part of the name of the cached indices: a pair that was made again must not meet its old ones.
-        changed = corpus.bin.stat().st_mtime_ns
+        changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns
         self.unique_identifiers = {"bytes": corpus.is_bytes, "tokens": corpus.tokens, "changed": changed}
 
 

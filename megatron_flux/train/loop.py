@@ -12,8 +12,8 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from megatron_flux import metrics
 from megatron_flux.errors import FluxError, StorageError, UserError
-from megatron_flux.metrics import (
-    ARMS,
-    print_summary,
-    read_records,
-    summarize,
-    wandb_mirror,
-    write_report,
-    write_summary,
-)
+from megatron_flux.metrics import ARMS, wandb_mirror
 from megatron_flux.run import folder
 from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
@@ -45,6 +38,7 @@ logger = logging.getLogger("megatron_flux")
 
 Shown = Callable[[str, int, StepResult], None]
 """Shows that an arm has done a step."""
+Save = Callable[[Trainer, Path], None]
 
 
 @contextmanager
@@ -82,40 +76,84 @@ def _watch(config: RunConfig) -> Iterator[Shown]:
                 handler.setStream(stream)
 
 
-def train(config: RunConfig, dataset: Any, device: torch.device) -> None:
-    """Train one arm to ``config.steps``, recording to the run folder and saving as asked. A collective call."""
+def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
+    """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
+    comparing = config.command == "compare"
     with StopRequest(config.exit_signal, device) as stop:
-        arm = Arm("flux" if config.flux else "baseline", config, dataset, device)
-        trainer = arm.trainer
+        names = ARMS if comparing else ("flux" if config.flux else "baseline",)
+        arms = {name: Arm(name, config, dataset, device) for name in names}
         if config.load is not None:
-            checkpoint.load(trainer, config.load)
-        interval = config.save_interval or config.steps
-        stopped = False
-        with checkpoint.saves(config) as save:
-            _begin(config)
-            with arm, _watch(config) as shown:
-                for iteration, result in arm.steps(config.steps - trainer.iteration):
-                    shown(arm.name, iteration, result)
-                    stopped = iteration < config.steps and stop.agreed()
-                    if config.save is not None and (iteration % interval == 0 or iteration == config.steps or stopped):
-                        save(trainer, config.save)
+            for arm, saved in zip(arms.values(), folders(config.load, config), strict=True):
+                checkpoint.load(arm.trainer, saved)
+        iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
+        summary = None
+        try:
+            with checkpoint.saves(config) as save:
+                if dist.get_rank() == 0:
+                    folder.begun(config.out)
+                with ExitStack() as recording:
+                    for arm in arms.values():
+                        recording.enter_context(arm)
+                    stopped = _take_turns(config, arms, iterations, save, stop)
+                    if comparing and not stopped and dist.get_rank() == 0:
+                        summary = _summary(config)
+                        final = wandb_mirror.comparison_summary(config.out, summary)
+                        for arm in arms.values():
+                            arm.conclude(final)
+        except StorageError as error:
+            if comparing and dist.get_rank() == 0:
+                try:
+                    conclude(config)  # what was measured before a save, or the record, failed
+                except FluxError as another:
+                    logger.error("%s", another)
+            if comparing and error.everywhere:
+                dist.barrier()  # the first rank that ends takes the others with it
+            raise
+        if summary is not None:
+            conclude(config, summary)
+        run_folder.ended(config, iterations, stopped)
+
+
+def _take_turns(
+    config: RunConfig, arms: Mapping[str, Arm], iterations: dict[str, int], save: Save, stop: StopRequest
+) -> bool:
+    """Train what is left, counting up ``iterations``; whether a signal stopped it.
+
+    One arm is saved at every ``save_interval`` and its last step. Two are saved at the first end of a turn at which
+    both have come so far, and not at the end. Either is saved when it is stopped.
+    """
+    turns = schedule(config.steps, config.block_steps or config.steps, tuple(arms))
+    alone, both = (config.save is not None and len(arms) == number for number in (1, 2))
+    every = config.save_interval or config.steps + 1
+    saved = min(iterations.values())
+    with _watch(config) as shown:
+        for block, name, count in remaining(turns, iterations.copy()):
+            with closing(arms[name].steps(count, block=block)) as steps:
+                for iteration, result in steps:
+                    shown(name, iteration, result)
+                    iterations[name] = iteration
+                    stopped = min(iterations.values()) < config.steps and stop.agreed()
+                    if alone and (iteration % every == 0 or iteration == config.steps or stopped):
+                        save(arms[name].trainer, config.save)
                     if stopped:
                         break
-        run_folder.ended(config, {arm.name: trainer.iteration}, stopped)
+            slower = min(iterations.values())
+            if both and (stopped or slower // every > saved // every):
+                saved = slower
+                for arm, to in zip(arms.values(), folders(config.save, config), strict=True):
+                    with arm.trainer.turn():
+                        save(arm.trainer, to)
+            if stopped:
+                return True
+    return False
 
 
-def _begin(config: RunConfig) -> None:
-    """Training begins: an earlier run that ``config.overwrite`` replaces is deleted."""
-    if dist.get_rank() == 0:
-        folder.begun(config.out)
-
-
-def schedule(steps: int, block_steps: int) -> Iterator[tuple[int, str, int]]:
+def schedule(steps: int, block_steps: int, arms: Sequence[str] = ARMS) -> Iterator[tuple[int, str, int]]:
     """Turns as ``(block, arm, steps)``: baseline, flux, flux, baseline, ... until each arm has done ``steps``."""
     block = 0
     for pair, first in enumerate(range(0, steps, block_steps)):
         count = min(block_steps, steps - first)
-        for arm in ARMS if pair % 2 == 0 else reversed(ARMS):
+        for arm in arms if pair % 2 == 0 else reversed(arms):
             yield block, arm, count
             block += 1
 
@@ -131,87 +169,19 @@ def remaining(turns: Iterable[tuple[int, str, int]], done: Mapping[str, int]) ->
             yield block, arm, left
 
 
-def compare(config: RunConfig, dataset: Any, device: torch.device) -> None:
-    """Train both arms in turns and write summary and report; or, on a signal, save both. A collective call."""
-    with StopRequest(config.exit_signal, device) as stop:
-        arms = {name: Arm(name, config, dataset, device) for name in ARMS}
-        if config.load is not None:
-            for arm, saved in zip(arms.values(), folders(config.load, config), strict=True):
-                checkpoint.load(arm.trainer, saved)
-        iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
-        try:
-            with checkpoint.saves(config) as save:
-                _begin(config)
-                stopped, summary = _take_turns(config, arms, iterations, save, stop)
-        except StorageError as error:
-            if dist.get_rank() == 0:
-                try:
-                    conclude(config)  # what was measured before a save, or the record, failed
-                except FluxError as another:
-                    logger.error("%s", another)
-            if error.everywhere:
-                dist.barrier()  # the first rank that ends takes the others with it
-            raise
-        if summary is not None:
-            conclude(config, summary)
-        run_folder.ended(config, iterations, stopped)
-
-
-def _take_turns(
-    config: RunConfig,
-    arms: Mapping[str, Arm],
-    iterations: dict[str, int],
-    save: Callable[[Trainer, Path], None],
-    stop: StopRequest,
-) -> tuple[bool, dict[str, Any] | None]:
-    """Train what is left, counting up ``iterations``: whether a signal stopped it, and if not, rank 0's summary."""
-    saved, stopped = min(iterations.values()), False
-    with arms["baseline"], arms["flux"], _watch(config) as shown:
-        for block, name, count in remaining(schedule(config.steps, config.block_steps), iterations.copy()):
-            arm = arms[name]
-            with closing(arm.steps(count, block=block)) as steps:
-                for iteration, result in steps:
-                    shown(name, iteration, result)
-                    iterations[name] = iteration
-                    stopped = min(iterations.values()) < config.steps and stop.agreed()
-                    if stopped:
-                        break
-            slower = min(iterations.values())
-            due = config.save_interval is not None and slower // config.save_interval > saved // config.save_interval
-            if config.save is not None and (stopped or due):
-                saved = slower
-                for arm, to in zip(arms.values(), folders(config.save, config), strict=True):
-                    with arm.trainer.turn():
-                        save(arm.trainer, to)
-            if stopped:
-                break
-        summary = None
-        if dist.get_rank() == 0 and not stopped:
-            summary = _summary(config)
-            final = wandb_mirror.comparison_summary(config.out, summary)
-            for arm in arms.values():
-                arm.conclude(final)
-    return stopped, summary
-
-
 def _summary(config: RunConfig) -> dict[str, Any]:
-    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
+    baseline, flux = (metrics.read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+    return metrics.summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
-    """Print the table, then write ``summary.json`` and ``report.html``; ``summary`` is made if it is None.
-
-    Raises:
-        StorageError: they could not be written.
-    """
+    """Print the table, then write ``summary.json`` and ``report.html``; a StorageError where that fails."""
     summary = summary or _summary(config)
-    print_summary(summary, sys.stdout)
+    metrics.print_summary(summary, sys.stdout)
     try:
-        write_summary(config.out / "summary.json", summary)
-        report = write_report(config.out)
+        metrics.write_summary(config.out / "summary.json", summary)
+        report = metrics.write_report(config.out)
     except UserError as error:  # here it is no bad input
-        raise StorageError(
-            f"{error}; the records are there, and megatron-flux report {config.out} reads them"
-        ) from error
+        said = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
+        raise StorageError(said) from error
     logger.info("report: %s", report)

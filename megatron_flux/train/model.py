@@ -17,32 +17,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.shims import SequenceParallelNorm
 
 
-def have_transformer_engine(config: RunConfig) -> bool:
-    """Whether norm and attention come from TransformerEngine: installed, and a GPU to run it on."""
-    return config.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-
-
 def transformer_config(config: RunConfig) -> Any:
     """megatron-core's TransformerConfig for this run."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     shape, on_gpu = config.shape, config.device == "cuda"
-    swiglu = shape.activation == "swiglu"
+    swiglu, recompute = shape.activation == "swiglu", config.recompute
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "normalization")
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        ffn_hidden_size=shape.ffn_hidden_size,
+        **{name: getattr(shape, name) for name in sizes},
         # Megatron's default, and for wide models the smaller deviation that Smith et al. trained 530B with (arXiv
         # 2201.11990): 0.02 makes wide models start with gradient norms of 50 and more.
         init_method_std=min(0.02, (3 * shape.hidden_size) ** -0.5),
-        normalization=shape.normalization,
         gated_linear_unit=swiglu,
         activation_func=F.silu if swiglu else F.gelu,
         add_bias_linear=shape.bias,
@@ -66,44 +62,35 @@ def transformer_config(config: RunConfig) -> Any:
         # A graph serves all micro-batches: none of them may replace what others have added to main_grad, as stock
         # TransformerEngine (to 2.13) has the first one do. Otherwise it is a matter of fp8.
         disable_parameter_transpose_cache=config.cuda_graph_impl == "transformer_engine",
-        recompute_granularity=None if config.recompute == "none" else config.recompute,
-        recompute_method="uniform" if config.recompute == "full" else None,
-        recompute_num_layers=1 if config.recompute == "full" else None,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
     )
 
 
 def layer_spec(config: RunConfig) -> tuple[Any, type]:
     """The transformer layer's spec and the class of the final norm."""
-    from megatron.core.models.gpt import gpt_layer_specs
-
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(), TENorm
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.shape.normalization)
-    norm: type = SequenceParallelNorm
-    if have_transformer_engine(config):
+    layer, norm = (
+        gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.shape.normalization),
+        SequenceParallelNorm,
+    )
+    if config.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
         norm = TENorm
         layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    layer.submodules.input_layernorm = norm
-    layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     return layer, norm
 
 
 def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
     """Build this rank's pipeline stage, in the run's precision, on the run's device."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-    layer, final_norm = layer_spec(config)
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm
-    )
-    shape = config.shape
+    shape, (layer, final_norm) = config.shape, layer_spec(config)
+    block = TransformerBlockSubmodules([layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm)
     model = GPTModel(
         config=mcore_config,
         transformer_layer_spec=block,
@@ -145,7 +132,6 @@ class CudaGraphs:
         self._model, self._helper = model, None
         if config.cuda_graph_impl != "transformer_engine":
             return
-        from megatron.core import num_microbatches_calculator as calculator
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         # The helper asks how many micro-batches there are.

@@ -16,8 +16,8 @@ class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelOptions(_Options):
-    """What to build, on how many processes."""
+class ShapeOptions(_Options):
+    """A preset, and sizes that differ from it."""
 
     preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
     num_layers: int | None = _option(None, "Layers to build, instead of the preset's.", ge=1)
@@ -27,6 +27,11 @@ class ModelOptions(_Options):
     ffn_hidden_size: int | None = _option(None, "MLP hidden size, instead of the preset's.", ge=1)
     seq_length: int | None = _option(None, "Tokens per sequence, instead of the preset's.", ge=2)
     vocab_size: int | None = _option(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
+
+
+class ModelOptions(ShapeOptions):
+    """What to build, on how many processes."""
+
     activation: Literal["gelu", "swiglu"] | None = _option(None, "MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = _option(None, "Norm, instead of the preset's.")
     transformer_impl: Literal["local", "transformer_engine"] = _option(

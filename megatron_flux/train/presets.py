@@ -34,7 +34,7 @@ class ModelShape(BaseModel):
 
 
 class Preset(NamedTuple):
-    """A shape and the batch it is run with unless told otherwise; ``micro_batches`` per step and data-parallel rank."""
+    """A shape and what it is run with unless told otherwise; ``micro_batches`` per step and data-parallel rank."""
 
     shape: ModelShape
     micro_batch_size: int

@@ -75,11 +75,7 @@ def run_info(config: RunConfig) -> dict[str, Any]:
 
 
 def _wandb_names(config: RunConfig) -> WandbNames:
-    """The names that the run folder has already where it is resumed; else new ones, which no other run has.
-
-    They are made of the scheduler's job where there is one, and else of the folder's name, the time and a random part:
-    two folders of one name, on different days or disks, are two groups. ``config.wandb_group`` is the group as it is.
-    """
+    """The names that the run folder has already where it is resumed; else new ones, which no other run has."""
     group, run = _kept_names(config.out) if config.load is not None else (None, None)
     given = config.wandb_group
     if run is None:
@@ -105,6 +101,7 @@ def _kept_names(out: Path) -> tuple[str, str] | tuple[None, None]:
 
 
 def _new_name(out: Path) -> str:
+    """By the scheduler's job, or the folder's name, the time and a random part: names occur on other days and disks."""
     job = environment.job()
     if job is None:
         return f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -115,10 +112,7 @@ def _new_name(out: Path) -> str:
 
 
 def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
-    """Leave in the folder how the run ended, for job scripts; rank 0 writes.
-
-    ``iterations``: the last step of each arm; ``stopped``: ``config.exit_signal`` arrived with steps left.
-    """
+    """Leave in the folder how the run ended and the last step of each arm, for job scripts; rank 0 writes."""
     if dist.get_rank() != 0:
         return
     try:

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Attributes of ``owner``, present or not, replaced inside the context."""
     saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
@@ -106,7 +106,7 @@ def cpu_shims() -> Iterator[None]:
             return run_backward(*args, **kwargs)
 
     with (
-        _replaced(
+        replaced(
             torch.cuda,
             # GlobalMemoryBuffer, tensor_parallel.mappings and layers allocate on the current device.
             current_device=lambda: _CPU,
@@ -118,15 +118,15 @@ def cpu_shims() -> Iterator[None]:
             synchronize=lambda *args, **kwargs: None,
             **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _NoStream),
         ),
-        _replaced(torch.Tensor, type=_cuda_type_name(torch.Tensor.type)),
-        _replaced(
+        replaced(torch.Tensor, type=_cuda_type_name(torch.Tensor.type)),
+        replaced(
             megatron_random,
             _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
             _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         ),
         # It watches for the CPU's generator moving while CUDA's is forked; here the two are one.
-        _replaced(logging.getLogger(megatron_random.__name__), disabled=True),
-        _replaced(torch.autograd, _engine_run_backward=run_backward_in_mode),
+        replaced(logging.getLogger(megatron_random.__name__), disabled=True),
+        replaced(torch.autograd, _engine_run_backward=run_backward_in_mode),
         _CudaMeansCpu(),
     ):
         yield
@@ -149,7 +149,7 @@ def gradient_accumulation_fusion() -> Iterator[None]:
         accumulate(main_grad, dy, x)
 
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
-    with _replaced(layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True):
+    with replaced(layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True):
         yield
 
 

@@ -196,10 +196,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     values = {name: s.cpu() for name, s in state["tracker"].items()}
     generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
     if generators and generators.keys() != values.keys():
-        raise UserError(
-            f"the random state is of the trackers {sorted(values)}, this run has {sorted(generators)}; resume with the "
-            "parallelism and --cuda-graph-impl it was saved with"
-        )
+        of = f"the random state is of the trackers {sorted(values)}, this run has {sorted(generators)}"
+        raise UserError(f"{of}; resume with the parallelism and --cuda-graph-impl it was saved with")
     for name, generator in generators.items():
         generator.set_state(values.pop(name))  # itself: graphs know it
     if not generators:
@@ -209,10 +207,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> None:
     """Stop a run that has diverged (FluxError), after its record has been written."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise FluxError(
-            f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}: training has diverged; lower "
-            "--lr, or add --lr-warmup-steps"
-        )
+        has = f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}"
+        raise FluxError(f"{has}: training has diverged; lower --lr, or add --lr-warmup-steps")
 
 
 def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

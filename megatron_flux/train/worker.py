@@ -17,7 +17,7 @@ from megatron_flux.train.config import RunConfig
 
 
 class Layout(Protocol):
-    """What a run's configuration must say for its process groups: sizes, and seconds that a collective may wait."""
+    """What must be known for process groups: sizes, and seconds that a collective may wait."""
 
     device: str
     tp: int
@@ -29,10 +29,8 @@ class Layout(Protocol):
 def process_groups(config: Layout) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
-    On an error the groups are left as they are: tearing them down would wait for peers that may be gone.
-
-    Raises:
-        RendezvousError: the ranks have not found each other.
+    RendezvousError where the ranks have not found each other. On an error inside, the groups are left as they are:
+    tearing them down would wait for peers that may be gone.
     """
     from megatron.core import parallel_state
 
@@ -84,8 +82,7 @@ def run(config: RunConfig) -> None:
         # Under a launcher of the user's own, every rank has named the default folder by its own clock.
         out = [config.out]
         dist.broadcast_object_list(out, src=0)
-        config = config.model_copy(update={"out": out[0]})
-        {"train": loop.train, "compare": loop.compare}[config.command](config, dataset, device)
+        loop.run(config.model_copy(update={"out": out[0]}), dataset, device)
 
 
 def work(folder: str) -> None:

@@ -53,7 +53,7 @@ def test_a_full_comparison(driver: Any, artefacts: Path, full: tuple[Path, int],
     size, dark = LOOKS[name]
     seen = look(driver, full[0], size, dark=dark, shot=artefacts / f"full-{name}.png")
     assert seen.complaints() == {}
-    assert seen.plots == full[1] == 13
+    assert seen.plots == full[1] == 12
     background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
     drawn = driver.execute_script(
@@ -141,7 +141,7 @@ def test_png_figures(driver: Any, artefacts: Path, few: tuple[Path, int], tmp_pa
     pytest.importorskip("kaleido", reason="kaleido is not installed")
     run = few[0].parent.parent / "run"
     _, markdown, *pictures = write_reports([run], tmp_path, png=True)
-    assert len(pictures) == few[1] == 6
+    assert len(pictures) == few[1] == 5
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"({picture.relative_to(tmp_path)})" in markdown.read_text()

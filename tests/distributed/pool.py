@@ -203,10 +203,12 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     os.environ.clear()
     os.environ.update(environment)
     import datetime
+    import gc
 
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what has been imported is no garbage, and a collection need not look through it
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
     if rank == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -212,13 +211,13 @@ def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
     assert summary["rows"] == []
 
 
-def test_the_worker_leaves_a_whole_folder(tmp_path: Path) -> None:
+def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:
     workload = Workload(model="tiny", seq=16, micro_batch=1, layers=1)
     chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1)
     (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", str(tmp_path)],
+        [warm_python, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", str(tmp_path)],
         capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,25 +20,16 @@ from megatron_flux.run import launcher
 from megatron_flux.run.rank import WholeErrorFile
 from tests.processes import MARK, end, left, with_mark
 
-LAUNCH = """
-import sys
-from megatron_flux.errors import FluxError
-from megatron_flux.run.launcher import launch
-try:
-    launch("tests.distributed.launched", " ".join(sys.argv[1:]), 2, left="the rest is in the attic")
-except FluxError as error:
-    print(type(error).__name__, error)
-    sys.exit(1)
-"""
+LAUNCH = ("-m", "tests.distributed.launch")
 ROOT = Path(__file__).parents[2]
 
 
-def begin(*words: str, **more: str) -> subprocess.Popen[str]:
+def begin(python: str, *words: str, **more: str) -> subprocess.Popen[str]:
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, *words],
+        [python, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -47,16 +38,16 @@ def begin(*words: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def launch(*arguments: str) -> tuple[int, str]:
-    process = begin("-c", LAUNCH, *arguments)
+def launch(python: str, *arguments: str) -> tuple[int, str]:
+    process = begin(python, *LAUNCH, *arguments)
     said, _ = process.communicate(timeout=300)
     return process.returncode, said.strip()
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_ranks_find_each_other(tmp_path: Path) -> None:
-    assert launch("sum", str(tmp_path)) == (0, "")
+def test_ranks_find_each_other(warm_python: str, tmp_path: Path) -> None:
+    assert launch(warm_python, "sum", str(tmp_path)) == (0, "")
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3 1", "3 1"]
 
 
@@ -71,9 +62,9 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
         ("die", "FluxError rank 1 was killed by SIGKILL (exit code -9); the rest is in the attic"),
     ],
 )
-def test_a_failure_is_one_line_and_ends_the_others(what: str, said: str) -> None:
+def test_a_failure_is_one_line_and_ends_the_others(warm_python: str, what: str, said: str) -> None:
     began = time.monotonic()
-    assert launch(what) == (1, said)
+    assert launch(warm_python, what) == (1, said)
     assert time.monotonic() - began < 120
 
 
@@ -104,17 +95,17 @@ def test_a_node_that_cannot_start_its_ranks_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["-c", LAUNCH], id="own"),
+        pytest.param(LAUNCH, id="own"),
         pytest.param(
-            ["-m", "megatron_flux.run.node", "--standalone", "--nproc-per-node=2", "-m", "tests.distributed.launched"],
+            ("-m", "megatron_flux.run.node", "--standalone", "--nproc-per-node=2", "-m", "tests.distributed.launched"),
             id="node",
         ),
     ],
 )
-def test_ranks_end_with_a_launcher_that_is_killed_as_they_start(words: list[str]) -> None:
+def test_ranks_end_with_a_launcher_that_is_killed_as_they_start(words: tuple[str, ...]) -> None:
     """Before they have asked the kernel to tell them: they are still importing."""
     mark = uuid.uuid4().hex
-    process = begin(*words, "sleep", **{MARK: with_mark(mark)})
+    process = begin(sys.executable, *words, "sleep", **{MARK: with_mark(mark)})
     try:
         deadline = time.monotonic() + 120
         while len(psutil.Process(process.pid).children()) < 2:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.slurm.preflight.rules import Floors
+from megatron_flux.slurm.profile import Floors
 
 pytestmark = pytest.mark.distributed
 

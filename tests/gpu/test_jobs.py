@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flux.slurm.preflight.rules import Floors
+from megatron_flux.slurm.profile import Floors
 from megatron_flux.telemetry import environment
 from tests.distributed.test_preflight import run as run_ranks
 from tests.gpu.test_commands import COMMAND, SMALL, losses, run

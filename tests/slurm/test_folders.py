@@ -12,7 +12,7 @@ from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder
 from megatron_flux.slurm import status
-from megatron_flux.slurm.collect import collect
+from megatron_flux.slurm.status import collect
 from tests.unit.metrics.metrics_records import interleaved, write_run
 
 INFO = {"config": {"steps": 12}, "link": "nvlink", "versions": {}, "device": {}, "layout": {}, "command": "x"}

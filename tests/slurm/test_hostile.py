@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, render
-from megatron_flux.slurm.fields import validated
+from megatron_flux.slurm import job
 from megatron_flux.slurm.job import Job
-from megatron_flux.slurm.profile import Profile
+from megatron_flux.slurm.profile import Profile, validated
 
 HOSTILE = (
     "$(touch CANARY)",
@@ -120,7 +119,7 @@ def replaced(values: dict[str, Any], path: tuple[Any, ...], new: str) -> dict[st
 
 def script(cluster: dict[str, Any], work: dict[str, Any]) -> str:
     resolved = job.resolve(validated(Job, "job", work), validated(Profile, "profile", cluster), "compare")
-    return render.job_script(resolved, "a test")
+    return job.job_script(resolved, "a test")
 
 
 def test_this_covers_every_field() -> None:
@@ -229,7 +228,7 @@ def test_folders_of_any_name(name: str, stubs: tuple[Path, Path], tmp_path: Path
     words = (stubs[1] / "srun").read_bytes().decode().split("\0")
     assert f"--out={where}/runs/work-compare-7/rep-0/run" in words
     assert (where / "runs" / "work-compare-7" / "rep-0" / "logs" / "0").is_dir()
-    collector = render.collect_script(validated(Profile, "profile", CLUSTER), "a test")
+    collector = job.collect_script(validated(Profile, "profile", CLUSTER), "a test")
     run(collector, stubs, where, name, MEGATRON_FLUX_RUNS=str(where / "other"))
     assert (stubs[1] / "srun").read_bytes().decode().split("\0")[-2] == name
 
@@ -260,6 +259,6 @@ def test_words_of_settings_stay_whole() -> None:
     found = job.parse_settings(["data=a b", "data=$(x)", "data-cache=;"])
     resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux", found)
     assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--data-cache=;"]
-    text = render.job_script(resolved, "a test")
+    text = job.job_script(resolved, "a test")
     line = next(x for x in text.splitlines() if x.startswith("arguments=("))
     assert tuple(shlex.split(line.removeprefix("arguments=(").removesuffix(")"))) == resolved.arguments

@@ -11,9 +11,9 @@ import yaml
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import fields, job, render
+from megatron_flux.slurm import job
 from megatron_flux.slurm.job import Job
-from megatron_flux.slurm.profile import Profile
+from megatron_flux.slurm.profile import Profile, seconds
 from megatron_flux.train.presets import PRESETS
 from tests.slurm import golden
 
@@ -22,7 +22,7 @@ SCRIPTS = sorted(golden.FOLDER.glob("**/*.sbatch"))
 
 def rendered(cluster: str | Profile, mode: job.Mode = "compare", name: str = "gpt3-175b", **settings) -> str:
     site = Profile.load(cluster) if isinstance(cluster, str) else cluster
-    return render.job_script(job.resolve(Job.load(name), site, mode, settings), "a test")
+    return job.job_script(job.resolve(Job.load(name), site, mode, settings), "a test")
 
 
 def test_committed_scripts_are_what_render_writes() -> None:
@@ -46,7 +46,7 @@ def variants(tmp_path: Path) -> list[Path]:
     files = []
     for name, overrides in more.items():
         site = Profile.load("nvlink-h100", overrides)
-        for kind, text in (("job", rendered(site)), ("collect", render.collect_script(site, "a test"))):
+        for kind, text in (("job", rendered(site)), ("collect", job.collect_script(site, "a test"))):
             files.append(tmp_path / f"{kind}-{name}.sbatch")
             files[-1].write_text(text)
     files.append(tmp_path / "local.sbatch")
@@ -95,7 +95,7 @@ def test_the_link_is_said() -> None:
     spanning = Job.load("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})
     shape = {"num_attention_heads": 64, "num_query_groups": 16}
     resolved = job.resolve(spanning, Profile.load("nvlink-h100"), "flux", shape)
-    assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in render.job_script(resolved, "a test")
+    assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in job.job_script(resolved, "a test")
 
 
 def test_parameters_are_the_models() -> None:
@@ -131,7 +131,7 @@ def test_your_own_files_by_path(tmp_path: Path) -> None:
 
 
 def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
-    environment = render._environment()
+    environment = job._environment()
     with pytest.raises(TypeError, match="without a filter"):
         environment.from_string("{{ name }}").render(name="$(id)")
     with pytest.raises(Exception, match="undefined"):
@@ -142,7 +142,7 @@ def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("given", "limit"),
     [
         ("90", 90 * 60),
         ("2:30", 150),
@@ -154,8 +154,8 @@ def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
         ("00:00", None),
     ],
 )
-def test_durations_are_read_as_slurm_reads_them(given: str, seconds: int | None) -> None:
-    assert fields.seconds(given) == seconds
+def test_durations_are_read_as_slurm_reads_them(given: str, limit: int | None) -> None:
+    assert seconds(given) == limit
 
 
 def test_a_time_limit_need_only_be_above_the_signals_lead() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import queue, render
-from megatron_flux.slurm.fields import validated
-from megatron_flux.slurm.profile import Profile
+from megatron_flux.slurm import job, queue
+from megatron_flux.slurm.profile import Profile, validated
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 
 __all__ = ["stubs"]
@@ -87,7 +86,7 @@ def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path)
     found = steps(stubs[1])
     assert len(found) >= 3
     assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
-    collector = render.collect_script(profile(**more), "a test")
+    collector = job.collect_script(profile(**more), "a test")
     assert "--mail-type" not in collector
     assert "srun --nodes=1 --ntasks=1 --mpi=pmix '--network=a b' " in collector
 
@@ -102,7 +101,7 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
         assert "--container-image=registry#image:1" in words
         assert "--container-name=megatron-flux-7" in words
     assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
-    collector = render.collect_script(profile(container=container), "a test")
+    collector = job.collect_script(profile(container=container), "a test")
     assert "--container-name" not in collector
 
 

@@ -42,7 +42,7 @@ from megatron_flux.kernels.hopper.pieces import (
     copy_out,
     each_thread,
     hand_over_tile,
-    load_block,
+    load_blocks,
     multiply_tile,
     rings,
     wait_flags,
@@ -106,13 +106,9 @@ def _load(
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
         if src == rank:
-            for ki in range(kt):
-                mbarrier.wait(empty.index(slot), phase)
-                load_block(
-                    xd, b, rb * BM, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot), BM, BN, BK,
-                    TRANSPOSED,
-                )  # fmt: skip
-                slot, phase = advance(slot, phase, STAGES)
+            slot, phase = load_blocks(
+                xd, b, rb * BM, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, BM, BN, BK, STAGES, TRANSPOSED
+            )
         else:
             for kc in range(KCH):
                 if PUSH:
@@ -125,13 +121,10 @@ def _load(
                         wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
                         each_thread(FENCE_PROXY, epoch)
                         arrived = unit
-                for ki in range(kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt)):
-                    mbarrier.wait(empty.index(slot), phase)
-                    load_block(
-                        a, b, src * mp + rb * BM, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot),
-                        BM, BN, BK, TRANSPOSED,
-                    )  # fmt: skip
-                    slot, phase = advance(slot, phase, STAGES)
+                slot, phase = load_blocks(
+                    a, b, src * mp + rb * BM, pn * BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), sa, sb, full,
+                    empty, slot, phase, BM, BN, BK, STAGES, TRANSPOSED,
+                )  # fmt: skip
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from megatron_flux.kernels.hopper.pieces import (
     copy_out,
     each_thread,
     hand_over_tile,
-    load_block,
+    load_blocks,
     multiply_tile,
     rings,
     wait_flags,
@@ -51,12 +51,9 @@ def _load(
     for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         row = ((rank + 1 + step) % TP) * mp + rb * BM
-        for ki in range(kt):
-            mbarrier.wait(empty.index(slot), phase)
-            load_block(
-                a, b, row, pn * BN, ki * BK, full.index(slot), sa.index(slot), sb.index(slot), BM, BN, BK, TRANSPOSED
-            )
-            slot, phase = advance(slot, phase, STAGES)
+        slot, phase = load_blocks(
+            a, b, row, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, BM, BN, BK, STAGES, TRANSPOSED
+        )
 
 
 @gluon.jit

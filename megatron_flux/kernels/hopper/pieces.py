@@ -41,18 +41,14 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-PIECE = gl.constexpr(64)
-"""Columns of a piece: one 128-byte swizzle span of 16-bit elements."""
+PIECE = gl.constexpr(64)  # columns of a piece: one 128-byte swizzle span of 16-bit elements
 
 
-FENCE_SYSTEM = gl.constexpr("fence.acq_rel.sys;")
-"""Of every thread."""
-FENCE_PROXY = gl.constexpr("fence.proxy.async;")
-"""Orders generic accesses (a polled flag) before TMA ones."""
+FENCE_SYSTEM = gl.constexpr("fence.acq_rel.sys;")  # of every thread
+FENCE_PROXY = gl.constexpr("fence.proxy.async;")  # orders generic accesses (a polled flag) before TMA ones
 STORES_DONE = gl.constexpr("cp.async.bulk.wait_group 0;")
 """Waits until this thread's TMA stores have arrived wherever they went."""
-SLEEP = gl.constexpr("nanosleep.u32 $1;")
-"""Nanoseconds, about so long, less often more; at most 1 ms."""
+SLEEP = gl.constexpr("nanosleep.u32 $1;")  # nanoseconds, about so long, less often more; at most 1 ms
 
 
 @gluon.jit
@@ -81,9 +77,8 @@ def _acquire(flags):
 
 @gluon.jit
 def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, peer, unit, PAUSE: gl.constexpr):
-    """Spin until ``COUNT`` flags have reached ``epoch``; see :func:`megatron_flux.kernels.device.wait_flags`.
-
-    ``PAUSE`` nanoseconds pass between polls.
+    """Spin until ``COUNT`` flags have reached ``epoch``; see :func:`megatron_flux.kernels.device.wait_flags`. ``PAUSE``
+    nanoseconds pass between polls.
     """
     per_thread: gl.constexpr = 1 if COUNT <= 32 else COUNT // 32
     layout: gl.constexpr = gl.BlockedLayout([per_thread], [32], [gl.num_warps()], [0])
@@ -113,16 +108,22 @@ def rings(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def load_block(
-    a, b, row, col, k0, full, sa, sb, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, TRANSPOSED: gl.constexpr
-):
-    """Start loading one k block of both operands into a slot."""
-    mbarrier.expect(full, (BM + BN) * BK * 2)
-    copy_in(a, [row, k0], full, sa)
-    if TRANSPOSED:
-        copy_in(b, [k0, col], full, sb)
-    else:
-        copy_in(b, [col, k0], full, sb)
+def load_blocks(
+    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase."""
+    for ki in range(first, last):
+        mbarrier.wait(empty.index(slot), phase)
+        loaded = full.index(slot)
+        mbarrier.expect(loaded, (BM + BN) * BK * 2)
+        copy_in(a, [row, ki * BK], loaded, sa.index(slot))
+        if TRANSPOSED:
+            copy_in(b, [ki * BK, col], loaded, sb.index(slot))
+        else:
+            copy_in(b, [col, ki * BK], loaded, sb.index(slot))
+        slot, phase = advance(slot, phase, STAGES)
+    return slot, phase
 
 
 @gluon.jit
@@ -136,9 +137,8 @@ def multiply_tile(
     sa, sb, full, empty, slot, phase, kt, bias, col, n, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase.
-
-    With ``BIAS`` the sum begins with ``bias[col:col+BN]``, which then needs no registers of its own.
+    """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase. With ``BIAS`` the sum
+    begins with ``bias[col:col+BN]``, which then needs no registers of its own.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
     acc = gl.zeros((BM, BN), gl.float32, layout=mma)

@@ -18,7 +18,6 @@ from pathlib import Path
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import benchmarks, render, training
-from megatron_flux.metrics.report.figures import Drawn, figure, label, line, row_axis, trace
 from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import Run, different_models, load, load_all, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
@@ -58,13 +57,11 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     return [page, text, *(out / name for name in pictures.values())]
 
 
-_MAKERS = {"training": training.chapter, "operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
-
-
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """The chapters about these runs, and a title for the whole."""
     runs, notes = with_pairs(runs)
-    chapters = [_MAKERS[run.kind](run, f"run{number}") for number, run in enumerate(runs, 1)]
+    makers = {"operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
+    chapters = [makers.get(run.kind, training.chapter)(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
     chapters.insert(0, _overview(runs, notes))
@@ -72,21 +69,20 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 
 def _overview(runs: Sequence[Run], notes: list[str]) -> Chapter:
-    """Verdicts in one table, speed-ups in one figure, and what differs between the runs."""
-    training = [run for run in runs if run.kind == "training"]
+    """Verdicts, step times and speed-ups in tables, and what differs between the runs."""
+    trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
-    for first, second in combinations(training, 2):
+    for first, second in combinations(trained, 2):
         apart = different_models(first, second)
         if apart and not any(first.name in note and second.name in note for note in notes):
             notes.append(f"{first.name} and {second.name} trained different models ({apart}): do not compare them.")
     if notes:
         parts.append(Part("notes", "Notes", table=Table([("", note) for note in notes])))
-    if training:
+    if trained:
         head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
-        parts.append(Part("overview", "Training runs", table=Table(list(map(_row, training)), head)))
-        parts.append(Part("all-speed-ups", "Speed-ups", *_speedups(training)))
-    if len(training) > 1:
-        table = _differences(training)
+        parts.append(Part("overview", "Training runs", table=Table(list(map(_row, trained)), head)))
+    if len(trained) > 1:
+        table = _differences(trained)
         caption = "" if table else "None: the runs were asked for the same, on the same devices and versions."
         parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
     kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark"}
@@ -105,28 +101,6 @@ def _row(run: Run) -> tuple[str, ...]:
         relative(summary["max_relative_loss_difference"]),
         shown(arms["flux"]["peak_memory_bytes"] or arms["baseline"]["peak_memory_bytes"], memory),
     )
-
-
-def _speedups(runs: Sequence[Run]) -> Drawn:
-    """Speed-up of each run with its 95 % interval."""
-    known = [run for run in reversed(runs) if isinstance(run.summary["speedup"], int | float)]
-    if not known:
-        return None, "No run has both arms timed, so there is no speed-up."
-    values = [run.summary["speedup"] for run in known]
-    lows, highs = zip(*(run.summary["speedup_ci95"] or [run.summary["speedup"]] * 2 for run in known), strict=True)
-    errors = {
-        "type": "data",
-        "symmetric": False,
-        "array": [high - value for high, value in zip(highs, values, strict=True)],
-        "arrayminus": [value - low for low, value in zip(lows, values, strict=True)],
-    }
-    names = [label(run.name).replace("/", "/<br>").replace(" and ", " and<br>") for run in known]
-    points = trace("speed-up", "flux", values, names, "%{x:.4g}", symbol="diamond", error_x=errors, showlegend=False)
-    without = [run.name for run in known if run.summary["speedup_ci95"] is None]
-    caption = "Baseline step time / flux step time with its 95 % interval; dashed: no difference."
-    caption += f" Without an interval: {', '.join(without)}." if without else ""
-    layout = {"yaxis": row_axis(len(known)), "shapes": [line("text", x=1.0, dash="dash")]}
-    return figure([points], "speed-up", "", height=110 + 44 * len(known), **layout), caption
 
 
 def _differences(runs: Sequence[Run]) -> Table | None:

@@ -8,7 +8,7 @@ hides is in the caption. A figure function returns ``(figure or None, caption)``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -33,7 +33,7 @@ SYMBOLS = {"baseline": "circle", "flux": "diamond"}
 _STYLES = {"baseline": {"line": {"width": 7}, "opacity": 0.45}, "flux": {"line": {"width": 2}, "opacity": 1}}
 
 
-def figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
+def _figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     """Traces with axes titled ``x`` and ``y``; ``layout`` holds what else differs from the report's usual."""
     usual = {"automargin": True, "zeroline": False}
     for name, title in (("xaxis", x), ("yaxis", y)):
@@ -43,34 +43,36 @@ def figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     return {"data": traces, "layout": {"legend": legend, "margin": margin, "height": 360, **layout}}
 
 
-def trace(
-    name: str, colour: str, x: Sequence[Any], y: Sequence[Any], hover: str, symbol: str = "", size: int = 9, **more: Any
+def _trace(
+    name: str, colour: str, points: Iterable[tuple[Any, ...]], hover: str, symbol: str = "", size: int = 9, **more: Any
 ) -> Figure:
-    """Points at ``x`` and ``y``, with gaps for what cannot be drawn; ``more`` holds further fields of the trace."""
-    gaps = (
-        [None if isinstance(value, float) and not finite(value) else value for value in values] for values in (x, y)
+    """Points ``(x, y, ...)``, with gaps for what cannot be drawn; what else they hold is shown where ``hover`` says so.
+
+    ``more`` holds further fields of the trace.
+    """
+    x, y, *others = (
+        [None if isinstance(value, float) and not finite(value) else value for value in values]
+        for values in zip(*points, strict=True)
     )
-    marker = {"marker": {"symbol": symbol, "size": size}} if symbol else {}
-    usual = {"type": "scatter", "mode": "markers", "name": name, "meta": {"colour": colour}}
-    return {**usual, **dict(zip("xy", gaps, strict=True)), "hovertemplate": f"{hover}<extra></extra>", **marker, **more}
+    drawn = {"name": name, "meta": {"colour": colour}, "x": x, "y": y, "hovertemplate": f"{hover}<extra></extra>"}
+    drawn |= {"marker": {"symbol": symbol, "size": size}} if symbol else {}
+    drawn |= {"customdata": list(map(list, zip(*others, strict=True)))} if others else {}
+    return drawn | ({} if "type" in more else {"type": "scatter", "mode": "markers"}) | more
 
 
 def _stacked(
     bars: Mapping[str, Mapping[str, float]], parts: Mapping[str, tuple[str, str]], hover: str, text: str = ""
 ) -> list[Figure]:
     """Horizontal bars by name, stacked of ``parts``: name and colour by the key that their length has in ``bars``."""
-    names = list(reversed(bars))  # plotly stacks upwards: the first goes on top
     traces = []
     for key, (name, colour) in parts.items():
-        lengths = [bars[bar].get(key) or 0.0 for bar in names]
-        if any(lengths):
-            # Inside: beside a bar it would be cut by the edge of a narrow page.
-            words = (
-                {"text": [text.format(name, x) if x else "" for x in lengths], "textposition": "inside"} if text else {}
-            )
-            bar = trace(name, colour, lengths, names, f"%{{y}}: {name} {hover}", type="bar", orientation="h", **words)
-            del bar["mode"]
-            traces.append(bar)
+        # plotly stacks upwards: the first goes on top
+        lengths = [(found.get(key) or 0.0, bar) for bar, found in reversed(bars.items())]
+        style: dict[str, Any] = {"type": "bar", "orientation": "h"}
+        if text:  # inside: beside a bar it would be cut by the edge of a narrow page
+            style |= {"text": [text.format(name, x) if x else "" for x, _ in lengths], "textposition": "inside"}
+        if any(x for x, _ in lengths):
+            traces.append(_trace(name, colour, lengths, f"%{{y}}: {name} {hover}", **style))
     return traces
 
 
@@ -82,7 +84,7 @@ def _shape(colour: str, ends: Mapping[str, Sequence[float]], **style: Any) -> Fi
     return {"name": colour, **style}
 
 
-def line(colour: str, dash: str = "solid", **at: float) -> Figure:
+def _line(colour: str, dash: str = "solid", **at: float) -> Figure:
     """A line across the whole plot at one ``x`` or one ``y``."""
     ends = {axis: (value, value) for axis, value in at.items()}
     return _shape(colour, ends, type="line", layer="above", line={"width": 1, "dash": dash})
@@ -91,11 +93,6 @@ def line(colour: str, dash: str = "solid", **at: float) -> Figure:
 def _band(colour: str, opacity: float, **ends: Sequence[float]) -> Figure:
     """A rectangle behind the points between two ``x`` or two ``y``."""
     return _shape(colour, ends, type="rect", layer="below", line={"width": 0}, opacity=opacity)
-
-
-def row_axis(rows: int) -> Figure:
-    """A y axis of named rows."""
-    return {"tickfont": {"size": 11}, "range": [-0.6, rows - 0.4]}
 
 
 def _padded(values: Sequence[float], least: float) -> list[float]:
@@ -143,16 +140,15 @@ def curves(arms: Arms, name: str, unit: str) -> Drawn:
         shown, remark = _thinned([(record["iteration"], record[name]) for record in records])
         left_out[remark] = None
         if any(math.isfinite(record[name]) for record in records):
-            x, y = zip(*shown, strict=True)
             mode = "lines" if len(records) > 1 else "markers"
-            traces.append(trace(arm, arm, x, y, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", mode=mode, **_STYLES[arm]))
+            traces.append(_trace(arm, arm, shown, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", mode=mode, **_STYLES[arm]))
     lost = {arm: sum(not math.isfinite(record[name]) for record in records) for arm, records in arms.items()}
     caption = _sentences(
         *(f"The {arm} {name} is not finite in {counted(count)}." for arm, count in lost.items() if count),
         *left_out,
         *(f"The {arm} arm has no records." for arm, records in arms.items() if not records),
     )
-    return figure(traces, "iteration", f"{name} ({unit})" if unit else name) if traces else None, caption
+    return _figure(traces, "iteration", f"{name} ({unit})" if unit else name) if traces else None, caption
 
 
 def difference(arms: Arms, name: str) -> Drawn:
@@ -167,12 +163,11 @@ def difference(arms: Arms, name: str) -> Drawn:
         same = f"The {name} is identical in {counted(len(known))} of {len(differences)}."
         return None, _sentences(same if known else "", caption)
     shown, left_out = _thinned(differences)
-    x, y = zip(*shown, strict=True)
     style = {"mode": "lines+markers" if len(known) < 100 else "lines", "line": {"width": 2}, "showlegend": False}
-    hover = "%{y:.2e}<br>iteration %{x}"
-    drawn = trace("relative difference", "text", x, y, hover, symbol=SYMBOLS["flux"], size=5, **style)
+    style |= {"symbol": SYMBOLS["flux"], "size": 5}
+    drawn = _trace("relative difference", "text", shown, "%{y:.2e}<br>iteration %{x}", **style)
     axis = {"tickformat": ".1e", "rangemode": "tozero"}
-    made = figure([drawn], "iteration", "relative difference (1)", yaxis=axis, height=280)
+    made = _figure([drawn], "iteration", "relative difference (1)", yaxis=axis, height=280)
     return made, _sentences(caption, left_out)
 
 
@@ -195,11 +190,9 @@ def step_times(arms: Arms) -> Drawn:
         shown, remark = _thinned(points)
         left_out = left_out or remark
         if shown:
-            x, y, *places = zip(*shown, strict=True)
             name, symbol = (arm, SYMBOLS[arm]) if counting else (f"{arm}, {uncounted}", f"{SYMBOLS[arm]}-open")
             hover = f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
-            customdata = list(map(list, zip(*places, strict=True)))
-            traces.append(trace(name, arm, x, y, hover, symbol=symbol, size=7, customdata=customdata))
+            traces.append(_trace(name, arm, shown, hover, symbol, size=7))
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     every = [1000 * record["iteration-time"] for _, record in steps]
     high = max(time for time in every if time <= 1.25 * max(times))
@@ -216,7 +209,7 @@ def step_times(arms: Arms) -> Drawn:
         + (f"; above the axis: {above}." if above else "."),
         left_out,
     )
-    return figure(traces, "step in order of execution", "step time (ms)", yaxis=axis, shapes=bands), caption
+    return _figure(traces, "step in order of execution", "step time (ms)", yaxis=axis, shapes=bands), caption
 
 
 def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
@@ -226,36 +219,11 @@ def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
     for arm in arms:
         if points := [(x, y) for x, (of, y) in enumerate(order, 1) if of == arm and finite(y)]:
             count += len(points)
-            hover = f"{arm} %{{y:.4g}}<br>step %{{x}}"
-            traces.append(trace(arm, arm, *zip(*points, strict=True), hover, symbol=SYMBOLS[arm], size=8))
+            traces.append(_trace(arm, arm, points, f"{arm} %{{y:.4g}}<br>step %{{x}}", SYMBOLS[arm], size=8))
     if not traces:
         return None, ""
     caption = f"{counted(count, 'sampled step')} of {len(order)}."
-    return figure(traces, "step in order of execution", title, height=280), caption
-
-
-def distribution(arms: Arms) -> Drawn:
-    """Distribution of the timed steps (ms): one box per arm, every step as a point while there are few."""
-    traces = [
-        {
-            "type": "box",
-            "name": arm,
-            "meta": {"colour": arm},
-            "orientation": "h",
-            "x": [time if finite(time) else None for time in (1000 * r["iteration-time"] for r in timed(records))],
-            "boxpoints": "all" if len(records) <= 500 else "outliers",
-            "jitter": 0.5,
-            "pointpos": 0,
-            "marker": {"symbol": SYMBOLS[arm], "size": 4},
-            "showlegend": False,
-        }
-        for arm, records in reversed(arms.items())  # plotly stacks upwards: the baseline goes on top
-        if timed(records)
-    ]
-    if not traces:
-        return None, "No step was timed, so there is no distribution."
-    shown = figure(traces, "step time (ms)", "", height=260)
-    return shown, "Line: median. Box: the middle half of the timed steps. Whiskers: 1.5 times the box's length."
+    return _figure(traces, "step in order of execution", title, height=280), caption
 
 
 def block_speedups(arms: Arms, interval: Sequence[Any] | None, speedup: Any) -> Drawn:
@@ -267,17 +235,17 @@ def block_speedups(arms: Arms, interval: Sequence[Any] | None, speedup: Any) -> 
     ratios = [(number, ratio) for number, ratio in ratios if math.isfinite(ratio)]
     if len(ratios) < 2:
         return None, "Fewer than two pairs of blocks were timed in both arms, so pairs cannot be compared."
-    x, y = zip(*ratios, strict=True)
-    shapes, ends = [line("text", y=1.0, dash="dash"), line("flux", y=speedup)], [1.0, speedup, *y]
+    shapes = [_line("text", y=1.0, dash="dash"), _line("flux", y=speedup)]
+    ends = [1.0, speedup, *(ratio for _, ratio in ratios)]
     caption = "Each point: median step time of one baseline block / of its flux neighbour; above 1 flux is faster. "
     caption += "Line: the speed-up over all timed steps."
     if interval is not None and all(map(finite, interval)):  # a step time may not be finite
         shapes.append(_band("flux", 0.2, y=interval))
         ends += interval
         caption += " Band: its 95 % interval, a bootstrap that draws whole pairs of blocks."
-    points = trace("pairs of blocks", "flux", x, y, "pair %{x}: %{y:.4g}", symbol=SYMBOLS["flux"], showlegend=False)
+    points = _trace("pairs of blocks", "flux", ratios, "pair %{x}: %{y:.4g}", SYMBOLS["flux"], showlegend=False)
     layout = {"yaxis": {"range": _padded(ends, 0.05)}, "shapes": shapes, "height": 300}
-    return figure([points], "pair of blocks", "speed-up (baseline / flux)", **layout), caption
+    return _figure([points], "pair of blocks", "speed-up (baseline / flux)", **layout), caption
 
 
 TIME_PARTS: dict[str, tuple[str, str]] = {
@@ -309,7 +277,7 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figu
     narrow = {"height": height + 70 + 20 * len(traces), "margin": {**margin, "b": 55 + 20 * len(traces)}}
     layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "margin": margin, "height": height + 110}
     layout["meta"] = {"narrow": narrow}  # a phone has one entry of the legend in a line
-    return figure(traces, f"ms per {unit}", "", **layout)
+    return _figure(traces, f"ms per {unit}", "", **layout)
 
 
 def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> Drawn:
@@ -331,7 +299,7 @@ def peak_memory(arms: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> 
     )
     axis = {"rangemode": "tozero"}
     text = {"minsize": 9, "mode": "hide"}  # where it does not fit, the caption has it
-    return figure(traces, "peak memory (GiB)", "", xaxis=axis, height=220, barmode="stack", uniformtext=text), caption
+    return _figure(traces, "peak memory (GiB)", "", xaxis=axis, height=220, barmode="stack", uniformtext=text), caption
 
 
 def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> Drawn:
@@ -345,12 +313,11 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
     names = list(reversed(rows))  # plotly counts upwards: the first goes on top
     traces = []
     for name, (colour, symbol, values) in methods.items():
-        shown = [value if finite(value) else None for value in reversed(values)]
-        if any(value is not None for value in shown):
-            x = [None if value is None else 100 * min(max(value, LOW), HIGH) for value in shown]
-            exact = [None if value is None else 100 * value for value in shown]
-            hover = f"{name} %{{customdata:.0f}} %"
-            traces.append(trace(name, colour, x, names, hover, symbol=symbol, customdata=exact))
+        exact = [100 * value if finite(value) else None for value in reversed(values)]
+        if any(value is not None for value in exact):
+            x = [None if value is None else min(max(value, 100 * LOW), 100 * HIGH) for value in exact]
+            points = zip(x, names, exact, strict=True)
+            traces.append(_trace(name, colour, points, f"{name} %{{customdata[0]:.0f}} %", symbol))
     below, above = sum(value < LOW for value in every), sum(value > HIGH for value in every)
     caption = _sentences(
         "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn.",
@@ -359,7 +326,8 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
     )
     least, most = max(min(every), LOW), min(max(every), HIGH)
     axis = {"range": [100 * min(least, 0) - 8, 100 * max(most, 1) + 8], "nticks": 5, "tickfont": {"size": 11}}
-    lines = [line("quiet", x=0, dash="dash"), line("quiet", x=100, dash="dash")]
+    lines = [_line("quiet", x=0, dash="dash"), _line("quiet", x=100, dash="dash")]
     height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
-    layout = {"xaxis": axis, "yaxis": row_axis(len(rows)), "shapes": lines, "height": height}
-    return figure(traces, "overlap efficiency (%)", "", **layout), caption
+    row_axis = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
+    layout = {"xaxis": axis, "yaxis": row_axis, "shapes": lines, "height": height}
+    return _figure(traces, "overlap efficiency (%)", "", **layout), caption

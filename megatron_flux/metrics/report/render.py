@@ -4,10 +4,9 @@ The page needs nothing but itself: plotly.js is inside once, and a content secur
 page that needs the network would be broken for everybody. Whatever a run holds is text: autoescaped in HTML; the
 figures' JSON lies in a data block in which ``<``, ``>`` and ``&`` are escaped and is parsed, never run.
 
-The palette is named: CSS variables of the page, and the light one again for PNG figures. Blue and vermilion of Okabe
-and Ito for the arms are told apart with every common colour vision; their siblings on dark are lighter. The parts of a
-bar (``part-*``) are neighbours in a stack, so they alternate in lightness too. No figure tells anything by colour
-alone: lines differ in width, points in shape, bars have a legend in their order and a table beside them.
+Colours are CSS variables of the page, and the light ones again for PNG figures. Blue and vermilion of Okabe and Ito for
+the arms are told apart with every common colour vision; parts of a bar, neighbours in a stack, alternate in lightness
+too. Nothing is shown by colour alone: lines differ in width, points in shape, bars have a legend in their order.
 """
 
 from __future__ import annotations
@@ -118,18 +117,10 @@ def html(chapters: Sequence[Chapter], title: str) -> str:
 
     loader = PackageLoader("megatron_flux.metrics")
     options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    page = Environment(loader=loader, autoescape=True, **options).get_template("report.html.j2")
     figures = _figures(chapters)
-    return (
-        Environment(loader=loader, autoescape=True, **options)
-        .get_template("report.html.j2")
-        .render(
-            title=title,
-            chapters=chapters,
-            palettes=PALETTES,
-            figures_json=script_json(figures),
-            plotlyjs=get_plotlyjs() if figures else "",
-        )
-    )
+    scripts = {"figures_json": script_json(figures), "plotlyjs": get_plotlyjs() if figures else ""}
+    return page.render(title=title, chapters=chapters, palettes=PALETTES, **scripts)
 
 
 def script_json(value: Any) -> str:
@@ -146,28 +137,23 @@ def markdown(chapters: Sequence[Chapter], pictures: Mapping[str, str]) -> str:
         title = f"{chapter.title}: {chapter.verdict}" if lines else chapter.verdict
         lines += [f"{heading} {escaped(title)}", "", escaped(chapter.subtitle), ""]
         for part in chapter.parts:
-            if not part.folded:
-                lines += _markdown_part(part, f"{heading}#", pictures.get(f"{chapter.id}-{part.id}"))
+            picture = pictures.get(f"{chapter.id}-{part.id}")
+            if part.folded or (part.figure and not picture and not part.table):
+                continue  # the caption would explain a picture that is not here
+            lines += [f"{heading}# {escaped(part.title)}", ""]
+            lines += [f"![{escaped(part.title)}]({picture})", ""] if picture else []
+            lines += [escaped(part.caption), ""] if part.caption else []
+            lines += _markdown_table(part.table) if part.table else []
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _markdown_part(part: Part, heading: str, picture: str | None) -> list[str]:
-    drawn = part.figure is not None and picture is not None
-    if part.figure is not None and not drawn and part.table is None:
-        return []  # its caption would explain a picture that is not here
-    lines = [f"{heading} {escaped(part.title)}", ""]
-    if drawn:
-        lines += [f"![{escaped(part.title)}]({picture})", ""]
-    if part.caption:
-        lines += [escaped(part.caption), ""]
-    if part.table is None:
-        return lines
-    if not any(row[0] for row in part.table.rows):
-        return lines + [line for row in part.table.rows for line in (escaped(row[1]), "")]
-    columns = max(map(len, part.table.rows))
-    rule = ["---"] + (["---:"] if part.table.head else ["---"]) * (columns - 1)
-    first, *others = ([escaped(cell) for cell in row] for row in (part.table.head or [""] * columns, *part.table.rows))
-    return [*lines, *("| " + " | ".join(cells) + " |" for cells in (first, rule, *others)), ""]
+def _markdown_table(table: Table) -> list[str]:
+    if not any(row[0] for row in table.rows):
+        return [line for row in table.rows for line in (escaped(row[1]), "")]
+    columns = max(map(len, table.rows))
+    rule = ["---"] + (["---:"] if table.head else ["---"]) * (columns - 1)
+    first, *others = ([escaped(cell) for cell in row] for row in (table.head or [""] * columns, *table.rows))
+    return [*("| " + " | ".join(cells) + " |" for cells in (first, rule, *others)), ""]
 
 
 def escaped(text: str) -> str:
@@ -188,16 +174,11 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     import plotly.graph_objects as go
     from choreographer.errors import ChromeNotFoundError
 
-    figures = _figures(chapters)
-    pictures = {name: f"figures/{name}.png" for name in figures}
-    jobs = [
-        {
-            "fig": go.Figure(painted(figure, LIGHT)),
-            "path": out / pictures[name],
-            "opts": {**PNG, "height": figure["layout"]["height"]},
-        }
-        for name, figure in figures.items()
-    ]
+    pictures, jobs = {}, []
+    for name, figure in _figures(chapters).items():
+        pictures[name] = f"figures/{name}.png"
+        options = {**PNG, "height": figure["layout"]["height"]}
+        jobs.append({"fig": go.Figure(painted(figure, LIGHT)), "path": out / pictures[name], "opts": options})
     logging.getLogger("kaleido").setLevel(logging.WARNING)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -211,9 +192,9 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     except Exception as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"PNG figures could not be drawn ({cause}); {instead}") from error
-    missing = [path for path in pictures.values() if not (out / path).is_file()]
-    if missing:
-        raise UserError(f"PNG figures could not be drawn (no {missing[0]}); {instead}")
+    for path in pictures.values():
+        if not (out / path).is_file():
+            raise UserError(f"PNG figures could not be drawn (no {path}); {instead}")
     return pictures
 
 

@@ -133,14 +133,10 @@ def _load(path: Path) -> Run:
     return Run(path, name, "training", summary, config, arms, breakdowns, problems)
 
 
-_COLUMNS: dict[Kind, tuple[tuple[Any, str], ...]] = {
-    "operators": ((str, "op"), (int, "m n k"), (int | float, "gemm_ms serial_ms")),
-    "layers": (
-        (str, "arm model"),
-        (int, "seq micro_batch layers"),
-        (int | float, "ms_per_layer ms_per_layer_low ms_per_layer_high"),
-        (dict, "breakdown"),
-    ),
+_COLUMNS: dict[Kind, dict[str, Any]] = {
+    "operators": {"op": str, "m": int, "n": int, "k": int, "gemm_ms": int | float, "serial_ms": int | float},
+    "layers": {"arm": str, "model": str, "seq": int, "micro_batch": int, "layers": int, "breakdown": dict}
+    | dict.fromkeys(("ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"), int | float),
 }
 """What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
 
@@ -151,9 +147,8 @@ def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
     if not isinstance(rows, list):
         return None
     kind: Kind = "layers" if any(isinstance(row, dict) and "ms_per_layer" in row for row in rows) else "operators"
-    columns = [(name, types) for types, names in _COLUMNS[kind] for name in names.split()]
     for number, row in enumerate(rows, 1):
-        for name, types in columns:
+        for name, types in _COLUMNS[kind].items():
             if not isinstance(row, dict) or not isinstance(row.get(name), types):
                 raise UserError(f"{path}: row {number} has no usable {name!r}; repair it or measure again")
     return kind
@@ -191,15 +186,14 @@ def with_pairs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     if (apart := different_models(baseline, flux)) is not None:
         return list(runs), [f"{baseline.name} and {flux.name} trained different models ({apart}): not compared."]
     # Blocks count the order of execution over both arms; these ran one after the other.
-    after = 1 + max(record["block"] for record in baseline.arms["baseline"])
+    first = baseline.arms["baseline"]
+    after = 1 + max(record["block"] for record in first)
     second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
-    arms = {"baseline": baseline.arms["baseline"], "flux": second}
-    summary = summarize(*arms.values(), flux.config, separate=True)
+    summary = summarize(first, second, flux.config, separate=True)
     summary["notes"].append(
         "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
     )
-    both = (("baseline", baseline), ("flux", flux))
-    breakdowns = {arm: run.breakdowns[arm] for arm, run in both if arm in run.breakdowns}
+    arms, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
     name = f"{baseline.name} and {flux.name}"
     return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs], []
 
@@ -207,11 +201,8 @@ def with_pairs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
     """``name a and b`` for each of these settings that both runs know and that is not the same."""
     a, b = first.settings, second.settings
-    return [
-        f"{name} {a[name] or 'none'} and {b[name] or 'none'}"
-        for name in names
-        if name in a and name in b and a[name] != b[name]
-    ]
+    unequal = [name for name in names if name in a and name in b and a[name] != b[name]]
+    return [f"{name} {a[name] or 'none'} and {b[name] or 'none'}" for name in unequal]
 
 
 def different_models(first: Run, second: Run) -> str | None:
@@ -219,9 +210,9 @@ def different_models(first: Run, second: Run) -> str | None:
 
     Losses and step times of two models say nothing about each other.
     """
-    if not {"shape"} <= first.settings.keys() & second.settings.keys():
+    if not all("shape" in run.settings for run in (first, second)):
         return None
     a, b = (dict(flat({"shape": run.settings["shape"]})) for run in (first, second))
-    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
     found = [f"{name.removeprefix('shape.')} {a.get(name, UNKNOWN)} and {b.get(name, UNKNOWN)}" for name in names]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "") if found else None

@@ -52,7 +52,6 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("comparison", "Comparison", table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table([*found, *(("damage", problem) for problem in run.problems)])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
-        Part("distribution", "Step time, distribution", *figures.distribution(arms)),
         Part("speed-ups", "Speed-up, block by block", *speedups),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),

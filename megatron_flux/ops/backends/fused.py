@@ -58,8 +58,7 @@ class FusedBackend:
     """See the module. ``twin`` runs on CPU tensors in Triton's interpreter, for tests."""
 
     needs_cuda = True
-    automatic = False
-    """``auto`` does not choose it; the tuner does where it is the fastest."""
+    automatic = False  # ``auto`` does not choose it; the tuner does where it is the fastest
 
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
         """Nothing is allocated or imported before the first call."""

@@ -27,9 +27,8 @@ from megatron_flux.ops.checks import OperatorCall
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``.
-
-    ``bias`` ``[n]`` is added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
+    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``. ``bias`` ``[n]`` is
+    added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
     """
     wt = weight if transposed else weight.t()
     return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
@@ -91,8 +90,7 @@ class PipelinedBackend:
 
     name = "pipelined"
     needs_cuda = True
-    automatic = False
-    """``auto`` does not choose it; the tuner does where it is the fastest."""
+    automatic = False  # ``auto`` does not choose it; the tuner does where it is the fastest
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet; collective on a group's first call."""

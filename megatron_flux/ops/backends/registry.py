@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, Protocol
 
@@ -34,8 +35,7 @@ class Backend(Protocol):
     """
 
     name: str
-    automatic: bool
-    """``auto`` may choose it. Otherwise it runs only when it is asked for by name."""
+    automatic: bool  # ``auto`` may choose it. Otherwise it runs only when it is asked for by name.
     needs_cuda: bool
     """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
 
@@ -53,16 +53,11 @@ class Backend(Protocol):
 
 
 _backends: dict[str, Backend] = {}
-_warned: set[tuple[str, str]] = set()
 
 
 def register_backend(backend: Backend) -> None:
-    """Make ``backend`` known under its name.
-
-    ``auto`` tries the one registered last first, but not those that are not ``automatic``: they run when asked for.
-
-    Raises:
-        UserError: if the name is taken.
+    """Make ``backend`` known under its name. ``auto`` tries the one registered last first, but not those that are not
+    ``automatic``: they run when asked for. Raises UserError: if the name is taken.
     """
     if backend.name == "auto" or backend.name in _backends:
         raise UserError(f"backend name {backend.name!r} is taken; registered: {', '.join(backend_names())}")
@@ -77,11 +72,7 @@ def backend_names() -> list[str]:
 
 
 def get_backend(name: str) -> Backend:
-    """The registered backend of this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The registered backend of this name. Raises UserError: there is none."""
     if name not in _backends:
         raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
     return _backends[name]
@@ -92,10 +83,8 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
 
     On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x``, contiguity of ``weight``
     and mode (eager, or for CUDA graphs); settings of the process must be made before. Where ``auto`` has to take a
-    slower backend, that is logged once with the reason, and every call is counted.
-
-    Raises:
-        UserError: unknown name, or a backend asked for by name that cannot take these operands.
+    slower backend, that is logged once with the reason, and every call is counted. Raises UserError: unknown name, or a
+    backend asked for by name that cannot take these operands.
     """
     if not x.is_cuda:
         return _select(name, x, weight, group)[0]
@@ -132,11 +121,14 @@ def _select(
     if reason is not None:
         raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
     reason = _untested(backend, x, group)
-    if reason is not None and (name, reason) not in _warned:
-        _warned.add((name, reason))
-        if group.rank() == 0:
-            logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
+    if reason is not None and group.rank() == 0:
+        _warn_once(name, reason)
     return backend, []
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
 
 
 def _untested(backend: Any, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:

@@ -51,18 +51,15 @@ from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 logger = logging.getLogger("megatron_flux")
 
-MARGIN = 0.99
-
-CLOSE, FINALISTS = 1.08, 6
-"""How much slower in bursts, and how many, the candidates are that are measured once more by themselves."""
+MARGIN = 0.99  # of reference's time, which others must beat
+CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
 
 
 @dataclass
 class Decisions:
     """What a tuner has decided for a group."""
 
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the key of the cache file."""
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the key of the cache file
     choices: dict[tuple[Any, ...], tuple[str, KernelConfig | None]] = field(default_factory=dict)
     """By what calls with one choice have in common: the backend's name, and the configuration of ``fused``."""
 
@@ -120,17 +117,13 @@ class TunedBackend:
 
     def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend | None, fused: FusedBackend) -> None:
         """``fused`` also answers what this backend can run; None for ``pipelined`` leaves it out."""
-        self.reference = reference
-        self.pipelined = pipelined
-        self.fused = fused
+        self.reference, self.pipelined, self.fused = reference, pipelined, fused
 
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
         """What was decided so far for ``group``; filled as shapes come."""
         tuned = state_of(group).tuned
         found = tuned.get(self)
-        if found is None:
-            found = tuned[self] = Decisions()
-        return found
+        return tuned.setdefault(self, Decisions()) if found is None else found
 
     def all_answers(self) -> list[tuple[str, dict[str, Any]]]:
         """Keys and answers of all groups."""
@@ -198,8 +191,7 @@ class TunedBackend:
                 if group.rank() == 0:
                     logger.warning(
                         "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
-                        "collective become part of it; run it once inside "
-                        "megatron_flux.ops.cuda_graphs.captured_calls() before",
+                        "collective become part of it; run it once inside ops.cuda_graphs.captured_calls() before",
                         _words(call),
                     )
                 return dict(_UNMEASURED)
@@ -227,10 +219,8 @@ class TunedBackend:
         return group
 
     def _tried(self, call: OperatorCall, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
-        """``way`` itself after a first call; None if that failed on all ranks. Collective.
-
-        Raises:
-            OperatorError: it failed on some ranks only.
+        """``way`` itself after a first call; None if that failed on all ranks. Collective. Raises OperatorError: it
+        failed on some ranks only.
         """
         error = None
         try:

@@ -34,8 +34,7 @@ from megatron_flux.version import __version__
 
 logger = logging.getLogger("megatron_flux")
 
-BACKENDS = ("reference", "pipelined", "fused")
-"""What an answer may choose."""
+BACKENDS = ("reference", "pipelined", "fused")  # what an answer may choose
 
 
 def cache_path() -> Path:
@@ -76,11 +75,7 @@ def plan_schema() -> str:
 
 
 def usable(answer: Any) -> dict[str, Any]:
-    """``answer`` itself.
-
-    Raises:
-        ValueError: it is not one that the tuner could have written; says what is wrong.
-    """
+    """``answer`` itself. Raises ValueError: it is not one that the tuner could have written; says what is wrong."""
     if not isinstance(answer, dict):
         raise ValueError(f"it must be an object, not {type(answer).__name__}")
     backend, plan = answer.get("backend"), answer.get("plan")
@@ -141,11 +136,7 @@ def _say_once(message: str) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """All kept answers; none if the file does not exist.
-
-    Raises:
-        UserError: the file is not what this module writes.
-    """
+    """All kept answers; none if the file does not exist. Raises UserError: the file is not what this module writes."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -159,12 +150,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def store(path: Path, key: str, answer: dict[str, Any]) -> None:
     """Add one answer; a reader sees the old file or the new one, and writers take turns (several groups, several jobs).
-
     On a file system without locks a writer may undo what another one added meanwhile: that call is tuned once more.
-
-    Raises:
-        OSError: it cannot be written.
-        UserError: the file is damaged; it stays as it is.
+    Raises OSError: it cannot be written. Raises UserError: the file is damaged; it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)

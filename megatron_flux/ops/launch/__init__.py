@@ -22,8 +22,7 @@ from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 from megatron_flux.settings import sm_margin
 
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-"""Triton's and Gluon's."""
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # Triton's and Gluon's
 CPU_CTAS = 3
 
 
@@ -31,10 +30,8 @@ CPU_CTAS = 3
 class SlabCall:
     """One call of an operator on a slab."""
 
-    made: OperatorCall
-    """Whose operands are aligned."""
-    out: torch.Tensor
-    """The result, allocated."""
+    made: OperatorCall  # whose operands are aligned
+    out: torch.Tensor  # the result, allocated
     work: Slab
     turn: Turn
     config: KernelConfig
@@ -42,16 +39,10 @@ class SlabCall:
 
     def constants(self) -> dict[str, Any]:
         """The constants that all kernels have."""
-        config = self.config
-        return {
-            "TP": self.work.tp,
-            "BM": config.bm,
-            "BN": config.bn,
-            "BK": config.bk,
-            "CTAS": self.sms,
-            "TRANSPOSED": self.made.transposed,
-            "DTYPE": DTYPES[self.made.x.dtype],
-        }
+        made, config = self.made, self.config
+        tile = {"BM": config.bm, "BN": config.bn, "BK": config.bk}
+        dtype = DTYPES[made.x.dtype]
+        return {"TP": self.work.tp, **tile, "CTAS": self.sms, "TRANSPOSED": made.transposed, "DTYPE": dtype}
 
     def weight_box(self) -> tuple[int, int]:
         """Rows and columns of the weight that a tile multiplies at a time."""
@@ -70,7 +61,6 @@ def all_gather_gemm(
     made: OperatorCall, work: Slab, config: KernelConfig, kernels: ModuleType
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``([m, n], gathered x [m, k])``; ``kernels``: those for ``config``, :mod:`ops.launch.plain` or ``hopper``.
-
     Without ``return_gathered`` the warp-specialised kernel, which reads the rank's own rows from x, does not copy them
     into the second result. The plain one reads them there, and copies them in any case.
     """
@@ -111,11 +101,7 @@ def kernel_key(made: OperatorCall, half: int, config: KernelConfig, sms: int) ->
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """CTAs a persistent kernel may have; a handful on CPUs.
-
-    Raises:
-        UserError: MEGATRON_FLUX_SM_MARGIN leaves too few.
-    """
+    """CTAs a persistent kernel may have; a few on CPUs. Raises UserError: MEGATRON_FLUX_SM_MARGIN leaves too few."""
     if device.type != "cuda":
         return CPU_CTAS
     count, margin = torch.cuda.get_device_properties(device).multi_processor_count, sm_margin()
@@ -126,7 +112,6 @@ def sm_count(device: torch.device) -> int:
 
 def hopper_kernels(operator: str, x: torch.Tensor, n: int, bm: int = 128) -> bool:
     """Whether the warp-specialised kernels can run a call of ``operator`` on x ``[..., k]``; nothing else decides it.
-
     They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
     tiles of ``bm`` rows of a shard. ``n``: columns of the result.
     """

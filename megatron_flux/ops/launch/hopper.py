@@ -22,14 +22,12 @@ from megatron_flux.ops.kernel_config import cdiv
 from megatron_flux.ops.launch import DTYPES, SlabCall, kernel_key
 
 PIECE = 64
-SM_FLOP_PER_NS = 5300
-"""What one SM of an H200 multiplies in a nanosecond, in the long run."""
+SM_FLOP_PER_NS = 5300  # what one SM of an H200 multiplies in a nanosecond, in the long run
 
 
 def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
-    """Fill ``call.out``; the rows of x must be a multiple of the tile's.
-
-    Without ``return_gathered`` the rank's own rows are not copied into ``gathered``: the kernel reads them from x.
+    """Fill ``call.out``; the rows of x must be a multiple of the tile's. Without ``return_gathered`` the rank's own
+    rows are not copied into ``gathered``: the kernel reads them from x.
     """
     made, work, turn, config = call.made, call.work, call.turn, call.config
     x, weight, bias = made.x, made.weight, made.bias
@@ -47,20 +45,11 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
             *work.arguments(turn), turn.half * (work.half_bytes // x.element_size()),
             n, k, mp, chunk_k, work.rank,
         )  # fmt: skip
-        constants = {
-            **call.constants(),
-            "GROUP": config.group,
-            "KCH": cdiv(k, chunk_k),
-            "WIDTH": 1024,
-            "PUSH": pushes,
-            "SPAN": config.span,
-            "EARLY": edges.early,
-            "LATE": edges.late,
-            "KEEP": made.return_gathered,
-            "STAGES": config.stages,
-            "RING": config.ring,
-            "BIAS": bias is not None,
-        }
+        constants = call.constants() | {
+            "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "PUSH": pushes, "SPAN": config.span,
+            "EARLY": edges.early, "LATE": edges.late, "KEEP": made.return_gathered, "STAGES": config.stages,
+            "RING": config.ring, "BIAS": bias is not None,
+        }  # fmt: skip
         return kernel_launch.by_triton(hopper_ag_gemm_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
     operands = {"xd": x, "b": weight, "c": call.out, "x": x} | ({} if bias is None else {"bias": bias})
@@ -84,13 +73,8 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
             n, cdiv(k, config.bk), mp, work.rank,
             2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS),
         )  # fmt: skip
-        constants = {
-            **call.constants(),
-            "BAND": config.band,
-            "STAGES": config.stages,
-            "RING": config.ring,
-            "PIECES": 4,
-        }
+        own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4}
+        constants = call.constants() | own
         return kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
 
     _launch(call, launch, {"a": x, "b": weight, "out": call.out})

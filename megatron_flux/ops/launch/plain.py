@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -28,21 +30,7 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
     arguments = (
         a, b, c, x if bias is None else bias, work.flags[rank], *work.arguments(call.turn), m, n, k, mp, rank,
     )  # fmt: skip
-    by_triton(
-        ag_gemm_kernel,
-        call.sms,
-        *arguments,
-        **call.constants(),
-        GROUP=config.group,
-        TMA=tma,
-        MASK_ROWS=mask_rows,
-        SPLIT=config.split,
-        BIAS=bias is not None,
-        CPU=not x.is_cuda,
-        THREADS=32 * config.warps,
-        num_stages=config.stages,
-        num_warps=config.warps,
-    )
+    _launch(ag_gemm_kernel, call, arguments, GROUP=config.group, TMA=tma, MASK_ROWS=mask_rows, BIAS=bias is not None)
 
 
 def gemm_reduce_scatter(call: SlabCall) -> None:
@@ -62,22 +50,16 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
         *work.arguments(call.turn), call.turn.half * (spaces[rank].shape[0] // 2),
         m, n, k, mp, rank, call.sms - min(config.reducers, call.sms - 1),
     )  # fmt: skip
+    chunk = min(8192, config.bm * config.bn // 4)
+    _launch(gemm_rs_kernel, call, arguments, BAND=config.band, CHUNK=chunk, PIECES=2, TMA=tma, JOIN=x.is_cuda)
+
+
+def _launch(kernel: Any, call: SlabCall, arguments: tuple[Any, ...], **constants: Any) -> None:
+    config, cuda = call.config, call.made.x.is_cuda
     by_triton(
-        gemm_rs_kernel,
-        call.sms,
-        *arguments,
-        **call.constants(),
-        BAND=config.band,
-        CHUNK=min(8192, config.bm * config.bn // 4),
-        PIECES=2,
-        TMA=tma,
-        SPLIT=config.split,
-        JOIN=x.is_cuda,
-        CPU=not x.is_cuda,
-        THREADS=32 * config.warps,
-        num_stages=config.stages,
-        num_warps=config.warps,
-    )
+        kernel, call.sms, *arguments, **call.constants(), **constants, SPLIT=config.split, CPU=not cuda,
+        THREADS=32 * config.warps, num_stages=config.stages, num_warps=config.warps,
+    )  # fmt: skip
 
 
 def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:

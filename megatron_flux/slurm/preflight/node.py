@@ -6,7 +6,6 @@ exit code 1 then. It meets no other node, so it cannot hang on one. What cannot 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -23,10 +22,7 @@ from megatron_flux.run.node import node_name
 from megatron_flux.slurm.preflight import rules
 
 _ASKED_OF_DRIVER = (
-    "index",
-    "memory.used",
-    "clocks.max.sm",
-    "clocks_throttle_reasons.hw_slowdown",
+    *("index", "memory.used", "clocks.max.sm", "clocks_throttle_reasons.hw_slowdown"),
     "ecc.errors.uncorrected.volatile.total",
 )
 _XID = re.compile(rb"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
@@ -34,9 +30,7 @@ _XID = re.compile(rb"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 
 def main() -> int:
     """Examine, report, and say what is wrong."""
-    expected = rules.Expected.parse()
-    name = node_name()
-    began = time.monotonic()
+    expected, name, began = rules.Expected.parse(), node_name(), time.monotonic()
     expected.folder.mkdir(parents=True, exist_ok=True)
     try:
         found = examine(expected)
@@ -57,58 +51,42 @@ def main() -> int:
 
 
 def examine(expected: rules.Expected) -> dict[str, Any]:
-    """What this node is and has: ``doctor``'s findings, its network ports, and of each GPU memory, state and speed.
-
-    ``unknown`` names what could not be asked.
-    """
+    """What this node is and has: ``doctor``'s findings, network ports, each GPU; ``unknown`` could not be asked."""
     import torch
 
     from megatron_flux.telemetry import environment
 
-    found: dict[str, Any] = {
-        "node": node_name(),
-        "doctor": environment.examine(),
-        "gpus": [],
-        "xids": [],
-        "unknown": [],
-    }
-    found["numactl"] = shutil.which("numactl") is not None
-    found["infiniband"] = infiniband()
+    gpus, xids, unknown = [], [], []
+    found = {"node": node_name(), "doctor": environment.examine(), "gpus": gpus, "xids": xids, "unknown": unknown}
+    found |= {"numactl": shutil.which("numactl") is not None, "infiniband": infiniband()}
     if expected.device != "cuda":
         return found
     found["driver"] = _ask_driver()
-    count = torch.cuda.device_count()
-    states: list[dict[str, Any]] = []
-    watch, watched = _watch(count, found["unknown"])
-    # An idle GPU lowers its link to save power, so it is asked while it computes.
-    speeds = _gemm_tflops(count, lambda: states.extend(map(_state, watched)))
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        found["gpus"].append(
-            {
-                "name": torch.cuda.get_device_name(index),
-                "memory_gib": round(total / 2**30, 2),
-                "used_by_others_gib": round((total - free) / 2**30, 2),
-                "gemm_tflops": speeds[index],
-                **(states[index] if states else {}),
-            }
-        )
-    found["xids"] = _xids(watch, found["unknown"])
-    found["unknown"] += missing_facts(found["gpus"])
-    return found
-
-
-def _watch(count: int, unknown: list[str]) -> tuple[nvml.XidWatch | None, list[nvml.Gpu]]:
-    """NVML's view of the GPUs in CUDA's order, and a watch for their Xid errors."""
-    import torch
-
-    gpus: list[nvml.Gpu] = []
+    count, watch, watched = torch.cuda.device_count(), None, []
     try:
-        gpus = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]
-        return nvml.XidWatch(gpus), gpus
+        watched = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]  # in CUDA's order
+        watch = nvml.XidWatch(watched)
     except LookupError as error:
         unknown.append(str(error))
-        return None, gpus
+    states: list[dict[str, Any]] = []
+    # An idle GPU lowers its link to save power, so it is asked while it computes.
+    speeds = _gemm_tflops(count, lambda: states.extend(map(_state, watched)))
+    for index, speed in enumerate(speeds):
+        free, total = torch.cuda.mem_get_info(index)
+        gpu = {"name": torch.cuda.get_device_name(index), "memory_gib": round(total / 2**30, 2)}
+        gpu |= {"used_by_others_gib": round((total - free) / 2**30, 2), "gemm_tflops": speed}
+        gpus.append(gpu | (states[index] if states else {}))
+    try:
+        xids += logged_xids()
+    except LookupError as error:
+        unknown.append(f"earlier Xid errors: {error}")
+    try:  # those since the watch began
+        seen = watch.seen() if watch else []
+        xids += [{"bus_id": bus, "xid": xid, "hours_ago": None} for bus, xid in seen]
+    except LookupError as error:
+        unknown.append(str(error))
+    unknown += missing_facts(gpus)
+    return found
 
 
 def _state(gpu: nvml.Gpu) -> dict[str, Any]:
@@ -118,85 +96,54 @@ def _state(gpu: nvml.Gpu) -> dict[str, Any]:
 
 def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the driver did not say of some GPU, in words."""
-    asked = [gpu for gpu in gpus if "pcie" in gpu]
-    found = [
-        f"the {what} of PCIe links"
-        for what in ("width", "generation")
-        if any(None in (gpu["pcie"][what], gpu["pcie"][f"max_{what}"]) for gpu in asked)
-    ]
+    asked, found = [gpu for gpu in gpus if "pcie" in gpu], []
+    for what in ("width", "generation"):
+        if any(None in (gpu["pcie"][what], gpu["pcie"][f"max_{what}"]) for gpu in asked):
+            found.append(f"the {what} of PCIe links")
     return found + ["remapped rows of memory"] * any(gpu["rows"] is None for gpu in asked)
 
 
-def _xids(watch: nvml.XidWatch | None, unknown: list[str]) -> list[dict[str, Any]]:
-    """Xid errors of the kernel's log, and those since the watch began (``hours_ago`` null)."""
-    xids = []
-    try:
-        xids = logged_xids()
-    except LookupError as error:
-        unknown.append(f"earlier Xid errors: {error}")
-    try:
-        seen = watch.seen() if watch else []
-        xids += [{"bus_id": bus, "xid": xid, "hours_ago": None} for bus, xid in seen]
-    except LookupError as error:
-        unknown.append(str(error))
-    return xids
-
-
 def logged_xids(log: Path = Path("/dev/kmsg")) -> list[dict[str, Any]]:
-    """Xid errors in the kernel's log: ``bus_id``, ``xid`` and ``hours_ago``.
-
-    Raises:
-        LookupError: the log cannot be read; the message says why.
-    """
+    """Xid errors in the kernel's log; a :class:`LookupError` that says why it cannot be read."""
     try:
-        text = _records(log)
+        lines = _records(log).splitlines()
     except OSError as error:
         raise LookupError(f"the kernel's log {log} cannot be read ({error.strerror})") from error
     now = time.clock_gettime(time.CLOCK_MONOTONIC)
     found = []
-    for line in text.splitlines():
-        match = _XID.search(line)
-        if match is None:
-            continue
-        # A record begins with priority, number, microseconds since the start of the machine.
-        stamp = line.partition(b";")[0].split(b",")
-        hours = (now - int(stamp[2]) / 1e6) / 3600 if len(stamp) > 2 and stamp[2].isdigit() else 0.0
-        found.append({"bus_id": match[1].decode(), "xid": int(match[2]), "hours_ago": round(max(hours, 0.0), 2)})
+    for line in lines:
+        if match := _XID.search(line):
+            # A record begins with priority, number, microseconds since the start of the machine.
+            stamp = line.partition(b";")[0].split(b",")
+            hours = (now - int(stamp[2]) / 1e6) / 3600 if len(stamp) > 2 and stamp[2].isdigit() else 0.0
+            found.append({"bus_id": match[1].decode(), "xid": int(match[2]), "hours_ago": round(max(hours, 0.0), 2)})
     return found
 
 
 def _records(log: Path) -> bytes:
     """All that is in the kernel's log now: one record for each read, and no end but an error that says to wait."""
-    parts = []
+    parts = [b""]
     file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while True:
             try:
-                part = os.read(file, 65536)
+                parts.append(os.read(file, 65536))
             except BlockingIOError:
                 break
-            except OSError as error:
-                if error.errno == errno.EPIPE:  # records were overwritten meanwhile: the next read goes on behind them
-                    continue
-                raise
-            if not part:
+            except BrokenPipeError:  # records were overwritten meanwhile: the next read goes on behind them
+                continue
+            if not parts[-1]:
                 break
-            parts.append(part)
     finally:
         os.close(file)
     return b"".join(parts)
 
 
 def infiniband(root: Path = Path("/sys/class/infiniband"), chosen: str | None = None) -> list[dict[str, Any]]:
-    """The ports that NCCL may use, from sysfs; empty where there are none.
+    """The ports that NCCL may use by ``chosen`` (default: ``NCCL_IB_HCA``), from sysfs; empty where there are none.
 
-    Args:
-        root: the kernel's folder of adapters.
-        chosen: ``NCCL_IB_HCA``; default: the environment's.
-
-    Returns:
-        For each port its ``name`` (``mlx5_0:1``), ``state`` (``ACTIVE``), ``physical`` (``LinkUp``), ``rate`` in Gb/s,
-        ``layer``, and ``asked_for``: it is among those that ``NCCL_IB_HCA`` lists.
+    Each has its ``name`` (``mlx5_0:1``), ``state`` (``ACTIVE``), ``physical`` (``LinkUp``), ``rate`` (Gb/s), ``layer``,
+    and ``asked_for``: it is among those that ``NCCL_IB_HCA`` lists.
     """
     chosen = os.environ.get("NCCL_IB_HCA", "") if chosen is None else chosen
     found = []
@@ -205,19 +152,12 @@ def infiniband(root: Path = Path("/sys/class/infiniband"), chosen: str | None = 
         asked_for = _asked_for(device, port.name, chosen)
         if asked_for is None:
             continue
-        lines = {name: _read(port / name) for name in ("state", "phys_state", "rate", "link_layer")}
-        rate = re.match(r"[\d.]+", lines["rate"])
-        found.append(
-            {
-                "name": f"{device}:{port.name}",
-                # As `4: ACTIVE` and `5: LinkUp`.
-                "state": lines["state"].rpartition(":")[2].strip(),
-                "physical": lines["phys_state"].rpartition(":")[2].strip(),
-                "rate": float(rate[0]) if rate else 0.0,
-                "layer": lines["link_layer"],
-                "asked_for": asked_for,
-            }
-        )
+        # As `4: ACTIVE` and `5: LinkUp`.
+        state, physical = (_read(port / name).rpartition(":")[2].strip() for name in ("state", "phys_state"))
+        rate = re.match(r"[\d.]+", _read(port / "rate"))
+        one = {"name": f"{device}:{port.name}", "state": state, "physical": physical}
+        one |= {"rate": float(rate[0]) if rate else 0.0, "layer": _read(port / "link_layer"), "asked_for": asked_for}
+        found.append(one)
     return found
 
 
@@ -237,9 +177,7 @@ def _asked_for(device: str, port: str, chosen: str) -> bool | None:
     listed = any(
         (device == name if exactly else device.startswith(name)) and number in ("", port) for name, _, number in names
     )
-    if without:
-        return None if listed else False
-    return True if listed else None
+    return None if listed == bool(without) else listed
 
 
 def _ask_driver() -> list[dict[str, str]] | None:
@@ -255,10 +193,7 @@ def _ask_driver() -> list[dict[str, str]] | None:
 
 
 def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, repeats: int = 20) -> list[float]:
-    """bf16 TFLOP/s of every GPU with all of them at work: one that is throttled or damaged falls behind.
-
-    ``meanwhile`` is called once, while they compute.
-    """
+    """bf16 TFLOP/s of every GPU, all at work: a throttled one falls behind. ``meanwhile`` is called as they compute."""
     import torch
 
     operands, events = [], []
@@ -266,21 +201,17 @@ def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, re
         with torch.cuda.device(index):
             operands.append([torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2)])
             events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-    for timed in (False, True):
-        for index, (a, b) in enumerate(operands):
+    for _ in range(2):  # the first time is a warm-up
+        for index, ((a, b), (begin, end)) in enumerate(zip(operands, events, strict=True)):
             with torch.cuda.device(index):
-                if timed:
-                    events[index][0].record()
+                begin.record()
                 for _ in range(repeats):
                     a @ b
-                if timed:
-                    events[index][1].record()
+                end.record()
     meanwhile()
-    speeds = []
-    for index, (begin, end) in enumerate(events):
+    for index in range(count):
         torch.cuda.synchronize(index)
-        speeds.append(round(2 * size**3 * repeats / begin.elapsed_time(end) / 1e9, 1))
-    return speeds
+    return [round(2 * size**3 * repeats / begin.elapsed_time(end) / 1e9, 1) for begin, end in events]
 
 
 if __name__ == "__main__":

@@ -25,14 +25,11 @@ from megatron_flux.slurm.preflight import rules
 COLLECTIVES = ("all_reduce", "all_gather")
 _MIB = {"cuda": 256, "cpu": 1}
 _ROUNDS = 5
+_Pair = tuple[str, str]
 
 
 def main() -> None:
-    """Run the checks as one rank.
-
-    Raises:
-        FluxError: on rank 0, with the first problem.
-    """
+    """Run the checks as one rank; rank 0 fails with the first problem."""
     expected = rules.Expected.parse()
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     timeout = timedelta(seconds=expected.timeout)
@@ -48,41 +45,48 @@ def main() -> None:
     hosts: list[str] = _from_all(node_name())[::per_node]
 
     node, _ = dist.new_subgroups(per_node, timeout=timeout)
-    withins = _from_all({what: _gbps(what, node, device) for what in COLLECTIVES} if per_node > 1 else {})
+    of_ranks = _from_all({what: _gbps(what, node, device) for what in COLLECTIVES} if per_node > 1 else {})
     everywhere = _gbps("all_reduce", dist.group.WORLD, device)
     between = _between_neighbours(hosts, per_node, device, timeout)
     problems: list[str] = []
     if dist.get_rank() == 0:
-        within = {
-            what: {
-                host: min(found[what] for found in withins[i * per_node : (i + 1) * per_node])
-                for i, host in enumerate(hosts)
-            }
-            for what in withins[0]
-        }
-        problems = rules.differences(reports, expected)
-        if per_node > 1 and expected.device == "cuda":
-            problems += rules.slow(within["all_reduce"], "GB/s in an all-reduce among its GPUs", expected)
-        findings = rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
-        more, notes = rules.judge(findings, expected.floors)
-        problems += more
-        lines = [f"all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)"]
-        for what, by_node in within.items():
-            listed = ", ".join(f"{host} {value:.2f}" for host, value in by_node.items())
-            lines.append(f"{what} within nodes, GB/s (bus): {listed}")
-        for what, by_pair in between.items():
-            listed = ", ".join(f"{a} with {b} {value:.2f}" for (a, b), value in by_pair.items())
-            lines.append(f"{what} between neighbouring nodes, GB/s (bus): {listed}")
-        for line in [*lines, *notes]:
-            print(f"megatron-flux: pre-flight: {line}", flush=True)
-        pairs = {what: {f"{a} {b}": v for (a, b), v in by_pair.items()} for what, by_pair in between.items()}
-        found = {"within": within, "between": pairs, "all": everywhere}
-        (expected.folder / "together.json").write_text(json.dumps(found) + "\n")
+        within: dict[str, dict[str, float]] = {what: {} for what in of_ranks[0]}
+        for i, host in enumerate(hosts):
+            for what, by_node in within.items():
+                by_node[host] = min(found[what] for found in of_ranks[i * per_node : (i + 1) * per_node])
+        problems = _decide(expected, reports, within, between, everywhere)
     dist.barrier()
     dist.destroy_process_group()
     if problems:
         (expected.folder / "together.problems").write_text("".join(f"{problem}\n" for problem in problems))
         raise FluxError(f"pre-flight: {problems[0]}")
+
+
+def _decide(
+    expected: rules.Expected,
+    reports: list[dict[str, Any]],
+    within: dict[str, dict[str, float]],
+    between: dict[str, dict[_Pair, float]],
+    everywhere: float,
+) -> list[str]:
+    """Say and write what was measured; the problems."""
+    problems = rules.differences(reports, expected)
+    if within and expected.device == "cuda":
+        problems += rules.slow(within["all_reduce"], "GB/s in an all-reduce among its GPUs", expected)
+    findings = rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
+    more, notes = rules.judge(findings, expected.floors)
+    lines = [f"all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)"]
+    named = {what: {" with ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
+    for where, by_what in (("within nodes", within), ("between neighbouring nodes", named)):
+        for what, speeds in by_what.items():
+            listed = ", ".join(f"{who} {value:.2f}" for who, value in speeds.items())
+            lines.append(f"{what} {where}, GB/s (bus): {listed}")
+    for line in [*lines, *notes]:
+        print(f"megatron-flux: pre-flight: {line}", flush=True)
+    pairs = {what: {" ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
+    found = {"within": within, "between": pairs, "all": everywhere}
+    (expected.folder / "together.json").write_text(json.dumps(found) + "\n")
+    return problems + more
 
 
 def _from_all(mine: Any) -> list[Any]:
@@ -104,13 +108,13 @@ def neighbours(count: int) -> list[list[tuple[int, int]]]:
 
 def _between_neighbours(
     hosts: list[str], per_node: int, device: torch.device, timeout: timedelta
-) -> dict[str, dict[tuple[str, str], float]]:
+) -> dict[str, dict[_Pair, float]]:
     """GB/s (bus) over the ranks of two nodes, by collective and pair; all pairs of a round at the same time.
 
     Collective over all ranks.
     """
     here = dist.get_rank() // per_node
-    found: dict[str, dict[tuple[str, str], float]] = {}
+    found: dict[str, dict[_Pair, float]] = {}
     for pairs in neighbours(len(hosts)):
         members = next((pair for pair in pairs if here in pair), (here,))
         ranks = sorted(node * per_node + local for node in members for local in range(per_node))
@@ -128,13 +132,10 @@ def _between_neighbours(
 def _gbps(what: str, group: dist.ProcessGroup, device: torch.device) -> float:
     """Bus bandwidth of a collective as NCCL's tests define it: bytes x (n - 1) / n / time, of an all_reduce twice that.
 
-    Raises:
-        FluxError: a wrong result arrived on this rank.
+    A wrong result is a :class:`FluxError` on the rank that it arrived on.
     """
-    n = group.size()
-    size = _MIB[device.type] * 2**20 // 4
-    mine = float(dist.get_rank(group) + 1)
-    best = float("inf")
+    n, size = group.size(), _MIB[device.type] * 2**20 // 4
+    mine, best = float(dist.get_rank(group) + 1), float("inf")
     for _ in range(_ROUNDS):
         if what == "all_reduce":
             result = torch.full((size,), mine, device=device)

@@ -1,27 +1,24 @@
-"""What a profile asks of nodes and links, and what falls short of it: decided from reports alone, one line a problem.
+"""What falls short of what a profile asks of nodes and links: decided from reports alone, one line a problem.
 
-A line says what was found, what is allowed and what to do. A :data:`Rule` can be waived in a profile, with a reason:
-what it finds is then printed and stops nothing.
+A line says what was found, what is allowed and what to do. A :data:`~megatron_flux.slurm.profile.Rule` can be waived in
+a profile, with a reason: what it finds is then printed and stops nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from megatron_flux.errors import UserError
+from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, Rule, validated
 
-from megatron_flux.slurm.fields import Text
-
-Rule = Literal["node_bandwidth", "network_bandwidth", "peer_access", "pcie", "memory_rows", "xid", "infiniband"]
-Finding = tuple[Rule, str]
-"""A line about something that falls short, by a rule that can be waived."""
+Finding = tuple[Rule, str]  # a line about something that falls short, by a rule that can be waived
 
 HARDWARE_XIDS = {
     48: "uncorrectable memory error",
@@ -38,86 +35,40 @@ HARDWARE_XIDS = {
 }
 """Of the kernel's log, these speak of the machine; others (such as 13, 31, 43) mostly of a program that ran there."""
 
-_OTHERS_GIB = 2.0
-"""Device memory that drivers, displays and this process itself may hold on an empty GPU."""
+_OTHERS_GIB = 2.0  # device memory that drivers, displays and this process itself may hold on an empty GPU
 _NETWORK = (
     "NCCL may have fallen back to TCP: run with NCCL_DEBUG=INFO and look for NET/Socket, at NCCL_IB_HCA, "
     "NCCL_IB_DISABLE and NCCL_SOCKET_IFNAME, `ibstat`, and whether libibverbs is where the job runs"
 )
 
 
-class Floors(BaseModel):
-    """The least that is allowed. What a profile does not name has the default of its link (:data:`DEFAULTS`)."""
+class Expected(Checked):
+    """What a job's script expects of every node: options of ``preflight.node`` and ``preflight.ranks``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    node_gbps: PositiveFloat | None = None
-    """GB/s of bus bandwidth, as NCCL's tests count it, of an all_reduce and an all_gather among a node's GPUs."""
-    network_gbps: PositiveFloat | None = None
-    """The same among the GPUs of two neighbouring nodes, while all other pairs of nodes do the same."""
-    peer_access: bool = False
-    """Every pair of a node's GPUs has it. With ``link: nvlink`` it is asked for anyway."""
-    pcie_width: PositiveInt | None = None
-    """Lanes of each GPU, beside what GPU and slot can do."""
-    pcie_generation: PositiveInt | None = None
-    infiniband_ports: int = Field(0, ge=0)
-    """Active ports of a node, where a job has several nodes."""
-    infiniband_rate: PositiveFloat | None = None
-    """Gb/s that a port must have to count."""
-    xid_hours: PositiveFloat = 24.0
-    """So long an Xid error of the hardware in the kernel's log counts."""
-    waived: dict[Rule, Text] = {}
-    """Rules that stop nothing, and why."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _not_without_a_reason(cls, value: Any) -> Any:
-        if value is None:
-            raise ValueError("null is not allowed; to do without, name the rule under `waived` with a reason")
-        return value
-
-
-DEFAULTS = {
-    # A tenth to a fifth of one direction's public rate: what falls below goes another way altogether.
-    "nvlink": Floors(node_gbps=60, network_gbps=5),  # third generation: 300 GB/s
-    "pcie": Floors(node_gbps=3, network_gbps=2),  # generation 4 with 16 lanes: 32 GB/s
-    "none": Floors(),
-}
-"""By a profile's ``link``, for profiles that name no numbers of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What a job's script expects of every node."""
-
-    folder: Path
-    device: str
-    processes: int
-    link: str
-    gpu_name: str | None = None
+    folder: Path  # where reports and problems go
+    device: Literal["cuda", "cpu"]
+    processes: int  # and with cuda GPUs, of a node
+    link: Literal["nvlink", "pcie", "none"]
+    gpu_name: str | None = None  # part of the GPUs' name
     gpu_memory_gib: int | None = None
     needs_numactl: bool = False
-    slow_fraction: float = 0.8
-    timeout: float = 600.0
+    slow_fraction: float = 0.8  # the least part of the median that is not slow
+    timeout: float = 600.0  # seconds
     nodes: int = 1
-    floors: Floors = DEFAULTS["none"]
+    floors: Floors = DEFAULTS["none"]  # as JSON on a command line
 
     @classmethod
     def parse(cls, words: Sequence[str] | None = None) -> Expected:
         """From the words of a command line; default: of this process's."""
         parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-        parser.add_argument("--folder", type=Path, required=True, help="where reports and problems go")
-        parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
-        parser.add_argument("--processes", type=int, required=True, help="processes, and with cuda GPUs, of a node")
-        parser.add_argument("--link", choices=list(DEFAULTS), required=True)
-        parser.add_argument("--gpu-name", help="part of the GPUs' name")
-        parser.add_argument("--gpu-memory-gib", type=int)
-        parser.add_argument("--needs-numactl", action="store_true")
-        parser.add_argument("--slow-fraction", type=float, help="the least part of the median that is not slow")
-        parser.add_argument("--timeout", type=float, help="seconds")
-        parser.add_argument("--nodes", type=int, help="nodes of the job")
-        parser.add_argument("--floors", type=Floors.model_validate_json, help="least values, as JSON")
-        return cls(**vars(parser.parse_args(words)))
+        for name, field in cls.model_fields.items():
+            option = {"action": "store_true"} if field.annotation is bool else {"required": field.is_required()}
+            parser.add_argument(f"--{name.replace('_', '-')}", **option)
+        given = vars(parser.parse_args(words))
+        try:
+            return validated(cls, "pre-flight", {**given, "floors": json.loads(given.get("floors", "{}"))})
+        except (UserError, ValueError) as error:
+            parser.error(str(error))
 
 
 def judge(findings: Sequence[Finding], floors: Floors) -> tuple[list[str], list[str]]:
@@ -133,7 +84,7 @@ def judge(findings: Sequence[Finding], floors: Floors) -> tuple[list[str], list[
 
 def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
     """What keeps the node of the report ``found`` from running the job, whatever is waived."""
-    node, link, gpus = found["node"], found["doctor"]["link"], found["gpus"]
+    link, gpus = found["doctor"]["link"], found["gpus"]
     problems = list(found["doctor"]["problems"])
     if expected.needs_numactl and not found["numactl"]:
         problems.append("numactl is not installed; set numa_binding: null in the profile to do without")
@@ -148,24 +99,18 @@ def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
                 problems.append(f"GPU {index} has {gpu['memory_gib']} GiB, the profile says {expected.gpu_memory_gib}")
             if gpu["used_by_others_gib"] > _OTHERS_GIB:
                 problems.append(f"{gpu['used_by_others_gib']} GiB of GPU {index} are in use by another process")
-        problems += _driver_problems(found.get("driver") or ())
+        for row in found.get("driver") or ():
+            errors = row.get("ecc.errors.uncorrected.volatile.total", "")
+            if "error" in row:
+                problems.append(f"nvidia-smi: {row['error']}")
+            if row.get("clocks_throttle_reasons.hw_slowdown") == "Active":
+                problems.append(f"GPU {row['index']} is slowed down by its hardware (heat or power)")
+            if errors.isdigit() and int(errors) > 0:
+                problems.append(f"GPU {row['index']} has {errors} uncorrected memory error(s)")
         if expected.link == "nvlink" and link["kind"] != "nvlink" and len(gpus) > 1:
             problems.append(f"the GPUs' link is {link['kind']} ({link['reason']}), the profile says nvlink")
         problems += slow({f"GPU {i}": gpu["gemm_tflops"] for i, gpu in enumerate(gpus)}, "TFLOP/s", expected)
-    return [f"{node}: {problem}" for problem in problems]
-
-
-def _driver_problems(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    problems = []
-    for row in rows:
-        errors = row.get("ecc.errors.uncorrected.volatile.total", "")
-        if "error" in row:
-            problems.append(f"nvidia-smi: {row['error']}")
-        if row.get("clocks_throttle_reasons.hw_slowdown") == "Active":
-            problems.append(f"GPU {row['index']} is slowed down by its hardware (heat or power)")
-        if errors.isdigit() and int(errors) > 0:
-            problems.append(f"GPU {row['index']} has {errors} uncorrected memory error(s)")
-    return problems
+    return [f"{found['node']}: {problem}" for problem in problems]
 
 
 def slow(values: Mapping[str, float], unit: str, expected: Expected) -> list[str]:
@@ -194,12 +139,12 @@ def node_findings(found: Mapping[str, Any], expected: Expected) -> list[Finding]
     for index, gpu in enumerate(found["gpus"]):
         findings += [("pcie", f"GPU {index} {line}") for line in _pcie(gpu.get("pcie") or {}, floors)]
         rows = gpu.get("rows") or {}
-        if rows.get("failed"):
-            line = "could not remap a bad row of its memory, none is allowed; have the GPU replaced"
-            findings.append(("memory_rows", f"GPU {index} {line}"))
-        if rows.get("pending"):
-            line = "has memory rows that wait to be remapped, none is allowed; reset the GPU or restart the node"
-            findings.append(("memory_rows", f"GPU {index} {line}"))
+        for state, line in (
+            ("failed", "could not remap a bad row of its memory, none is allowed; have the GPU replaced"),
+            ("pending", "has memory rows that wait to be remapped, none is allowed; reset the GPU or restart the node"),
+        ):
+            if rows.get(state):
+                findings.append(("memory_rows", f"GPU {index} {line}"))
     findings += [("xid", line) for line in _xids(found, floors)]
     if expected.nodes > 1:  # one alone needs no network
         findings += [("infiniband", line) for line in _infiniband(found["infiniband"], floors)]
@@ -208,16 +153,19 @@ def node_findings(found: Mapping[str, Any], expected: Expected) -> list[Finding]
 
 def _pcie(pcie: Mapping[str, int | None], floors: Floors) -> list[str]:
     lines = []
-    for what, floor in (("width", floors.pcie_width), ("generation", floors.pcie_generation)):
+    for what, has, floor in (
+        ("width", "has {} PCIe lanes", floors.pcie_width),
+        ("generation", "runs at PCIe generation {}", floors.pcie_generation),
+    ):
         now, most = pcie.get(what), pcie.get(f"max_{what}")
-        if now is None:
-            continue
-        has = f"has {now} PCIe lanes" if what == "width" else f"runs at PCIe generation {now}"
-        todo = "look at `nvidia-smi -q -d PCIE`, the slot, the riser and the BIOS"
-        if most is not None and now < most:
-            lines.append(f"{has}, GPU and slot can do {most}; {todo}")
-        elif floor is not None and now < floor:
-            lines.append(f"{has}, the profile's floor is {floor}; {todo}")
+        allowed = None
+        if now is not None and most is not None and now < most:
+            allowed = f"GPU and slot can do {most}"
+        elif now is not None and floor is not None and now < floor:
+            allowed = f"the profile's floor is {floor}"
+        if allowed:
+            todo = "look at `nvidia-smi -q -d PCIE`, the slot, the riser and the BIOS"
+            lines.append(f"{has.format(now)}, {allowed}; {todo}")
     return lines
 
 
@@ -227,16 +175,14 @@ def _xids(found: Mapping[str, Any], floors: Floors) -> list[str]:
     for event in found.get("xids", ()):
         place, xid, hours = _place(event["bus_id"]), event["xid"], event["hours_ago"]
         index = places.index(place) if place is not None and place in places else None
+        when = "during the pre-flight"
         # What happens now counts whatever it is; old news of GPUs that are not this job's does not.
         if hours is not None:
-            another = index is None and any(places)
-            if xid not in HARDWARE_XIDS or hours > floors.xid_hours or another:
+            if xid not in HARDWARE_XIDS or hours > floors.xid_hours or (index is None and any(places)):
                 continue
+            when = f"{hours:.1f} h ago, none is allowed for {floors.xid_hours:g} h"
         what = HARDWARE_XIDS.get(xid, "see NVIDIA's list of Xid errors")
         who = f"GPU at {event['bus_id']}" if index is None else f"GPU {index}"
-        when = "during the pre-flight"
-        if hours is not None:
-            when = f"{hours:.1f} h ago, none is allowed for {floors.xid_hours:g} h"
         latest[who, xid] = f"{who} reported Xid {xid} ({what}) {when}; reset the GPU or have the node looked at"
     return list(latest.values())
 
@@ -273,79 +219,71 @@ def _infiniband(ports: Sequence[Mapping[str, Any]], floors: Floors) -> list[str]
 
 def differences(reports: Sequence[Mapping[str, Any]], expected: Expected) -> list[str]:
     """Where nodes differ that must be alike; those of the minority are named."""
-    problems = []
-    for what in sorted({name for report in reports for name in report["doctor"]["versions"]}):
-        problems += _odd_ones({r["node"]: r["doctor"]["versions"].get(what) or "none" for r in reports}, what)
-    problems += _odd_ones({r["node"]: ", ".join(dict.fromkeys(r["doctor"]["devices"])) for r in reports}, "device")
-    problems += _odd_ones({r["node"]: r["doctor"]["link"]["kind"] for r in reports}, "link")
+
+    def versions(name: str) -> list[str]:
+        return [report["doctor"]["versions"].get(name) or "none" for report in reports]
+
+    def ports(report: Mapping[str, Any]) -> str:
+        rates = Counter(port["rate"] for port in report["infiniband"] if port["state"] == "ACTIVE")
+        return ", ".join(f"{count} at {rate:g}" for rate, count in sorted(rates.items())) or "0"
+
+    def clocks(report: Mapping[str, Any]) -> str:
+        found = {row.get("clocks.max.sm", "unknown") for row in report.get("driver") or ()}
+        return ", ".join(sorted(found)) or "unknown"
+
+    alike = {name: versions(name) for name in sorted({n for report in reports for n in report["doctor"]["versions"]})}
+    alike["device"] = [", ".join(dict.fromkeys(report["doctor"]["devices"])) for report in reports]
+    alike["link"] = [report["doctor"]["link"]["kind"] for report in reports]
     if "infiniband" not in expected.floors.waived:
-        problems += _odd_ones({r["node"]: _ports(r) for r in reports}, "active InfiniBand ports and their Gb/s")
-    problems += _odd_ones({r["node"]: _highest_clocks(r) for r in reports}, "highest SM clock (MHz)")
+        alike["active InfiniBand ports and their Gb/s"] = list(map(ports, reports))
+    alike["highest SM clock (MHz)"] = list(map(clocks, reports))
+    problems = []
+    for what, values in alike.items():
+        usual, often = Counter(values).most_common(1)[0]
+        problems += [
+            f"{report['node']}: {what} is {value}, {often} of {len(values)} nodes have {usual}"
+            for report, value in zip(reports, values, strict=True)
+            if value != usual
+        ]
     if expected.device == "cuda":
         speeds = {r["node"]: statistics.median(gpu["gemm_tflops"] for gpu in r["gpus"]) for r in reports if r["gpus"]}
         problems += slow(speeds, "TFLOP/s per GPU", expected)
     return problems
 
 
-def _highest_clocks(report: Mapping[str, Any]) -> str:
-    return ", ".join(sorted({row.get("clocks.max.sm", "unknown") for row in report.get("driver") or ()})) or "unknown"
-
-
-def _ports(report: Mapping[str, Any]) -> str:
-    rates = Counter(port["rate"] for port in report["infiniband"] if port["state"] == "ACTIVE")
-    return ", ".join(f"{count} at {rate:g}" for rate, count in sorted(rates.items())) or "0"
-
-
-def _odd_ones(values: Mapping[str, str], what: str) -> list[str]:
-    usual, often = Counter(values.values()).most_common(1)[0]
-    return [
-        f"{node}: {what} is {value}, {often} of {len(values)} nodes have {usual}"
-        for node, value in values.items()
-        if value != usual
-    ]
-
-
 def within_nodes(gbps: Mapping[str, Mapping[str, float]], floors: Floors) -> list[Finding]:
     """Nodes whose GPUs are too slow among themselves; ``gbps``: by collective and node."""
     floor = floors.node_gbps or 0.0
-    return [
-        (
-            "node_bandwidth",
-            f"{node}: {what} among its GPUs reaches {value:.2f} GB/s (bus), the profile's floor is {floor:g}; look "
-            "at `nvidia-smi nvlink -s`, `nvidia-smi topo -m`, the fabric manager, NCCL_P2P_DISABLE and NCCL_DEBUG=INFO",
-        )
-        for what, by_node in gbps.items()
-        for node, value in by_node.items()
-        if value < floor
-    ]
+    look = "`nvidia-smi nvlink -s`, `nvidia-smi topo -m`, the fabric manager, NCCL_P2P_DISABLE and NCCL_DEBUG=INFO"
+    findings: list[Finding] = []
+    for what, by_node in gbps.items():
+        for node, value in by_node.items():
+            if value < floor:
+                line = f"{node}: {what} among its GPUs reaches {value:.2f} GB/s (bus), the profile's floor is {floor:g}"
+                findings.append(("node_bandwidth", f"{line}; look at {look}"))
+    return findings
 
 
 def between_nodes(gbps: Mapping[str, Mapping[tuple[str, str], float]], floors: Floors) -> list[Finding]:
     """Pairs of nodes that are too slow; ``gbps``: by collective and pair.
 
     Where all pairs are too slow no node is to blame, and one line says it. Else a node is named by itself if it is too
-    slow with both of its neighbours.
+    slow with both of its neighbours, before the pairs without such a node.
     """
     floor = floors.network_gbps or 0.0
     findings: list[Finding] = []
     for what, by_pair in gbps.items():
-        slow_pairs = {pair: value for pair, value in by_pair.items() if value < floor}
-        if len(slow_pairs) == len(by_pair) > 1:
-            least, most = min(slow_pairs.values()), max(slow_pairs.values())
-            lines = [f"all {len(slow_pairs)} pairs of nodes: {least:.2f} to {most:.2f}"]
+        below = {pair: value for pair, value in by_pair.items() if value < floor}
+        if len(below) == len(by_pair) > 1:
+            lines = [f"all {len(below)} pairs of nodes: {min(below.values()):.2f} to {max(below.values()):.2f}"]
         else:
-            lines = [f"{who}: {value:.2f}" for who, value in _blamed(by_pair, slow_pairs)]
+            bad = {}
+            for node in dict.fromkeys(node for pair in below for node in pair):
+                pairs = [pair for pair in by_pair if node in pair]
+                if len(pairs) > 1 and all(pair in below for pair in pairs):
+                    bad[node] = max(below[pair] for pair in pairs)
+            lines = [f"{node} with each neighbour: {value:.2f}" for node, value in bad.items()]
+            lines += [f"{a} with {b}: {v:.2f}" for (a, b), v in below.items() if a not in bad and b not in bad]
         tail = f"GB/s (bus) in {what}, the profile's floor is {floor:g}; {_NETWORK}"
         findings += [("network_bandwidth", f"{line} {tail}") for line in lines]
     return findings
-
-
-def _blamed(by_pair: Mapping[tuple[str, str], float], slow: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
-    """Who is too slow, and how slow: nodes first, then pairs without such a node."""
-    bad = {
-        node: max(slow[pair] for pair in pairs)
-        for node in dict.fromkeys(node for pair in slow for node in pair)
-        if len(pairs := [pair for pair in by_pair if node in pair]) > 1 and all(pair in slow for pair in pairs)
-    }
-    nodes = [(f"{node} with each neighbour", value) for node, value in bad.items()]
-    return nodes + [(f"{a} with {b}", value) for (a, b), value in slow.items() if a not in bad and b not in bad]

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import DEVICES
 from megatron_flux.estimate.job import PlanOptions, resolve
 from megatron_flux.estimate.measured import (
     LARGEST_ERROR,
@@ -25,7 +23,7 @@ from megatron_flux.estimate.measured import (
     validate,
 )
 from megatron_flux.estimate.prediction import predict
-from megatron_flux.estimate.rates import Calibration, MeasuredCalls, Rates, read_ops
+from megatron_flux.estimate.rates import DEVICES, Calibration, MeasuredCalls, Rates, read_ops
 from megatron_flux.estimate.step import predict_stages
 
 ROOT = Path(__file__).parents[3]
@@ -187,7 +185,7 @@ def test_measured_layers_replace_predicted_ones(rates: Rates, layers: MeasuredLa
         row = next(r for r in layers.rows if (r["model"], r["micro_batch"], r["arm"]) == ("gpt3-175b", 4, name))
         (stage,) = predict_stages(job, rates, arm, layers)
         assert stage.layers.total == pytest.approx(8 * row["ms_per_layer"])
-    floor = layers.ms("floor", LAYER_MODELS["gpt3-175b"], 2048, 4, 4)
+    floor = layers.ms("floor", job)
     assert floor is not None
     assert stage.layers.forward.compute + stage.layers.backward.compute == pytest.approx(8 * floor)
 

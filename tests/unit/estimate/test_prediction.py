@@ -11,14 +11,13 @@ import pytest
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.devices import DEVICES, device_named
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.layer import Layer, Phase, column_backward, predict_layer
-from megatron_flux.estimate.memory import flux_workspace, layer_activations, predict_memory, stage_parameters
+from megatron_flux.estimate.layer import Layer, Phase, activations, column_backward, flux_workspace
+from megatron_flux.estimate.layer import predict as predict_layer
 from megatron_flux.estimate.prediction import predict_options, why_stock
-from megatron_flux.estimate.rates import Calibration, Rates
+from megatron_flux.estimate.rates import DEVICES, Calibration, Rates, device_named
 from megatron_flux.estimate.report import PARTS
-from megatron_flux.estimate.step import Stage, add_up, predict_stages
+from megatron_flux.estimate.step import Stage, add_up, predict_memory, predict_stages, stage_parameters
 
 H100 = DEVICES["h100-sxm"]
 GPT = LAYER_MODELS["gpt3-175b"]
@@ -45,22 +44,22 @@ def test_bubble_is_the_papers_share(chunks: int, bubble: float) -> None:
     chosen = job(virtual_pipeline=chunks, network_gb_per_s=1e9)
     step = add_up(chosen, Rates(device=H100, network_gb_per_s=1e9), flat_stages(8, 30.0))
     assert chosen.run.micro_batches == 32
-    assert step.bubble / (32 * 30.0) == pytest.approx(bubble, rel=1e-6)  # (pp - 1)/(m v)
-    assert step.pipeline == pytest.approx(32 * 30.0 * (1 + bubble), rel=1e-6)
+    assert step["bubble"] / (32 * 30.0) == pytest.approx(bubble, rel=1e-6)  # (pp - 1)/(m v)
+    assert step["pipeline"] == pytest.approx(32 * 30.0 * (1 + bubble), rel=1e-6)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     chosen, rates = job(), Rates(device=H100, network_gb_per_s=1e9)
     even, uneven = flat_stages(8, 30.0), flat_stages(7, 30.0) + flat_stages(1, 40.0)
-    fast, slow = (add_up(chosen, rates, stages).pipeline for stages in (even, uneven))
+    fast, slow = (add_up(chosen, rates, stages)["pipeline"] for stages in (even, uneven))
     assert slow - fast == pytest.approx(32 * 10.0, rel=1e-3)
 
 
 def test_every_micro_batch_waits_for_its_neighbours_unless_interleaved() -> None:
     plain, interleaved = (add_up(job(virtual_pipeline=v), Rates(device=H100), flat_stages(8, 30.0)) for v in (1, 3))
     hop = 2 * 8192 * 12288 / 8 / (0.86 * 50e6)  # rows of a rank, bf16, over 86 % of 50 GB/s
-    assert plain.point_to_point == pytest.approx(2 * 32 * hop)
-    assert interleaved.point_to_point == pytest.approx(2 * 7 * hop)
+    assert plain["point_to_point"] == pytest.approx(2 * 32 * hop)
+    assert interleaved["point_to_point"] == pytest.approx(2 * 7 * hop)
 
 
 # --- data parallelism and optimizer
@@ -71,7 +70,7 @@ def test_gradients_and_parameters_travel_as_a_ring() -> None:
     step = add_up(chosen, Rates(device=H100), flat_stages(8, 30.0))
     count = max(stage_parameters(chosen, index) for index in range(8))
     assert chosen.run.dp == 8
-    assert step.data == pytest.approx(7 / 8 * count * (4 + 2) / (0.86 * 50e6))
+    assert step["data"] == pytest.approx(7 / 8 * count * (4 + 2) / (0.86 * 50e6))
 
 
 def test_overlap_hides_all_but_a_bucket() -> None:
@@ -80,9 +79,9 @@ def test_overlap_hides_all_but_a_bucket() -> None:
     overlapped = job(**options, overlap_grad_reduce=True, overlap_param_gather=True)
     on = add_up(overlapped, Rates(device=H100), flat_stages(8, 3000.0))
     short = add_up(overlapped, Rates(device=H100), flat_stages(8, 30.0))
-    assert short.data == pytest.approx(off.data - 30.0)  # one micro-batch's backward and one's forward
-    assert on.data == pytest.approx(off.data * 40e6 / stage_parameters(overlapped, 1), rel=0.05)
-    assert on.data < short.data < off.data
+    assert short["data"] == pytest.approx(off["data"] - 30.0)  # one micro-batch's backward and one's forward
+    assert on["data"] == pytest.approx(off["data"] * 40e6 / stage_parameters(overlapped, 1), rel=0.05)
+    assert on["data"] < short["data"] < off["data"]
 
 
 def test_one_replica_has_nothing_to_reduce() -> None:
@@ -99,8 +98,8 @@ def test_replicas_in_a_node_share_its_link() -> None:
 
 
 def test_activations_are_the_papers_34_sbh() -> None:
-    assert layer_activations(GPT, 8192, 8, dropout=True) == 34 * 8192 * 12288 / 8
-    assert layer_activations(GPT, 8192, 8, "full") == 2 * 8192 * 12288 / 8
+    assert activations(GPT, 8192, 8, dropout=True) == 34 * 8192 * 12288 / 8
+    assert activations(GPT, 8192, 8, "full") == 2 * 8192 * 12288 / 8
 
 
 @pytest.mark.parametrize(("distributed", "per_parameter"), [(True, 6 + 12 / 4), (False, 18)])
@@ -108,15 +107,15 @@ def test_bytes_per_parameter(distributed: bool, per_parameter: float) -> None:
     chosen = job(gpus=256, distributed_optimizer=distributed)
     memory = predict_memory(chosen, "baseline")
     assert chosen.run.dp == 4
-    total = memory.parameters + memory.gradients + memory.optimizer
+    total = memory["parameters"] + memory["gradients"] + memory["optimizer"]
     assert total * 1e9 == pytest.approx(per_parameter * stage_parameters(chosen, 0))
 
 
 def test_the_first_stage_holds_a_micro_batch_for_every_stage() -> None:
     one, full = 34 * 8192 * 12288 / 8 / 1e9, job(dropout=0.1)
     mask = 8192 * 12288 / 8 / 1e9  # of the embedding's dropout
-    assert predict_memory(full, "baseline").activations == pytest.approx(8 * (12 * one + mask))
-    interleaved = predict_memory(job(dropout=0.1, virtual_pipeline=3), "baseline").activations
+    assert predict_memory(full, "baseline")["activations"] == pytest.approx(8 * (12 * one + mask))
+    interleaved = predict_memory(job(dropout=0.1, virtual_pipeline=3), "baseline")["activations"]
     assert interleaved == pytest.approx(8 * (1 + 7 / 24) * (12 * one + mask))  # section 4.2.3
 
 
@@ -129,8 +128,8 @@ def test_parameters_add_up_to_the_model() -> None:
 def test_workspace_is_within_its_bound_and_flux_alone_pays_it() -> None:
     bound = 4 * 8192 * 12288 * 2
     assert bound <= flux_workspace(8192, 12288) <= 1.13 * bound  # sizes are rounded up by an eighth at most
-    assert predict_memory(job(), "baseline").flux_workspace == 0
-    assert predict_memory(job(), "flux").flux_workspace * 1e9 == flux_workspace(8192, 12288)
+    assert predict_memory(job(), "baseline")["flux_workspace"] == 0
+    assert predict_memory(job(), "flux")["flux_workspace"] * 1e9 == flux_workspace(8192, 12288)
 
 
 # --- layers
@@ -139,9 +138,8 @@ def test_workspace_is_within_its_bound_and_flux_alone_pays_it() -> None:
 def test_without_communication_the_arms_are_equal() -> None:
     fast = replace(H100, step_us=0.0)
     rates = Rates(device=fast, link_gb_per_s=1e12, calibration=Calibration(traffic=0.0))
-    totals = {arm: predict_layer(rates, arm, GPT, 2048, 4, 8).total for arm in ("baseline", "flux", "floor")}
-    assert totals["baseline"] == pytest.approx(totals["floor"], rel=1e-6)
-    assert totals["flux"] == pytest.approx(totals["floor"], rel=1e-6)
+    for layer in (predict_layer(rates, arm, GPT, 2048, 4, 8) for arm in ("baseline", "flux")):
+        assert layer.total == pytest.approx(layer.both.compute, rel=1e-6)
 
 
 def test_the_baseline_exposes_six_collectives_and_pays_for_four() -> None:
@@ -219,11 +217,9 @@ def test_calls_are_within_their_bounds_and_layers_cost_communication(device: str
             for case in layer_cases(model, LAYER_MODELS[model], 2048 * micro_batch, "forward", tp):
                 pair = rates.pair(case, tp)
                 assert max(pair.gemm, pair.collective) <= pair.fused <= pair.serial
-            base, flux, floor = (
-                predict_layer(rates, arm, LAYER_MODELS[model], 2048, micro_batch, tp).total
-                for arm in ("baseline", "flux", "floor")
-            )
-            assert floor < min(flux, base)
+            for arm in ("baseline", "flux"):
+                layer = predict_layer(rates, arm, LAYER_MODELS[model], 2048, micro_batch, tp)
+                assert layer.both.compute < layer.total
 
 
 def test_recomputation_runs_the_forward_again() -> None:
@@ -243,8 +239,8 @@ def test_recomputation_runs_the_forward_again() -> None:
 def test_parts_add_up_to_the_step(options: dict[str, Any]) -> None:
     found = plan(**options)
     for arm in found["arms"].values():
-        assert all(part(arm["step"]) >= 0 for _, part in PARTS)
-        assert sum(part(arm["step"]) for _, part in PARTS) == pytest.approx(arm["step"]["total"])
+        assert all(part(arm["step"]) >= 0 for part in PARTS.values())
+        assert sum(part(arm["step"]) for part in PARTS.values()) == pytest.approx(arm["step"]["total"])
     assert found["kind"] == "Prediction"
 
 
@@ -300,7 +296,7 @@ def test_what_does_not_fit_is_said() -> None:
     assert any("--recompute full" in note for note in found["notes"])
     assert plan()["fits"]["baseline"]
     memory = predict_memory(job(), "baseline")
-    both = memory.total + memory.parameters + memory.gradients + memory.optimizer
+    both = memory["total"] + memory["parameters"] + memory["gradients"] + memory["optimizer"]
     assert any(
         f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB" in n
         for n in plan()["notes"]

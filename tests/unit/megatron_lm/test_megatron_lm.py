@@ -384,4 +384,4 @@ def test_a_machine_whose_gpu_cannot_be_asked_is_sampled_without_it(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # megatron_lm_on_cpu.py says so too
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: no driver")
-    assert training_log.Samples(interval=10)._gpu is None
+    assert training_log.Samples(interval=10).sampler._gpu is None

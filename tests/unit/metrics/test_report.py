@@ -156,7 +156,7 @@ def test_each_figure_has_its_place_data_and_units(run: Path) -> None:
     figures = shown.figures
     places = [attrs["id"] for tag, attrs in shown.tags if tag == "div" and attrs.get("class") == "plot"]
     assert places == [f"plot-run1-{name}" for name in figures]
-    expected = ["step-times", "distribution", "speed-ups", "loss", "loss-difference", "grad-norm", "memory"]
+    expected = ["step-times", "speed-ups", "loss", "loss-difference", "grad-norm", "memory"]
     assert list(figures) == expected
     for name, figure in figures.items():
         go.Figure(figure)  # raises on a name or value that plotly does not know
@@ -169,7 +169,6 @@ def test_each_figure_has_its_place_data_and_units(run: Path) -> None:
     titles = {name: figure["layout"]["yaxis"]["title"]["text"] for name, figure in figures.items()}
     assert titles["step-times"] == "step time (ms)"
     assert titles["loss"] == "lm loss (nat/token)"
-    assert figures["distribution"]["layout"]["xaxis"]["title"]["text"] == "step time (ms)"
 
 
 def test_step_times_are_in_order_of_execution() -> None:
@@ -214,7 +213,7 @@ NOT_RECORDED = {
 def test_no_empty_plots_but_a_sentence(tmp_path: Path) -> None:
     missing = captions(write_run(tmp_path, {"baseline": [], "flux": []}, INFO))
     curves = {"loss", "loss-difference", "grad-norm", "grad-norm-difference"}
-    assert curves | {"step-times", "distribution", "speed-ups", "memory", "fallbacks", "operators"} <= set(missing)
+    assert curves | {"step-times", "speed-ups", "memory", "fallbacks", "operators"} <= set(missing)
     assert all(caption for caption in missing.values())
 
 

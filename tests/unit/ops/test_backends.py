@@ -79,7 +79,7 @@ def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.Mon
 def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(registry, "_warned", set())
+    registry._warn_once.cache_clear()
     cautious = Named("cautious")
     cautious.untested = lambda x, group: "no NVLink"
     ops.register_backend(cautious)

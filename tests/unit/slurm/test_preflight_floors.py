@@ -11,8 +11,8 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.preflight import node, rules
 from megatron_flux.slurm.preflight.ranks import neighbours
-from megatron_flux.slurm.preflight.rules import Floors, between_nodes, judge, within_nodes
-from megatron_flux.slurm.profile import Profile
+from megatron_flux.slurm.preflight.rules import between_nodes, judge, within_nodes
+from megatron_flux.slurm.profile import Floors, Profile
 from tests.unit.slurm.test_preflight import changed, report
 
 FLOORS = Profile.load("nvlink-h100").floors

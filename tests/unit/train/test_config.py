@@ -74,7 +74,7 @@ def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> 
     assert run.cuda_graph_impl == "local"
 
 
-@pytest.mark.parametrize(("given", "beside"), [({"tp": 2}, "PP 1 x DP 2"), ({"tp": 2, "pp": 2}, "PP 2 x DP 1")])
+@pytest.mark.parametrize(("given", "beside"), [({"tp": 2}, "PP x DP 2"), ({"tp": 2, "pp": 2}, "PP x DP 2")])
 def test_graphs_beside_other_groups_need_an_sm_margin(
     given: dict[str, int], beside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

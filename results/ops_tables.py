@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_flux.bench import ops_report
+from megatron_flux.bench import report
 from results.readme_tables import SHORT, X, percent, table
 
 Row = Mapping[str, Any]
@@ -19,7 +19,7 @@ def named(row: Row) -> list[str]:
 
 def efficiency(row: Row, method: str) -> str:
     """FLUX's overlap efficiency of a method; ``-`` where there is none."""
-    found = ops_report.efficiency(dict(row), f"{method}_ms")
+    found = report.efficiency(row, method)
     return "-" if found is None else percent(found)
 
 

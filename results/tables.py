@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import cases
-from megatron_flux.bench.tuned_table import chosen
 from megatron_flux.metrics.summary import relative_differences, spread
 from results.ops_tables import beside, named, operators
 from results.readme_tables import X, between_marks, percent, table

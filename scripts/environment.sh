@@ -31,9 +31,10 @@ use_environment() {
     # Copied, not compared by time: a checkout sets times as it likes.
     if ! cmp -s pyproject.toml "$stamp" || ! "$PYTHON" -c 'import megatron_flux, torch' 2>/dev/null; then
         printf 'installing megatron-flux and what it needs\n'
+        # --no-compile: most modules are never imported, and Python compiles the others when they are.
         "$PYTHON" -c 'import torch' 2>/dev/null ||
-            "$PYTHON" -m pip install --quiet "${MEGATRON_FLUX_TORCH:-torch==2.13.0}"
-        "$PYTHON" -m pip install --quiet --editable ".${extra:+[$extra]}"
+            "$PYTHON" -m pip install --quiet --no-compile "${MEGATRON_FLUX_TORCH:-torch==2.13.0}"
+        "$PYTHON" -m pip install --quiet --no-compile --editable ".${extra:+[$extra]}"
         cp pyproject.toml "$stamp"
     fi
 }

@@ -83,8 +83,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
-        "    ms = _slowest([[astuple(one) for one in bursts] for bursts in found.values()], group, device)\n",
-        "    ms = torch.tensor([[astuple(one) for one in bursts] for bursts in found.values()])\n",
+        "    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}\n",
+        "    ms = {name: torch.tensor(bursts) for name, bursts in found.items()}\n",
         (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
     ),
     _fault(
@@ -150,8 +150,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "flag of a step goes to another peer than its data",
         "megatron_flux/comm/copy_engine.py",
-        "flag=work.flags[peer].data_ptr()",
-        "flag=work.flags[(rank + step) % tp].data_ptr()",
+        "flag = work.flags[peer].data_ptr()",
+        "flag = work.flags[(rank + step) % tp].data_ptr()",
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(

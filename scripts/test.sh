@@ -24,7 +24,7 @@ install_packages() {
 if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
     MEGATRON_FLUX_TE_SOURCE=$("$PYTHON" -c 'import sys; print(sys.prefix)')/te-source
     [[ -d $MEGATRON_FLUX_TE_SOURCE ]] ||
-        "$PYTHON" -m pip install --quiet --no-deps --target "$MEGATRON_FLUX_TE_SOURCE" transformer-engine==2.11.0 ||
+        "$PYTHON" -m pip install --quiet --no-compile --no-deps --target "$MEGATRON_FLUX_TE_SOURCE" transformer-engine==2.11.0 ||
         printf 'note: TransformerEngine could not be fetched\n' >&2
     export MEGATRON_FLUX_TE_SOURCE
 fi
@@ -46,13 +46,15 @@ if ((${#ARGUMENTS[@]})); then
     exec "$PYTHON" -m pytest "${ARGUMENTS[@]}"
 fi
 
-# All of them, in two sessions side by side: jobs on Slurm's daemons wait a good deal. What theirs printed is shown when both
+# All of them, in two sessions of about the same length side by side. Jobs on Slurm's daemons wait a good deal, and unit
+# tests keep one core busy; the others start several processes each. What the first session printed is shown when both
 # have ended.
+FIRST=(tests/slurm tests/unit tests/browser)
 log=$(mktemp)
-"$PYTHON" -m pytest tests/slurm >"$log" 2>&1 &
+"$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!
 trap 'kill "$beside" 2>/dev/null || true; cat "$log"; rm "$log"' EXIT
 failed=0
-"$PYTHON" -m pytest --deselect tests/slurm || failed=$?
+"$PYTHON" -m pytest "${FIRST[@]/#/--deselect=}" || failed=$?
 wait "$beside" || failed=$?
 exit "$failed"

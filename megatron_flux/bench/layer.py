@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-from megatron_flux.bench import layer_report
-from megatron_flux.bench.collectives import Collectives
+from megatron_flux.bench import report
 from megatron_flux.bench.layer_config import LayerConfig
 from megatron_flux.bench.layer_workload import WorkloadBench
+from megatron_flux.bench.process_group import Collectives, logged_to
 from megatron_flux.comm import links
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank
@@ -42,21 +42,14 @@ from megatron_flux.run.folder import CONFIG
 from megatron_flux.telemetry import environment
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
-logger = logging.getLogger("megatron_flux.bench")
+logger = logging.getLogger("megatron_flux")
 
 
 def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure all workloads and write ``summary.json``, ``rounds.jsonl`` and the traces into ``out`` (first rank).
+    """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
 
-    Call it on every rank, with torch.distributed and Megatron's parallel state initialised.
-
-    Args:
-        config: what to run.
-        out: the run folder; made if missing.
-        log: called with lines for people, on the first rank.
-
-    Returns:
-        The summary. The breakdown is the first rank's and empty on the others.
+    The first rank writes ``summary.json``, ``rounds.jsonl`` and the traces into ``out`` (made if missing), and calls
+    ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
         UserError: a GPU run without a CUDA device.
@@ -106,37 +99,22 @@ def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -
 
 
 def work(folder: str) -> None:
-    """Measure on this rank what the run folder's ``config.json`` says.
-
-    The first rank adds ``summary.json``, ``rounds.jsonl``, the traces, ``plot.svg`` and ``log.txt``, and prints the
-    table.
-    """
+    """Measure on this rank what the run folder's ``config.json`` says."""
     out = Path(folder)
     measure(LayerConfig.model_validate(json.loads((out / CONFIG).read_text())["config"]), out)
 
 
 def measure(config: LayerConfig, out: Path) -> None:
-    """:func:`run` on this rank, from process groups to the picture."""
+    """:func:`run` on this rank, from process groups to the picture, the log and the printed table."""
     rank.set_environment()
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
 
-    if rank.is_first():
-        _log_to(out / "log.txt")
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    with cpu_shims(), process_groups(config):
+    with logged_to(out / "log.txt"), cpu_shims(), process_groups(config):
         summary = run(config, out, log=logger.info)
         if rank.is_first():
-            (out / "plot.svg").write_text(layer_report.svg(summary))
-            with (out / "log.txt").open("a") as file:
-                layer_report.print_summary(summary, file)
-            layer_report.print_summary(summary)
-
-
-def _log_to(path: Path) -> None:
-    """Write what the package logs to ``path``; each message once, since arms patch and unpatch in every round."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, mode="w")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(rank.OncePerMessage())
-    logging.getLogger("megatron_flux").addHandler(handler)
+            (out / "plot.svg").write_text(report.layers_svg(summary))
+            with (out / "log.txt").open("a", encoding="utf-8") as file:
+                report.show_layers(summary, file)
+            report.show_layers(summary)

@@ -1,4 +1,4 @@
-"""The arms of ``bench layer``.
+"""The arms of ``bench layer`` and their layers.
 
 ===========  ========================  ===========================================================================
 arm          layers                    run
@@ -16,31 +16,40 @@ busy_floor   those of ``local``        its bytes sent, but never waited for: no 
 ===========  ========================  ===========================================================================
 
 The last two have the backends of :mod:`megatron_flux.bench.no_communication`. An arm that cannot run here is left out
-with its reason, on all ranks alike. Arms whose layers are the same use the same module objects; all arms use the same
-weights (:mod:`megatron_flux.bench.layer_blocks`).
+with its reason, on all ranks alike.
+
+Arms whose layers are the same use the same module objects, and all share one set of weights and main gradients. That
+keeps the memory of one arm, makes results comparable number by number, and lets no arm profit from where its weights
+lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps one naming
+to the other. Shapes and layouts are the same. Gradients end as in Megatron's data parallelism: wgrad is added to an
+fp32 ``main_grad`` by its GEMM, other gradients by a hook, and ``grad`` is dropped at once.
+
+Left out of the layers, in every arm alike: rotary embedding, the final norm, dropout.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from megatron_flux import FluxConfig, ops, patched, report
-from megatron_flux.bench.layer_blocks import BlockKind, have_transformer_engine
 from megatron_flux.bench.layer_config import Workload
-from megatron_flux.bench.no_communication import FLOORS, register
+from megatron_flux.bench.no_communication import FLOORS
+from megatron_flux.bench.process_group import NotHereError
+from megatron_flux.errors import FluxError
 from megatron_flux.train.measurements import workspace_bytes
+from megatron_flux.train.shims import SequenceParallelNorm
+
+BlockKind = Literal["te", "te_ub", "local"]
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""
-
-
-class NotHereError(Exception):
-    """An arm cannot run on this machine or with these packages; the message says why."""
 
 
 @dataclass
@@ -48,7 +57,6 @@ class Arm:
     """An arm that is ready to run."""
 
     name: str
-    block: BlockKind
     step: Step
     active: Callable[[], AbstractContextManager[None]]
     """Open it around ``step``."""
@@ -59,6 +67,11 @@ class Arm:
     def training(self) -> bool:
         """Whether its numbers are those of training."""
         return self.name not in FLOORS
+
+    @property
+    def outside_bytes(self) -> int:
+        """Its memory that torch's caching allocator does not know of (userbuffers are noted by their context)."""
+        return workspace_bytes() if self.name.startswith("flux") else self.facts.get("userbuffer_bytes", 0)
 
 
 def block_of(arm: str) -> BlockKind:
@@ -74,18 +87,17 @@ def why_not(arm: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return "TransformerEngine needs a GPU"
-    return None if have_transformer_engine() else "TransformerEngine is not installed"
+    return None if _have_transformer_engine() else "TransformerEngine is not installed"
+
+
+def _have_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backend: str) -> Arm:
-    """An arm over built layers.
+    """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
 
-    Args:
-        arm: its name.
-        block: its layers.
-        x: the input ``[s/tp, b, h]``, a leaf that requires a gradient.
-        dy: the output's gradient, same shape.
-        backend: operator backend of the flux arms.
+    ``backend`` is the operator backend of the flux arms.
     """
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,9 +113,9 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
             return nullcontext()
         return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather")))
 
-    if arm in FLOORS:
-        register(FLOORS[arm])
-    return Arm(arm, block_of(arm), step, active)
+    if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():
+        ops.register_backend(FLOORS[arm])
+    return Arm(arm, step, active)
 
 
 def look_inside(arm: Arm) -> None:
@@ -119,20 +131,14 @@ def look_inside(arm: Arm) -> None:
         arm.step()
         seen = report()
     calls = ops.stats.calls - before
-    fallbacks = seen["fallbacks"]
     if not seen["active_layers"]:
-        why = "; ".join(fallbacks) or "patch() does not reach these layers"
+        why = "; ".join(seen["fallbacks"]) or "patch() does not reach these layers"
         raise NotHereError(f"no layer ran flux: {why}")
     arm.facts |= {
         "flux_layers": seen["active_layers"],
         "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(calls.items())},
-        "flux_fallbacks": fallbacks,
+        "flux_fallbacks": seen["fallbacks"],
     }
-
-
-def outside_bytes(arm: Arm) -> int:
-    """Memory of an arm that torch's caching allocator does not know of (userbuffers are noted by their context)."""
-    return workspace_bytes() if arm.name.startswith("flux") else arm.facts.get("userbuffer_bytes", 0)
 
 
 @contextmanager
@@ -157,3 +163,112 @@ def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
         yield max(0, before - after)
     finally:
         te.destroy_ub()
+
+
+# Layers.
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    """bf16 on GPUs, fp32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) -> torch.nn.Module:
+    """A block of ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state.
+
+    Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import init_method_normal
+
+    m, on_gpu = workload.sizes, device.type == "cuda"
+    config = TransformerConfig(
+        num_layers=workload.layers,
+        hidden_size=m.hidden,
+        num_attention_heads=m.heads,
+        num_query_groups=m.groups,
+        kv_channels=m.head_dim,
+        ffn_hidden_size=m.ffn,
+        # Every linear hands on about the size it was given, whatever the width, so that each counts in the result and
+        # a wrong one is seen; without the usual shrinking with depth of those before a residual.
+        init_method_std=m.hidden**-0.5,
+        output_layer_init_method=init_method_normal(m.hidden**-0.5),
+        normalization="RMSNorm" if m.gated else "LayerNorm",
+        gated_linear_unit=m.gated,
+        activation_func=F.silu if m.gated else F.gelu,
+        add_bias_linear=not m.gated,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=True,
+        params_dtype=dtype_of(device),
+        bf16=on_gpu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=True,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        tp_comm_overlap=kind == "te_ub",
+    )
+    if kind == "local":
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        norm: type = SequenceParallelNorm
+        if on_gpu and _have_transformer_engine():
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+
+            # As in the other arms, so that the arms differ in their linears alone.
+            norm = TENorm
+            layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    layers = TransformerBlockSubmodules(layer_specs=[layer] * workload.layers)
+    # No norm behind the last layer: the figures are per layer.
+    return TransformerBlock(config, layers, post_layer_norm=False).to(device)
+
+
+def shared_name(name: str) -> str:
+    """A parameter's name in the local spec: TransformerEngine's linears own the norm in front of them."""
+    return name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
+        "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+    )
+
+
+def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> None:
+    """Put ``weights`` (by :func:`shared_name`) in the place of the block's own parameters.
+
+    Raises:
+        FluxError: the two do not have the same parameters, or not of the same shapes.
+    """
+    own = dict(block.named_parameters())
+    differ = {shared_name(name) for name in own} ^ weights.keys()
+    if differ:
+        raise FluxError(f"the arms' layers do not have the same parameters: {', '.join(sorted(differ))}")
+    for name, parameter in own.items():
+        weight = weights[shared_name(name)]
+        if weight.shape != parameter.shape:
+            raise FluxError(f"parameter {name} is {tuple(parameter.shape)} in one arm, {tuple(weight.shape)} in others")
+        owner, _, leaf = name.rpartition(".")
+        # Not setattr or register_parameter: TransformerEngine's modules overload both.
+        block.get_submodule(owner)._parameters[leaf] = weight
+
+
+def prepare_gradients(block: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Give every parameter an fp32 ``main_grad`` and return them by :func:`shared_name`, for :func:`share`."""
+    weights = {}
+    for name, parameter in block.named_parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(_into_main_grad)
+        weights[shared_name(name)] = parameter
+    return weights
+
+
+def _into_main_grad(parameter: torch.Tensor) -> None:
+    """What Megatron's DistributedDataParallel does when a gradient is ready."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

@@ -5,26 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from megatron_flux.bench.shapes import MODELS, Model
+from megatron_flux.bench.shapes import MODELS, Model, Options, named
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
-"""Those that run unless others are asked for."""
-ALL_ARMS = (*ARMS, "flux_local_own_gather", "flux_te_own_gather", "busy_floor")
-"""See :mod:`megatron_flux.bench.layer_arms`."""
+"""Those that run unless others are asked for; see :mod:`megatron_flux.bench.layer_arms`."""
+ON_REQUEST = ("flux_local_own_gather", "flux_te_own_gather", "busy_floor")
 
 TINY = "tiny"
 LAYER_MODELS = {**MODELS, TINY: Model(hidden=512, heads=8, groups=8, head_dim=64, ffn=1024, gated=True)}
 """The operator benchmark's models, and one that proves in seconds that a machine can run the benchmark."""
 
 
-class Workload(BaseModel):
+class Workload(Options):
     """One model's layers and the tokens they are run on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     seq: int
@@ -67,19 +64,29 @@ class Workload(BaseModel):
         return (weights + self.tokens * (saved * self.layers + whole)) / 1e9
 
 
-DEFAULTS = (
+WORKLOADS = (
     Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4),
     Workload(model="gpt3-175b", seq=2048, micro_batch=1, layers=4),
     Workload(model="llama-70b", seq=4096, micro_batch=2, layers=4),
     Workload(model="llama-405b", seq=8192, micro_batch=1, layers=2),
+    Workload(model=TINY, seq=256, micro_batch=2, layers=2),
 )
-_ON_REQUEST = (Workload(model=TINY, seq=256, micro_batch=2, layers=2),)
 
 
-class LayerOptions(BaseModel):
-    """Options as given. The descriptions are the help texts."""
+class _Measuring(Options):
+    """How a run measures."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    backend: str = Field("auto", description="Operator backend of the flux arms: auto, or one by name.")
+    cuda_graphs: bool = Field(False, description="Capture each arm's step in one CUDA graph, where it can be.")
+    rounds: int = Field(9, ge=1, description="Rounds; each times every arm once, in random order.")
+    burst: int = Field(3, ge=1, description="Back-to-back steps per arm and round.")
+    seconds: float | None = Field(None, gt=0, description="Start no further round after this long, over all models.")
+    trace: bool = Field(True, description="Record one more step of each arm: kernel-time breakdown and a trace file.")
+    timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
+
+
+class LayerOptions(_Measuring):
+    """Options as given."""
 
     models: str = Field(
         ",".join(MODELS),
@@ -88,39 +95,22 @@ class LayerOptions(BaseModel):
     arms: str = Field(
         ",".join(ARMS),
         description="Arms, separated by commas. floor skips all communication, busy_floor sends and never waits: not "
-        "training runs. On request: "
-        f"{', '.join(ALL_ARMS[len(ARMS) :])}.",
+        f"training runs. On request: {', '.join(ON_REQUEST)}.",
     )
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per step, instead of each model's own.")
     layers: int | None = Field(None, ge=1, description="Layers per step. Default: 4, of llama-405b 2.")
-    backend: str = Field("auto", description="Operator backend of the flux arms: auto, or one by name.")
-    cuda_graphs: bool = Field(False, description="Capture each arm's step in one CUDA graph, where it can be.")
-    rounds: int = Field(9, ge=1, description="Rounds; each times every arm once, in random order.")
-    burst: int = Field(3, ge=1, description="Back-to-back steps per arm and round.")
-    seconds: float | None = Field(None, gt=0, description="Start no further round after this long, over all models.")
-    trace: bool = Field(True, description="Record one more step of each arm: kernel-time breakdown and a trace file.")
     nproc: int | None = Field(None, ge=1, description="Processes, one per GPU, which is also tp. Default: all GPUs.")
-    timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-layer.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
 
-class LayerConfig(BaseModel):
+class LayerConfig(_Measuring):
     """A run in which nothing is open."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     workloads: tuple[Workload, ...]
     arms: tuple[str, ...]
     tp: int
-    backend: str = "auto"
-    cuda_graphs: bool = False
-    rounds: int = 9
-    burst: int = 3
-    seconds: float | None = None
-    trace: bool = True
-    timeout: float = 600.0
     device: Literal["cuda", "cpu"] = "cuda"
     """The command always says cuda: a CPU proves that the benchmark works and measures nothing."""
 
@@ -136,37 +126,18 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     Raises:
         UserError: an unknown model, arm or backend, or sizes that ``tp`` does not divide.
     """
-    models = _named("model", options.models, tuple(LAYER_MODELS))
-    arms = _named("arm", options.arms, ALL_ARMS)
+    models = named("model", options.models, LAYER_MODELS)
+    arms = named("arm", options.arms, (*ARMS, *ON_REQUEST))
     if options.cuda_graphs and "busy_floor" in arms:
         raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
-    given = {"seq": options.seq, "micro_batch": options.micro_batch, "layers": options.layers}
-    changes = {name: value for name, value in given.items() if value is not None}
-    chosen = [w.model_copy(update=changes) for w in (*DEFAULTS, *_ON_REQUEST) if w.model in models]
-    workloads = tuple(dict.fromkeys(sorted(chosen, key=lambda w: models.index(w.model))))  # overrides may make twins
-    for workload in workloads:
-        _check_divides(workload, tp)
-    same = ("backend", "cuda_graphs", "rounds", "burst", "seconds", "trace", "timeout")
-    return LayerConfig(workloads=workloads, arms=arms, tp=tp, **{name: getattr(options, name) for name in same})
-
-
-def _named(kind: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in known:
-            raise UserError(f"unknown {kind} {name!r}; use one or more of: {', '.join(known)}")
-    if not names:
-        raise UserError(f"no {kind} given; use one or more of: {', '.join(known)}")
-    return names
-
-
-def _check_divides(workload: Workload, tp: int) -> None:
     if tp < 2:
         raise UserError("bench layer needs tensor parallelism: at least 2 processes, each on a GPU of its own")
-    m = workload.sizes
-    parts = {"seq": workload.seq, "heads": m.heads, "key/value groups": m.groups, "MLP size": m.ffn}
-    for name, value in parts.items():
-        if value % tp:
-            raise UserError(f"{workload.label}: {name} {value} is not divisible by {tp} processes; change --nproc")
+    changes = options.model_dump(include={"seq", "micro_batch", "layers"}, exclude_none=True)
+    chosen = [w.model_copy(update=changes) for model in models for w in WORKLOADS if w.model == model]
+    for workload in chosen:
+        workload.sizes.check_divides(workload.label, tp, **{"tokens a sequence": workload.seq})
+    measuring = options.model_dump(include=set(_Measuring.model_fields))
+    # With --seq and --micro-batch two workloads of a model may be one.
+    return LayerConfig(workloads=tuple(dict.fromkeys(chosen)), arms=tuple(arms), tp=tp, **measuring)

@@ -1,4 +1,4 @@
-"""One arm's step in other forms: as a CUDA graph, and under the profiler.
+"""Ways to run the steps of ``bench layer``: in interleaved rounds, as a CUDA graph, and under the profiler.
 
 A step that is captured must allocate nothing outside torch's allocator, draw random numbers only from generators that a
 graph can hold (Megatron's tracker is made that way when the run asks for graphs) and never wait for the GPU. An arm
@@ -7,20 +7,106 @@ that breaks one of these raises while it is captured, and the benchmark runs it 
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from megatron_flux import nvml
 from megatron_flux.bench.layer_arms import Step
+from megatron_flux.bench.process_group import Collectives
+from megatron_flux.ops import timing
 from megatron_flux.ops.cuda_graphs import captured_calls
 
 WARMUP_STEPS = 3
+
+Runnable = tuple[Callable[[], object], Callable[[], AbstractContextManager[None]]]
+"""A step, and the context it runs in (patched or not)."""
+Samples = dict[str, list[Any]]
+"""Of one arm, one entry per round: ``step_ms`` and ``host_ms`` (to enqueue a step on an idle GPU) of the slowest rank,
+``sm_clock_mhz`` of the slowest GPU in the middle of the burst (None where none told), ``throttle_reasons``: names of
+what held any GPU's clock down at that moment."""
+
+
+def interleave(
+    arms: Mapping[str, Runnable],
+    group: dist.ProcessGroup,
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    rounds: int,
+    burst: int,
+    deadline: float | None = None,
+    gpu: nvml.Gpu | None = None,
+) -> dict[str, Samples]:
+    """Time every arm ``rounds`` times (:func:`megatron_flux.ops.timing.rounds`); the samples are those of all ranks.
+
+    Python's garbage collector runs between arms, not inside them. From the second round on each rank looks at its GPU's
+    clock in the middle of a burst (on nothing without ``gpu``): arms that move data while they multiply may be held at
+    lower clocks. No round but the first begins after the ``time.monotonic()`` ``deadline`` of the first rank.
+    """
+    seen: dict[str, list[nvml.Reading | None]] = {name: [] for name in arms}
+    half: dict[str, float] = {}
+    """Of an arm's last burst, in seconds."""
+    running, began, glance = "", 0.0, None
+
+    def barrier() -> None:
+        nonlocal began, glance
+        collectives.barrier()
+        glance = nvml.Glance(gpu, half[running]) if gpu is not None and running in half else None
+        began = time.perf_counter()
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        nonlocal running
+        running = name
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            with arms[name][1]():
+                yield
+                half[name] = (time.perf_counter() - began) / 2
+                seen[name].append(glance.result() if glance else None)
+        finally:
+            if collecting:
+                gc.enable()
+
+    found = timing.rounds(
+        {name: step for name, (step, _) in arms.items()},
+        group,
+        device,
+        rounds,
+        burst,
+        around=around,
+        barrier=barrier,
+        go_on=lambda: not collectives.decided(deadline is not None and time.monotonic() > deadline),
+    )
+    samples: dict[str, Samples] = {}
+    ranks = collectives.all(seen)
+    for name, one in found.items():
+        own = samples[name] = {
+            "step_ms": one.ms,
+            "host_ms": one.first_host_ms,
+            "sm_clock_mhz": [],
+            "throttle_reasons": [],
+        }
+        for readings in zip(*(readings[name] for readings in ranks), strict=True):
+            known = [reading for reading in readings if reading is not None]
+            clocks = [reading.sm_clock_mhz for reading in known if reading.sm_clock_mhz is not None]
+            own["sm_clock_mhz"].append(min(clocks, default=None))
+            reasons = {reason for reading in known for reason in nvml.throttle_reasons(reading.throttle)}
+            own["throttle_reasons"].append(sorted(reasons))
+    return samples
 
 
 def capture(step: Step) -> Step:
@@ -57,14 +143,8 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
     """Run ``step`` twice and record the second one; every rank must call it, since steps communicate.
 
     Only the GPU's side and the CUDA calls are recorded: recording every torch operator slows the host so much that
-    small layers would show gaps they do not have.
-
-    Args:
-        step: enqueues one step on the GPU.
-        path: where the trace goes (``.json.gz``); None on ranks that only take part.
-
-    Returns:
-        The trace, or None without ``path``.
+    small layers would show gaps they do not have. Returns the trace, which is also written to ``path`` (``.json.gz``);
+    None without one, on ranks that only take part.
     """
     if path is None:
         for _ in range(2):

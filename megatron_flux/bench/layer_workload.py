@@ -1,15 +1,26 @@
 """One workload of ``bench layer``: its arms built, warmed up, checked, timed and traced.
 
 Every rank takes the same way through this module: what one rank cannot do, all leave out
-(:meth:`megatron_flux.bench.collectives.Collectives.attempt`).
+(:meth:`megatron_flux.bench.process_group.Collectives.attempt`).
+
+Whether two arms compute the same is seen from output, input gradient and weight gradients of one step, over all ranks.
+Arms share weights and input, so results can be subtracted. Two correct arms differ by rounding alone: other GEMM
+kernels, other orders of adding partial sums; through a few bf16 layers that is about one per cent. A lost shard, a
+stale buffer or a missing gradient is far above it, if it is looked for in the right place:
+
+* output and input gradient are compared without what the residual connections carry past the layers unchanged;
+* weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
+  right norm, and keeping every gradient of every arm would take more memory than the layers.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +28,41 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.bench import layer_arms, layer_blocks
-from megatron_flux.bench.collectives import Collectives
-from megatron_flux.bench.layer_agreement import Agreement, Result
+from megatron_flux.bench import layer_arms
 from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.bench.layer_config import LayerConfig, Workload
-from megatron_flux.bench.layer_rounds import Samples, interleave
-from megatron_flux.bench.layer_steps import capture, trace_step
+from megatron_flux.bench.layer_steps import WARMUP_STEPS, Samples, capture, interleave, trace_step
 from megatron_flux.bench.no_communication import FLOORS
+from megatron_flux.bench.process_group import Collectives
 from megatron_flux.comm import group_state
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry import breakdown
 from megatron_flux.train.measurements import forget_dummy_gradients
 
-WARMUP_STEPS = 3
+TOLERANCE = 0.05
+"""Of every difference between arms, relative."""
 
 
+Result = list[torch.Tensor]
+"""What one step left on this rank: output and input gradient without the residual's share, then one product per weight
+gradient."""
+
+
+@dataclass
 class WorkloadBench:
-    """One workload: build, prepare, time and trace its arms."""
+    """One workload on this rank; ``say`` is called with lines for people."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        config: LayerConfig,
-        group: dist.ProcessGroup,
-        collectives: Collectives,
-        device: torch.device,
-        out: Path,
-        say: Callable[[str], None],
-    ) -> None:
-        """Nothing is built yet; ``say`` is called with lines for people."""
-        self.workload, self.config, self.group, self.collectives = workload, config, group, collectives
-        self.device, self.out, self.say = device, out, say
-        self.weights: dict[str, torch.nn.Parameter] = {}
-        self.skipped: list[dict[str, Any]] = []
-        self._userbuffer_bytes = 0
+    workload: Workload
+    config: LayerConfig
+    group: dist.ProcessGroup
+    collectives: Collectives
+    device: torch.device
+    out: Path
+    say: Callable[[str], None]
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    """Those that all arms share."""
+    _userbuffer_bytes: int = 0
 
     def run(self, deadline: float | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
         """Time the arms until the :func:`time.monotonic` of ``deadline``: rows, skipped arms, the raw rounds."""
@@ -59,29 +70,22 @@ class WorkloadBench:
         self.x, self.dy = self._input()
         with ExitStack() as stack:
             arms = self._arms(stack)
-            check = Agreement(self.collectives, self.weights, self.x, self.dy)
-            results = {arm.name: check.observe(arm) for arm in arms}
+            results = {arm.name: self._observe(arm) for arm in arms}
             if self.config.cuda_graphs:
                 for arm in arms:
-                    self._capture(arm, results[arm.name], check)
+                    self._capture(arm, results[arm.name])
             samples = interleave(
-                {arm.name: (arm.step, arm.active) for arm in arms},
-                self.group,
-                self.collectives,
-                self.device,
-                rounds=self.config.rounds,
-                burst=self.config.burst,
-                deadline=deadline,
-                gpu=self._gpu(),
-            )
-            rows = [self._row(arm, samples[arm.name], results, check) for arm in arms]
+                {arm.name: (arm.step, arm.active) for arm in arms}, self.group, self.collectives, self.device,
+                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=_gpu(self.device),
+            )  # fmt: skip
+            rows = [self._row(arm, samples[arm.name], results) for arm in arms]
             complete(rows)
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
             arms.clear()
             results.clear()
         self._forget()
-        raw = [{**self.workload.model_dump(), "arm": name, **asdict(s)} for name, s in samples.items()]
+        raw = [{**self.workload.model_dump(), "arm": name, **found} for name, found in samples.items()]
         return rows, self.skipped, raw
 
     def _forget(self) -> None:
@@ -101,87 +105,72 @@ class WorkloadBench:
         """Every arm that can run here, built and warm."""
         reasons = {name: layer_arms.why_not(name, self.device) for name in self.config.arms}
         wanted = [name for name, reason in reasons.items() if reason is None]
-        for name, reason in reasons.items():
-            if reason is not None:
-                self._skip(name, reason)
-        kinds = list(dict.fromkeys(layer_arms.block_of(name) for name in wanted))
         if self.device.type == "cuda":
-            need, free = self.workload.memory_gb(self.group.size(), len(kinds)), torch.cuda.mem_get_info()[0] / 1e9
-            free = min(self.collectives.all(free))
+            kinds = {layer_arms.block_of(name) for name in wanted}
+            need = self.workload.memory_gb(self.group.size(), len(kinds))
+            free = min(self.collectives.all(torch.cuda.mem_get_info()[0] / 1e9))
             if need > free:
-                for name in wanted:
-                    self._skip(name, f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers")
-                return []
-        blocks: dict[str, torch.nn.Module | str] = {}
+                short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers"
+                reasons |= dict.fromkeys(wanted, short)
+        blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = {}
         arms = []
-        for name in wanted:
-            kind = layer_arms.block_of(name)
-            if kind not in blocks:
-                block, reason = self.collectives.attempt(lambda kind=kind: self._build(kind, stack))
-                blocks[kind] = block if reason is None else reason
-            found = blocks[kind]
-            if isinstance(found, str):
-                self._skip(name, found)
-                continue
-            arm = layer_arms.make(name, found, self.x, self.dy, self.config.backend)
-            _, reason = self.collectives.attempt(lambda arm=arm: self._warm_up(arm))
+        for name, reason in reasons.items():
+            if reason is None:
+                kind = layer_arms.block_of(name)
+                if kind not in blocks:
+                    blocks[kind] = self.collectives.attempt(partial(self._build, kind, stack))
+                block, reason = blocks[kind]
+                if block is not None:
+                    arm = layer_arms.make(name, block, self.x, self.dy, self.config.backend)
+                    _, reason = self.collectives.attempt(partial(self._warm_up, arm))
             if reason is None:
                 arms.append(arm)
                 self._tell(f"{name}: ready")
             else:
-                self._skip(name, reason)
+                self.skipped.append({**self.workload.model_dump(), "arm": name, "reason": reason})
+                self._tell(f"{name}: skipped: {reason}")
         return arms
 
-    def _gpu(self) -> nvml.Gpu | None:
-        """The GPU of this rank, where NVML tells of it."""
-        try:
-            return nvml.of_device(self.device)
-        except LookupError:
-            return None
-
-    def _build(self, kind: layer_blocks.BlockKind, stack: ExitStack) -> torch.nn.Module:
+    def _build(self, kind: layer_arms.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.group.size()
         if kind == "te_ub":
             self._userbuffer_bytes = stack.enter_context(layer_arms.userbuffers(self.workload, tp))
-        block = layer_blocks.build(kind, self.workload, tp, self.device)
+        block = layer_arms.build(kind, self.workload, tp, self.device)
         if self.weights:
-            layer_blocks.share(block, self.weights)
+            layer_arms.share(block, self.weights)
         else:
-            self.weights = layer_blocks.prepare_gradients(block)
+            self.weights = layer_arms.prepare_gradients(block)
         return block
 
     def _warm_up(self, arm: Arm) -> None:
         """First steps, and what they tell: does flux run in it, and how much memory does one step take."""
-        if arm.block == "te_ub":
+        on_gpu = self.device.type == "cuda"
+        if arm.name == "te_ub":
             arm.facts["userbuffer_bytes"] = self._userbuffer_bytes
         self.x.grad = None
         forget_dummy_gradients()
         gc.collect()
-        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        before = torch.cuda.memory_allocated() if on_gpu else 0
         with arm.active():
             for _ in range(WARMUP_STEPS):
                 arm.step()
         layer_arms.look_inside(arm)
         self._synchronize()
-        if self.device.type == "cuda":
-            arm.facts["peak_memory_gb"] = self._peak_bytes(arm, before) / 1e9
+        if on_gpu:
+            held = sum(p.nbytes + p.main_grad.nbytes for p in self.weights.values())
+            torch.cuda.reset_peak_memory_stats()
+            with arm.active():
+                arm.step()
+            self._synchronize()
+            peak = held + torch.cuda.max_memory_allocated() - before + arm.outside_bytes
+            arm.facts["peak_memory_gb"] = peak / 1e9
 
-    def _peak_bytes(self, arm: Arm, before: int) -> int:
-        """``peak_memory_gb`` in bytes; ``before`` is what was allocated before the arm's first step."""
-        held = sum(p.nbytes + p.main_grad.nbytes for p in self.weights.values())
-        torch.cuda.reset_peak_memory_stats()
-        with arm.active():
-            arm.step()
-        self._synchronize()
-        return held + torch.cuda.max_memory_allocated() - before + layer_arms.outside_bytes(arm)
-
-    def _capture(self, arm: Arm, eager: Result, check: Agreement) -> None:
+    def _capture(self, arm: Arm, eager: Result) -> None:
         """Replace the arm's step by a graph, where that can be done and gives the same result."""
         with arm.active():
             replay, reason = self.collectives.attempt(lambda: capture(arm.step))
         if replay is not None:
-            stepped = Arm(arm.name, arm.block, replay, nullcontext)
-            difference = check.compare(check.observe(stepped), eager)
+            difference = self._compare(self._observe(Arm(arm.name, replay, nullcontext)), eager)
             if difference["ok"]:
                 arm.step, arm.active = replay, nullcontext
             else:
@@ -189,11 +178,11 @@ class WorkloadBench:
         arm.facts |= {"cuda_graph": reason is None, "cuda_graph_reason": reason}
         self._tell(f"{arm.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
 
-    def _row(self, arm: Arm, samples: Samples, results: dict[str, Result], check: Agreement) -> dict[str, Any]:
+    def _row(self, arm: Arm, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
         reference = "te" if "te" in results else next(iter(results))
         agreement = None
         if arm.training:
-            agreement = {"with": reference, **check.compare(results[arm.name], results[reference])}
+            agreement = {"with": reference, **self._compare(results[arm.name], results[reference])}
             if not agreement["ok"]:
                 self._tell(f"{arm.name}: does NOT agree with {reference}: {agreement}")
         parts: dict[str, Any] = {}
@@ -206,28 +195,50 @@ class WorkloadBench:
             parts = {"breakdown": breakdown.of_layers(trace, self.workload.layers) if trace else {}, "trace": name}
         return row(self.workload, arm, samples, agreement, **parts)
 
+    def _observe(self, arm: Arm) -> Result:
+        """Run one step of ``arm`` on zeroed main gradients. A collective call."""
+        for parameter in self.weights.values():
+            parameter.main_grad.zero_()
+        with arm.active():
+            y, dx = arm.step()
+        products = [_product(self.weights[name].main_grad) for name in sorted(self.weights)]
+        return [y.float() - self.x.detach().float(), dx.float() - self.dy.float(), *products]
+
+    def _compare(self, result: Result, reference: Result) -> dict[str, Any]:
+        """Norms of the differences, relative to the reference's, of ``y``, ``dx`` and the weight gradient that differs
+        most (``wgrad``), and whether all are within the tolerance (NaN is not: ``ok``). A collective call.
+        """
+        differences = self._norms([a - b for a, b in zip(result, reference, strict=True)])
+        norms = self._norms(reference)
+        y, dx, *wgrads = (d / norm if norm else math.nan for d, norm in zip(differences, norms, strict=True))
+        # max() would pass over a NaN.
+        wgrad = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
+        found = {"y": y, "dx": dx, "wgrad": wgrad}
+        ok = all(value <= TOLERANCE for value in found.values())
+        # JSON has no NaN.
+        return {**{name: float(f"{v:.3g}") if math.isfinite(v) else None for name, v in found.items()}, "ok": ok}
+
+    def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
+        squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
+        return [s**0.5 for s in self.collectives.sum(squares.tolist())]
+
     def _seed(self) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(1)
-        if self.config.cuda_graphs and self.device.type == "cuda":
-            model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
-        else:
-            model_parallel_cuda_manual_seed(1)
+        graphs = self.config.cuda_graphs and self.device.type == "cuda"
+        options = {"use_cudagraphable_rng": True, "force_reset_rng": True} if graphs else {}
+        model_parallel_cuda_manual_seed(1, **options)
 
     def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's part of the input, and a gradient of the output small enough for many accumulations."""
         w, tp = self.workload, self.group.size()
         generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())
         shape = (w.seq // tp, w.micro_batch, w.sizes.hidden)
-        dtype = layer_blocks.dtype_of(self.device)
+        dtype = layer_arms.dtype_of(self.device)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_()
         dy = torch.randn(shape, generator=generator, device=self.device, dtype=dtype) * 1e-2
         return x, dy
-
-    def _skip(self, arm: str, reason: str) -> None:
-        self.skipped.append({**self.workload.model_dump(), "arm": arm, "reason": reason})
-        self._tell(f"{arm}: skipped: {reason}")
 
     def _tell(self, text: str) -> None:
         self.say(f"{self.workload.label} {text}")
@@ -235,6 +246,23 @@ class WorkloadBench:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _gpu(device: torch.device) -> nvml.Gpu | None:
+    """The GPU of this rank, where NVML tells of it."""
+    try:
+        return nvml.of_device(device)
+    except LookupError:
+        return None
+
+
+def _product(gradient: torch.Tensor) -> torch.Tensor:
+    """A matrix times a fixed random vector; a vector as it is."""
+    if gradient.dim() == 1:
+        return gradient.clone()
+    generator = torch.Generator(device=gradient.device).manual_seed(2)
+    vector = torch.randn(gradient.shape[1], generator=generator, device=gradient.device, dtype=gradient.dtype)
+    return gradient @ vector
 
 
 def row(
@@ -247,37 +275,28 @@ def row(
     trace: str | None = None,
 ) -> dict[str, Any]:
     """One arm's row, without what compares it with others (:func:`complete` adds that)."""
-    low, median, high = (value / workload.layers for value in quartiles(samples.step_ms))
-    facts = dict(arm.facts)
-    peak = facts.pop("peak_memory_gb", None)
+    low, median, high = (round(value / workload.layers, 4) for value in quartiles(samples["step_ms"]))
+    clocks = [clock for clock in samples["sm_clock_mhz"] if clock is not None]
+    peak = arm.facts.get("peak_memory_gb")
     return {
-        "model": workload.model,
-        "seq": workload.seq,
-        "micro_batch": workload.micro_batch,
-        "layers": workload.layers,
+        **workload.model_dump(),
         "arm": arm.name,
         "training": arm.training,
-        "ms_per_layer": round(median, 4),
-        "ms_per_layer_low": round(low, 4),
-        "ms_per_layer_high": round(high, 4),
-        "rounds": len(samples.step_ms),
+        "ms_per_layer": median,
+        "ms_per_layer_low": low,
+        "ms_per_layer_high": high,
+        "rounds": len(samples["step_ms"]),
         "speedup_vs_te": None,
         "hidden_share": None,
-        "host_ms_per_step": round(quartiles(samples.host_ms)[1], 3),
-        "sm_clock_mhz": _clock(samples),
-        "throttle_reasons": sorted({reason for reasons in samples.throttle_reasons for reason in reasons}),
-        "peak_memory_gb": None if peak is None else round(peak, 3),
+        "host_ms_per_step": round(quartiles(samples["host_ms"])[1], 3),
+        "sm_clock_mhz": quartiles(clocks)[1] if clocks else None,
+        "throttle_reasons": sorted({reason for reasons in samples["throttle_reasons"] for reason in reasons}),
         "breakdown": dict(breakdown or {}),
         "trace": trace,
         "agreement": None if agreement is None else dict(agreement),
-        **facts,
+        **arm.facts,
+        "peak_memory_gb": None if peak is None else round(peak, 3),
     }
-
-
-def _clock(samples: Samples) -> float | None:
-    """Median over the rounds that know it."""
-    known = [clock for clock in samples.sm_clock_mhz if clock is not None]
-    return quartiles(known)[1] if known else None
 
 
 def complete(rows: list[dict[str, Any]]) -> None:

@@ -24,17 +24,15 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops import backend_names, register_backend
-from megatron_flux.ops.backends.reference import gemm
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
 from megatron_flux.ops.checks import OperatorCall
 
 
-class NoCommunication:
+class NoCommunication(ReferenceBackend):
     """A :class:`megatron_flux.ops.backends.registry.Backend` whose collectives take no time."""
 
     name = "floor"
     automatic = False
-    needs_cuda = False
 
     def __init__(self) -> None:
         """No buffer is made before the first call."""
@@ -43,10 +41,6 @@ class NoCommunication:
     def clear(self) -> None:
         """Free the gather buffers."""
         self._buffers.clear()
-
-    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Nothing is refused."""
-        return None
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
         """``([m, n], made-up gathered x [m, k])``."""
@@ -129,9 +123,3 @@ class Unsynchronised(NoCommunication):
 
 FLOORS: dict[str, NoCommunication] = {"floor": NoCommunication(), "busy_floor": Unsynchronised()}
 """By the arm that runs it."""
-
-
-def register(backend: NoCommunication) -> None:
-    """Make ``backend`` known under its name; harmless the second time."""
-    if backend.name not in backend_names():
-        register_backend(backend)

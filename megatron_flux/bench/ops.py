@@ -1,7 +1,7 @@
 """``bench ops``: the operators against GEMM alone, the collective alone, both in turn, and torch's async-TP.
 
 It runs on every rank of a node. All variants of a call are interleaved in one process
-(:mod:`megatron_flux.ops.timing`); times are medians over rounds of the slowest rank.
+(:mod:`megatron_flux.ops.timing`); times are medians over rounds of the slowest rank. The rows of ``summary.json``:
 
 * ``e_overlap``: FLUX's overlap efficiency (arXiv 2406.06858, eq. 2) of the tuned call,
   ``1 - (tuned - gemm) / (serial - gemm)``: 1 is "as fast as the GEMM alone", 0 is "no better than serial".
@@ -9,141 +9,111 @@ It runs on every rank of a node. All variants of a call are interleaved in one p
   copy-engine rate measured at the start of the run.
 * ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
   their difference is host time.
-* ``async_tp_own``: async-TP, GEMM and both in turn once more, in processes of their own with another
-  ``CUDA_DEVICE_MAX_CONNECTIONS`` (``async_tp_connections`` of the summary): :mod:`megatron_flux.bench.async_tp`.
 * ``host_us``: by variant, the time to enqueue one call while the GPU is busy with those before.
+* ``async_tp_own``: ``gemm_ms``, ``serial_ms`` and ``async_tp_ms`` of a second pass with ``async_tp_connections`` as
+  ``CUDA_DEVICE_MAX_CONNECTIONS``. Megatron trains with one hardware queue, and so do all variants of the main pass, but
+  async-TP moves shards on a second stream and may be faster with more. CUDA reads the variable when it starts, so the
+  second pass has processes of its own. The passes are not interleaved; the GEMM, which both have, says whether the
+  machine was another by then.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import ops_report, process_group, tuned_table
-from megatron_flux.bench.options import OpsRun
-from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.variants import Variant, operands, tuning_key, variants
+from megatron_flux import ops
+from megatron_flux.bench import process_group, report
+from megatron_flux.bench.shapes import Case, OpsRun
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.run import folder, rank
 from megatron_flux.telemetry import environment
 
-WARMUP_CALLS = 3
 LINK_BYTES = 64 << 20
-VARIANTS = ("gemm", "nccl", "serial", "async_tp", "pipelined", "fused", "tuned")
+WARMUP_CALLS = 3
+BACKENDS = ("pipelined", "fused", "tuned")
+"""Measured through the public operators, so that their host time counts."""
+ASYNC_TP = ("gemm", "serial", "async_tp")
+"""Variants of the second pass."""
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+Variant = Callable[[], object]
 
 logger = logging.getLogger("megatron_flux")
 
 
-def run(
-    cases: list[Case],
-    out: Path,
-    group: dist.ProcessGroup | None = None,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    rounds: int = 7,
-    burst: int = 6,
-    log: Callable[[str], None] = print,
-    seconds: float | None = None,
-) -> dict[str, Any]:
-    """Measure ``cases`` and write ``summary.json``, ``rounds.jsonl`` and ``plot.svg`` into ``out`` (first rank).
-
-    Args:
-        cases: of :func:`megatron_flux.bench.shapes.cases`.
-        out: the run folder; made if missing.
-        group: the tensor-parallel group; None is the default group.
-        dtype: bf16 or fp16.
-        rounds: rounds per case.
-        burst: back-to-back calls per round and method.
-        log: called with one line per case on the first rank.
-        seconds: stop starting new cases after this long; what was measured is written.
-
-    Returns:
-        The summary, on every rank.
-
-    Raises:
-        UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
-    """
-    group = group or dist.group.WORLD
-    device, link = process_group.checked("bench ops", group, dtype)
-    first = dist.get_rank() == 0
-    rate = _link_rate(group, device)
-    summary: dict[str, Any] = {
-        "device": environment.device_name(),
-        "tp": group.size(),
-        "link": link.kind,
-        "link_gb_per_s": round(rate, 1),
-        "versions": environment.versions(),
-        "environment": environment.switches(),
-        "command": folder.command_line(),
-        "rounds": rounds,
-        "burst": burst,
-        "rows": [],
-    }
-    if first:
-        log(f"{len(cases)} calls on {group.size()} x {summary['device']}, {link.kind}, {rate:.0f} GB/s a rank")
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "rounds.jsonl").unlink(missing_ok=True)
-    began = time.monotonic()
-    for number, case in enumerate(cases, 1):
-        if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group, device):
-            log(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured") if first else None
-            break
-        row, raw = _case(case, group, dtype, device, link.kind, rate, rounds, burst)
-        summary["rows"].append(row)
-        if first:
-            log(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {ops_report.line(row)}")
-            with (out / "rounds.jsonl").open("a") as file:
-                file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
-            (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-            (out / "plot.svg").write_text(ops_report.svg(summary))
-        torch.cuda.empty_cache()
-    return summary
+def operands(
+    case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` and ``weight`` as the operator takes them, fresh and random."""
+    rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
+    weight = (case.k, case.n) if case.transposed else (case.n, case.k)
+    return (
+        torch.randn(rows, case.k, dtype=dtype, device=device),
+        torch.randn(*weight, dtype=dtype, device=device),
+    )
 
 
-def _case(
-    case: Case,
-    group: dist.ProcessGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    link: str,
-    rate: float,
-    rounds: int,
-    burst: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    x, weight = operands(case, group, dtype, device)
-    times = timed(variants(case, x, weight, group), group, device, rounds, burst)
-    spread = {name: timing.quartiles(found.ms) for name, found in times.items()}
-    ms = {name: round(middle, 4) for name, (_, middle, _) in spread.items()}
-    host_us = {name: round(1e3 * median(found.host_ms), 1) for name, found in times.items()}
-    answer = get_backend("tuned").decisions(group).answers[tuning_key(case, x, group.size(), link)]
-    row = {
-        **asdict(case),
-        "dtype": str(dtype)[6:],
-        **{f"{name}_ms": ms.get(name) for name in VARIANTS},
-        "tuned_choice": tuned_table.chosen(answer),
-        "e_overlap": None,
-        "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
-        "host_us": host_us,
-        "slab_bytes": state_of(group).slab_bytes(),
-    }
-    e = ops_report.efficiency(row, "tuned_ms")
-    row["e_overlap"] = None if e is None else round(e, 4)
-    names = ("low", "median", "high")
-    return row, {
-        name: {**dict(zip(names, found, strict=True)), "host_us": host_us[name]} for name, found in spread.items()
-    }
+def call(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str) -> Variant:
+    """The operator through one backend."""
+    operator = getattr(ops, case.op)
+    return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend)
+
+
+def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
+    """The name of this call's answer in the tuner's cache."""
+    return describe(case.op, case.m, case.n, case.k, x, case.transposed, tp, link)
+
+
+def variants(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> dict[str, Variant]:
+    """All by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends."""
+    importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
+    fused = torch.ops.symm_mem
+    wt = weight if case.transposed else weight.t()
+    y = x.new_empty(case.m, case.n)
+    found: dict[str, Variant]
+    if case.op == "all_gather_gemm":
+        # Random, not empty: a GEMM of zeros draws less power and clocks higher.
+        full = torch.randn(case.m, case.k, dtype=x.dtype, device=x.device)
+
+        def gathered() -> torch.Tensor:
+            dist.all_gather_into_tensor(full, x, group=group)
+            return torch.matmul(full, wt, out=y)
+
+        found = {
+            "gemm": lambda: torch.matmul(full, wt, out=y),
+            "nccl": lambda: dist.all_gather_into_tensor(full, x, group=group),
+            "serial": gathered,
+            "async_tp": lambda: fused.fused_all_gather_matmul(x, [wt], 0, group.group_name),
+        }
+    else:
+        z = x.new_empty(case.m // group.size(), case.n)
+
+        def scattered() -> torch.Tensor:
+            torch.matmul(x, wt, out=y)
+            dist.reduce_scatter_tensor(z, y, group=group)
+            return z
+
+        found = {
+            "gemm": lambda: torch.matmul(x, wt, out=y),
+            "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
+            "serial": scattered,
+            "async_tp": lambda: fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, group.group_name),
+        }
+    return found | {name: call(case, x, weight, group, name) for name in BACKENDS}
 
 
 def timed(
@@ -154,6 +124,84 @@ def timed(
         for _ in range(WARMUP_CALLS):
             variant()
     return timing.rounds(variants, group, device, rounds, burst)
+
+
+def run(
+    wanted: OpsRun, cases: Sequence[Case], group: dist.ProcessGroup, log: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Measure ``cases`` on all ranks of ``group``, and return the summary on all of them.
+
+    The first rank writes ``summary.json``, ``rounds.jsonl`` and ``plot.svg``, and calls ``log`` with a line per case.
+
+    Raises:
+        UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
+    """
+    device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype])
+    out, first = wanted.out, dist.get_rank() == 0
+    say = log if first else lambda _: None
+    rate = _link_rate(group, device)
+    summary: dict[str, Any] = {
+        "device": environment.device_name(),
+        "tp": group.size(),
+        "link": link.kind,
+        "link_gb_per_s": round(rate, 1),
+        "versions": environment.versions(),
+        "environment": environment.switches(),
+        "command": folder.command_line(),
+        "rounds": wanted.rounds,
+        "burst": wanted.burst,
+        "rows": [],
+    }
+    say(f"{len(cases)} calls on {group.size()} x {summary['device']}, {link.kind}, {rate:.0f} GB/s a rank")
+    if first:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "rounds.jsonl").unlink(missing_ok=True)
+    began, seconds = time.monotonic(), wanted.seconds
+    for number, case in enumerate(cases, 1):
+        if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group, device):
+            say(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured")
+            break
+        row, raw = _case(case, wanted, group, device, link.kind, rate)
+        summary["rows"].append(row)
+        say(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {report.line(row)}")
+        if first:
+            with (out / "rounds.jsonl").open("a") as file:
+                file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
+            (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            (out / "plot.svg").write_text(report.ops_svg(summary))
+        torch.cuda.empty_cache()
+    return summary
+
+
+def _case(
+    case: Case, wanted: OpsRun, group: dist.ProcessGroup, device: torch.device, link: str, rate: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The row of the summary, and by variant what ``rounds.jsonl`` holds."""
+    dtype = process_group.DTYPES[wanted.dtype]
+    x, weight = operands(case, group, dtype, device)
+    ways = variants(case, x, weight, group)
+    times = timed(ways, group, device, wanted.rounds, wanted.burst)
+    raw = {
+        name: {
+            **dict(zip(("low", "median", "high"), timing.quartiles(found.ms), strict=True)),
+            "host_us": round(1e3 * median(found.host_ms), 1),
+        }
+        for name, found in times.items()
+    }
+    ms = {name: round(found["median"], 4) for name, found in raw.items()}
+    answer = get_backend("tuned").decisions(group).answers[tuning_key(case, x, group.size(), link)]
+    e = report.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
+    row = {
+        **asdict(case),
+        "dtype": str(dtype)[6:],
+        **{f"{name}_ms": ms.get(name) for name in report.NAMES},
+        "tuned_choice": report.chosen(answer),
+        "e_overlap": None if e is None else round(e, 4),
+        "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
+        "host_us": {name: found["host_us"] for name, found in raw.items()},
+        "slab_bytes": state_of(group).slab_bytes(),
+    }
+    return row, raw
 
 
 def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -177,47 +225,45 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     return rate.item()
 
 
-def work(text: str) -> None:
-    """Measure on this rank; the first one logs every call and prints the table.
+def own_queues(wanted: OpsRun) -> str | None:
+    """:data:`QUEUES` in a second pass for async-TP; None where the main pass has it, or none is wanted."""
+    value = str(wanted.async_tp_connections)
+    return None if not wanted.async_tp_connections or os.environ.get(QUEUES) == value else value
 
-    Args:
-        text: an :class:`megatron_flux.bench.options.OpsRun` as JSON.
-    """
+
+def add_async_tp(wanted: OpsRun, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Measure async-TP in the calls of ``summary.json``, add what was found to it, and return it."""
+    dtype = process_group.DTYPES[wanted.dtype]
+    device, _ = process_group.checked(wanted.command, group, dtype)
+    path = wanted.out / "summary.json"
+    summary = json.loads(path.read_text())
+    for number, row in enumerate(summary["rows"], 1):
+        case = Case(**{field.name: row[field.name] for field in fields(Case)})
+        x, weight = operands(case, group, dtype, device)
+        every = variants(case, x, weight, group)
+        times = timed({name: every[name] for name in ASYNC_TP}, group, device, wanted.rounds, wanted.burst)
+        row["async_tp_own"] = {f"{name}_ms": round(median(found.ms), 4) for name, found in times.items()}
+        if rank.is_first():
+            logger.info(f"[{number}/{len(summary['rows'])}] async-TP by itself: {case} {row['async_tp_own']}")
+        torch.cuda.empty_cache()
+    summary["async_tp_connections"] = os.environ.get(QUEUES)
+    dist.barrier(group=group)  # every rank has read the file
+    if rank.is_first():
+        path.write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def work(text: str) -> None:
+    """Measure on this rank what an :class:`OpsRun` as JSON says; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
     rank.set_environment()
     log = wanted.out / "log.txt"
-    with _logged_to(log), process_group.opened() as group:
-        summary = run(
-            wanted.cases(),
-            wanted.out,
-            group,
-            dtype=process_group.DTYPES[wanted.dtype],
-            rounds=wanted.rounds,
-            burst=wanted.burst,
-            seconds=wanted.seconds,
-            log=logger.info,
-        )
+    with process_group.logged_to(log), process_group.opened() as group:
+        second = wanted.command == "async-TP"
+        summary = add_async_tp(wanted, group) if second else run(wanted, wanted.cases(), group, logger.info)
+        show = report.show_async_tp if second else report.show_ops
         if rank.is_first():
-            ops_report.show(summary)
+            show(summary)
             with log.open("a", encoding="utf-8") as file:
-                ops_report.show(summary, file)
+                show(summary, file)
             logger.info("summary, rounds, plot and log: %s", wanted.out)
-
-
-@contextmanager
-def _logged_to(path: Path) -> Iterator[None]:
-    """On the first rank, write what is logged, and the error that ends it, to ``path`` as well."""
-    if not rank.is_first():
-        yield
-        return
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(handler)
-    try:
-        yield
-    except Exception as error:
-        handler.stream.write(f"ended by {type(error).__name__}: {error}\n")
-        raise
-    finally:
-        logger.removeHandler(handler)
-        handler.close()

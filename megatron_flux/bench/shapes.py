@@ -1,8 +1,16 @@
-"""The linear layers of the models the operators are measured on."""
+"""The linear layers that benchmarks and the cost model know, the operator calls they make, and how a user names them.
+
+``bench ops`` and ``tune`` take :class:`CallOptions` and options of their own, and make a checked run of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.errors import UserError
 from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
@@ -31,6 +39,13 @@ class Model:
             gated=shape.activation == "swiglu",
         )
 
+    def check_divides(self, name: str, tp: int, **more: int) -> None:
+        """Refuse sizes, and ``more`` of them by their names, that ``tp`` does not divide."""
+        sizes = {"heads": self.heads, "key/value heads": self.groups, "MLP columns": self.ffn}
+        for what, size in {**sizes, **more}.items():
+            if size % tp:
+                raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another --nproc")
+
 
 MODELS = {
     "gpt3-175b": Model.of(PRESETS["gpt3-175b"].shape),
@@ -38,6 +53,7 @@ MODELS = {
     "llama-405b": Model.of(LLAMA3_405B),
 }
 LAYERS = ("qkv", "proj", "fc1", "fc2")
+DIRECTIONS = ("forward", "dgrad")
 
 
 @dataclass(frozen=True)
@@ -64,43 +80,143 @@ class Case:
 
 
 def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) -> list[Case]:
-    """All calls of the chosen models: QKV and FC1 gather, proj and FC2 scatter; in dgrad the other way round.
+    """All calls of the chosen models.
 
     Raises:
-        UserError: an unknown model or direction, or tokens or a layer that ``tp`` does not divide.
+        UserError: tokens or a layer that ``tp`` does not divide.
     """
     found = []
     for name in models:
-        if name not in MODELS:
-            raise UserError(f"unknown model {name!r}; use one of: {', '.join(MODELS)}")
-        model = MODELS[name]
-        for size, what in ((model.heads, "heads"), (model.groups, "key/value heads"), (model.ffn, "MLP columns")):
-            if size % tp:
-                raise UserError(f"{name} has {size} {what}, which are not divisible by the group size {tp}")
         for m in tokens:
-            if m % tp:
-                raise UserError(f"{m} tokens are not divisible by the group size {tp}")
+            MODELS[name].check_divides(name, tp, tokens=m)
             for direction in directions:
-                found += layer_cases(name, model, m, direction, tp)
+                found += layer_cases(name, MODELS[name], m, direction, tp)
     return found
 
 
 def layer_cases(name: str, model: Model, m: int, direction: str, tp: int) -> list[Case]:
-    """The four calls of one layer in one direction; sizes are not checked.
+    """The four calls of one layer in one direction, sizes unchecked: QKV and FC1 gather, proj and FC2 scatter.
 
-    Raises:
-        UserError: a direction other than forward and dgrad.
+    In dgrad it is the other way round.
     """
-    h = model.hidden
-    qkv = (model.heads + 2 * model.groups) * model.head_dim // tp
-    fc1 = model.ffn * (2 if model.gated else 1) // tp
-    proj, fc2 = model.heads * model.head_dim // tp, model.ffn // tp
-    if direction == "forward":
-        sizes = [("all_gather_gemm", "qkv", qkv, h), ("gemm_reduce_scatter", "proj", h, proj),
-                 ("all_gather_gemm", "fc1", fc1, h), ("gemm_reduce_scatter", "fc2", h, fc2)]  # fmt: skip
-    elif direction == "dgrad":
-        sizes = [("gemm_reduce_scatter", "qkv", h, qkv), ("all_gather_gemm", "proj", proj, h),
-                 ("gemm_reduce_scatter", "fc1", h, fc1), ("all_gather_gemm", "fc2", fc2, h)]  # fmt: skip
-    else:
-        raise UserError(f"unknown direction {direction!r}; use forward or dgrad")
-    return [Case(op, name, layer, direction, m, n, k) for op, layer, n, k in sizes]
+    qkv = (model.heads + 2 * model.groups) * model.head_dim
+    widths = (qkv, model.heads * model.head_dim, model.ffn * (2 if model.gated else 1), model.ffn)
+    found = []
+    for layer, width in zip(LAYERS, widths, strict=True):
+        if (layer in ("qkv", "fc1")) == (direction == "forward"):
+            found.append(Case("all_gather_gemm", name, layer, direction, m, width // tp, model.hidden))
+        else:
+            found.append(Case("gemm_reduce_scatter", name, layer, direction, m, model.hidden, width // tp))
+    return found
+
+
+# What a user may say.
+
+
+class Options(BaseModel):
+    """What cannot change and has no other fields. Of options as given, the descriptions are the help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CallOptions(Options):
+    """Which calls, on how many GPUs; for both commands."""
+
+    models: str = Field(",".join(MODELS), description="Models whose linear layers are called, separated by commas.")
+    tokens: str = Field("1024,2048,4096,8192,16384", description="Rows m of the whole group, separated by commas.")
+    layers: str = Field(",".join(LAYERS), description="Which linear layers, separated by commas.")
+    directions: str = Field("forward,dgrad", description="forward, dgrad or both, separated by commas.")
+    nproc: int | None = Field(
+        None, ge=2, description="GPUs, which are the tensor-parallel group. Default: all; 8 in a dry run without GPUs."
+    )
+    dtype: Literal["bf16", "fp16"] = Field("bf16", description="Of operands and results.")
+
+
+class OpsOptions(Options):
+    """Options of ``bench ops`` alone."""
+
+    rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
+    burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
+    seconds: float | None = Field(None, gt=0, description="Begin no further call after this long. Default: no limit.")
+    async_tp_connections: int = Field(
+        8,
+        ge=0,
+        le=32,
+        description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
+        "after all else. 0: not at all.",
+    )
+    out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
+    overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
+
+
+class TuneOptions(Options):
+    """Options of ``tune`` alone."""
+
+    seconds_per_shape: float = Field(30.0, gt=0, description="Begin no further candidate after this long.")
+    force: bool = Field(False, description="Measure again what is kept already.")
+    cache: Path | None = Field(
+        None,
+        description="The JSON file with the choices. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder.",
+    )
+
+
+class Calls(Options):
+    """The calls of a run, checked."""
+
+    models: list[str]
+    tokens: list[int]
+    layers: list[str]
+    directions: list[str]
+    tp: int
+    dtype: Literal["bf16", "fp16"]
+
+    @classmethod
+    def of(cls, options: CallOptions, tp: int) -> Calls:
+        """What ``options`` mean on ``tp`` ranks.
+
+        Raises:
+            UserError: an unknown name, a number that is none, or sizes that ``tp`` does not divide.
+        """
+        tokens = [word.strip() for word in options.tokens.split(",") if word.strip()]
+        if not tokens or not all(word.isdecimal() and int(word) for word in tokens):
+            raise UserError(f"--tokens {options.tokens}: give whole numbers greater than 0, separated by commas")
+        found = cls(
+            models=named("model", options.models, MODELS),
+            tokens=list(dict.fromkeys(map(int, tokens))),
+            layers=named("layer", options.layers, LAYERS),
+            directions=named("direction", options.directions, DIRECTIONS),
+            tp=tp,
+            dtype=options.dtype,
+        )
+        found.cases()
+        return found
+
+    def cases(self) -> list[Case]:
+        """One for every layer, direction, size and model."""
+        found = cases(self.models, self.tokens, self.directions, self.tp)
+        return [case for case in found if case.layer in self.layers]
+
+
+class OpsRun(Calls, OpsOptions):
+    """A ``bench ops`` run, complete; what the ranks are started with."""
+
+    command: Literal["bench ops", "async-TP"] = "bench ops"
+    """The second is the pass of :func:`megatron_flux.bench.ops.add_async_tp`."""
+    out: Path
+
+
+class TuneRun(Calls, TuneOptions):
+    """A ``tune`` run, complete; what the ranks are started with."""
+
+    command: Literal["tune"] = "tune"
+    cache: Path
+
+
+def named(kind: str, text: str, known: Collection[str]) -> list[str]:
+    """The names in the option ``--{kind}s``, each once; refuses one that is not ``known``, and none at all."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        problem = f"unknown {kind} {unknown[0]!r}" if unknown else f"--{kind}s {text!r} names nothing"
+        raise UserError(f"{problem}; use one or more of: {', '.join(known)}")
+    return names

@@ -36,13 +36,23 @@ class Commands(TyperGroup):
 
 def run(app: Callable[[], None]) -> None:
     """Run the typer application ``app`` and end the process, as the command line or as a rank of a run."""
+
+    def unpacked() -> None:
+        try:
+            app()
+        except _PastTyper as carrier:
+            carried = carrier.__cause__
+        else:
+            return
+        raise carried  # outside the handler: its own context is all that a traceback shall show
+
     try:
         if "RANK" in os.environ:
-            from megatron_flux.run import rank as this_rank
+            from megatron_flux.run import rank
 
-            this_rank.recorded(lambda: _unpacked(app))
+            rank.recorded(unpacked)
         else:
-            _unpacked(app)
+            unpacked()
         sys.stdout.flush()
     except SystemExit:
         _flushed()
@@ -52,26 +62,16 @@ def run(app: Callable[[], None]) -> None:
     sys.exit(0)  # which torch's recorder has swallowed
 
 
-def _unpacked(app: Callable[[], None]) -> None:
-    try:
-        app()
-    except _PastTyper as carrier:
-        carried = carrier.__cause__
-    else:
-        return
-    raise carried  # outside the handler: its own context is all that a traceback shall show
-
-
 def _say(error: BaseException, *, is_read: bool) -> int:
     """Print ``error`` and return the exit code: one line, after a traceback where nobody raised it on purpose."""
-    rank = f" rank {os.environ['RANK']}:" if "RANK" in os.environ else ""
-    code = getattr(error, "exit_code", 1) if isinstance(error, FluxError) else 1
+    rank = os.environ.get("RANK")
+    code, text = 1, str(error)
     if isinstance(error, UserError):
-        code, text = 2, str(error)
-        if os.environ.get("RANK", "0") != "0":
+        code = 2
+        if rank not in (None, "0"):
             return code  # every rank has refused the same
     elif isinstance(error, FluxError):
-        text = str(error)
+        code = getattr(error, "exit_code", 1)
     elif isinstance(error, KeyboardInterrupt):
         code, text = 128 + signal.SIGINT, "interrupted"
     elif isinstance(error, BrokenPipeError) and not is_read:
@@ -79,7 +79,8 @@ def _say(error: BaseException, *, is_read: bool) -> int:
     else:
         traceback.print_exception(error)
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    print(f"megatron-flux: error:{rank} {' '.join(text.split())}", file=sys.stderr)
+    who = "" if rank is None else f" rank {rank}:"
+    print(f"megatron-flux: error:{who} {' '.join(text.split())}", file=sys.stderr)
     return code
 
 

@@ -1,18 +1,22 @@
-"""The ``megatron-flux`` command. Bad input ends it with one line and exit code 2, a failed run with 1."""
+"""The ``megatron-flux`` command: what is in no file of its own, and all commands put together.
+
+Bad input ends a command with one line and exit code 2, a failed run with 1.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_flux.cli import errors, patch_source, report, slurm, trace
+from megatron_flux.cli import errors, report, slurm
 from megatron_flux.cli.bench import bench, tune
-from megatron_flux.cli.slurm_plan import plan
+from megatron_flux.cli.start import report_console
 from megatron_flux.cli.train import compare, train
-from megatron_flux.cli.watch import watch
+from megatron_flux.errors import UserError
+from megatron_flux.megatron_lm import source_patches
 from megatron_flux.version import __version__
 
 app = typer.Typer(
@@ -23,6 +27,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
+trace = typer.Typer(no_args_is_help=True, help="Traces of profiled runs.")
+patch_source = typer.Typer(
+    no_args_is_help=True,
+    help="Put flux's arguments, start and metrics into a Megatron-LM source tree, or take them out again. Flux runs "
+    "without: python -m megatron_flux.run pretrain_gpt.py.",
+)
+
+app.command()(train)
+app.command()(compare)
+app.command()(tune)
 
 
 @app.callback(invoke_without_command=True)
@@ -33,33 +47,85 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="The run folder; it may be about to be made.", show_default=False)],
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the table once and end.")] = False,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the run folder to appear.")] = 60.0,
+) -> None:
+    """Show a running job's steps until it has done them all (or Ctrl-C); in a pipe, once."""
+    from megatron_flux.metrics import watch as watching
+
+    watching.watch(run, interval=interval, once=once, wait=wait)
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has, what would be patched, and whether flux can run; exit code 1 if it cannot."""
-    from rich.console import Console
-
     from megatron_flux.telemetry.environment import examine, show
 
     found = examine()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        width = None if sys.stdout.isatty() else 160  # rich would fold a pipe at 80 columns
-        show(found, Console(highlight=False, emoji=False, markup=False, width=width))
+        show(found, report_console())
     if not found["ok"]:
         raise typer.Exit(1)
 
 
-for command in (train, compare, tune, watch, doctor):
-    app.command()(command)
-slurm.app.command()(plan)
-for name, family in {
-    "patch-source": patch_source.app,
-    "trace": trace.app,
-    "slurm": slurm.app,
-    "bench": bench,
-    "report": report.app,
-}.items():
-    app.add_typer(family, name=name)
+@trace.callback()
+def _traces() -> None:
+    """Traces of profiled runs."""
+
+
+@trace.command()
+def merge(run: Annotated[Path, typer.Argument(help="Run folder of train or compare with --profile-steps.")]) -> None:
+    """Put the traces of all ranks into one file per arm, aligned in time; open it at ui.perfetto.dev."""
+    from megatron_flux.telemetry.profiler import merge_run
+
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder; give the run folder that was named as --out")
+    for file in merge_run(run):
+        typer.echo(str(file))
+
+
+Tree = Annotated[Path, typer.Argument(metavar="DIR", help="A Megatron-LM source tree: the folder of pretrain_gpt.py.")]
+
+
+@patch_source.command()
+def apply(tree: Tree) -> None:
+    """Apply what is not applied yet; changes nothing unless all of it fits."""
+    found = source_patches.apply(tree)
+    new = [patch.name for patch in found.patches if patch.state == "applies"]
+    _say(found, f"applied {', '.join(new)}" if new else "already applied, nothing to do")
+
+
+@patch_source.command()
+def check(tree: Tree) -> None:
+    """Say what is applied, what would apply, and which hunk does not fit (exit code 2); changes nothing."""
+    found = source_patches.examine(tree)
+    _say(found, *(f"{patch.name}: {', '.join((patch.state, *patch.rejected))}" for patch in found.patches))
+    source_patches.require_clean(found)
+
+
+@patch_source.command()
+def revert(tree: Tree) -> None:
+    """Take the patches out again; the tree is then what it was before."""
+    found = source_patches.revert(tree)
+    gone = [patch.name for patch in found.patches if patch.state == "applied"]
+    _say(found, f"took out {', '.join(gone)}" if gone else "nothing is applied, nothing to do")
+
+
+def _say(found: source_patches.Examination, *lines: str) -> None:
+    typer.echo("\n  ".join((f"{found.tree}: Megatron-LM {found.version}, patches for {found.tag}", *lines)))
+
+
+app.add_typer(patch_source, name="patch-source")
+app.add_typer(trace, name="trace")
+app.add_typer(slurm.app, name="slurm")
+app.add_typer(bench, name="bench")
+app.add_typer(report.app, name="report")
 
 
 def main() -> None:

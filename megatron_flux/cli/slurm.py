@@ -1,18 +1,20 @@
-"""``megatron-flux slurm``: job scripts for clusters, their submission, their state and their results."""
+"""``megatron-flux slurm``: jobs on clusters planned, rendered, submitted, watched, resumed and collected."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import BaseModel, Field
 
-from megatron_flux.cli.options import with_options
-from megatron_flux.errors import UserError
+from megatron_flux.cli.start import report_console, with_options
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.estimate.job import PlanOptions
 
 app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, resume, collect.")
 
@@ -58,14 +60,14 @@ def show_names() -> None:
 
 
 @app.command()
-@with_options(JobOptions)
+@with_options
 def render(
-    options: dict[str, Any],
+    options: JobOptions,
     collector: Annotated[bool, typer.Option("--collector", help="The collecting job's script instead.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="File to write. Default: print.")] = None,
 ) -> None:
     """Write a job's script for sbatch, after checking that the job would run."""
-    script, collecting = scripts(JobOptions(**options))
+    script, collecting = scripts(options)
     text = collecting if collector else script
     if out is None:
         typer.echo(text, nl=False)
@@ -79,9 +81,9 @@ def render(
 
 
 @app.command()
-@with_options(JobOptions)
+@with_options
 def submit(
-    options: dict[str, Any],
+    options: JobOptions,
     runs: Runs = Path("runs"),
     dependency: Annotated[
         str | None, typer.Option("--dependency", help="What the job waits for, in Slurm's form: afterok:123.")
@@ -95,7 +97,7 @@ def submit(
     from megatron_flux.slurm import queue
     from megatron_flux.slurm import submit as submission
 
-    script, collecting = scripts(JobOptions(**options))
+    script, collecting = scripts(options)
     runs = runs.absolute()
     exported = submission.environment(runs)
     own = queue.after(queue.checked_dependency(dependency)) if dependency is not None else []
@@ -181,18 +183,56 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     from megatron_flux.slurm.job import Job, collect_script, job_script, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
-    layout, site = (
-        {name: value for name in names if (value := getattr(options, name)) is not None}
-        for names in (
-            ("nodes", "tp", "pp", "repetitions", "retries"),
-            ("partition", "account", "time", "exclude", "venv"),
-        )
-    )
+    layout = options.model_dump(include={"nodes", "tp", "pp", "repetitions", "retries"}, exclude_none=True)
+    site = options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
     profile = Profile.load(options.profile, site)
     resolved = resolve(Job.load(options.job, layout), profile, options.mode, parse_settings(options.set))
     words = ["megatron-flux", "slurm", "render", "--profile", options.profile]
-    site_words = [f"--{name}={value}" for name, value in site.items()]
-    own = ["--job", options.job, "--mode", options.mode, *(f"--{name}={value}" for name, value in layout.items())]
-    own += [*site_words, *(f"--set={pair}" for pair in options.set)]
-    script = job_script(resolved, shlex.join([*words, *own]))
+    layout_words, site_words = ([f"--{name}={value}" for name, value in some.items()] for some in (layout, site))
+    own = ["--job", options.job, "--mode", options.mode, *layout_words, *site_words]
+    script = job_script(resolved, shlex.join([*words, *own, *(f"--set={pair}" for pair in options.set)]))
     return script, collect_script(profile, shlex.join([*words, "--collector", *site_words]))
+
+
+@app.command()
+@with_options
+def plan(
+    given: PlanOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    check_topology: Annotated[
+        bool,
+        typer.Option("--check-topology", help="Instead: every rank's groups and flux configuration, without GPUs."),
+    ] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Instead: predictions beside the measured layers of --layers.")
+    ] = False,
+) -> None:
+    """Predict step time, exposed communication, utilization and memory of a job, stock and flux. Needs no GPU."""
+    from megatron_flux.estimate import job, layout, measured, prediction, report
+    from megatron_flux.run import rank
+
+    rank.quiet_megatron()
+    console = report_console()
+    if check_topology and validate:
+        raise UserError("--check-topology and --validate are two commands; give one of them")
+    if check_topology:
+        resolved = job.resolve(given)
+        checked = layout.check(resolved)
+        if as_json:
+            typer.echo(json.dumps(checked, indent=2))
+        else:
+            report.show_layout(checked, resolved, console)
+        if checked["problems"]:
+            raise FluxError(f"{len(checked['problems'])} problem(s), the first: {checked['problems'][0]}")
+        return
+    if validate:
+        found, show = measured.validate_options(given), report.show_validation
+    else:
+        found, show = prediction.predict_options(given), report.show
+        if given.out is not None:
+            report.write(found, given.out)
+            typer.echo(f"written: {given.out / 'plan.json'}, {given.out / 'plan.html'}", err=True)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        show(found, console)

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_flux.cli import start
-from megatron_flux.cli.options import DryRun, make_options, with_options
+from megatron_flux.cli.start import DryRun, with_options
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 
 if TYPE_CHECKING:
     from megatron_flux.train.config import RunConfig
 
 
-@with_options(TrainOptions, CheckpointOptions)
-def train(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+@with_options
+def train(given: TrainOptions, special: CheckpointOptions, dry_run: DryRun = False) -> None:
     """Pretrain a GPT with megatron-core, patched (or stock with --no-flux), on real text."""
-    _run("train", make_options(TrainOptions, options), CheckpointOptions, special, dry_run)
+    _run("train", given, special, dry_run)
 
 
-@with_options(TrainOptions, CompareOptions)
-def compare(options: dict[str, Any], special: dict[str, Any], dry_run: DryRun = False) -> None:
+@with_options
+def compare(given: TrainOptions, special: CompareOptions, dry_run: DryRun = False) -> None:
     """Train stock and patched from the same seed, taking turns, and show both beside each other."""
-    _run("compare", make_options(TrainOptions, options), CompareOptions, special, dry_run)
+    _run("compare", given, special, dry_run)
 
 
-def resolved(given: TrainOptions, kind: type, special: dict[str, Any], *words: str) -> RunConfig:
-    """The run that options mean on this machine, checked.
-
-    Args:
-        given: those of all trainings.
-        kind: model of the ``special`` ones.
-        special: their values.
-        words: of the folder's default name.
+def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *words: str) -> RunConfig:
+    """The run that options mean on this machine, checked; ``words`` are of its folder's default name.
 
     Raises:
         UserError: versions, sizes or data with which it could not run.
@@ -51,16 +45,16 @@ def resolved(given: TrainOptions, kind: type, special: dict[str, Any], *words: s
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
     out = given.out or folder.default_folder(*words)
-    run = config.resolve(given, make_options(kind, special), world_size=world_size, device=device, out=out)
+    run = config.resolve(given, special, world_size=world_size, device=device, out=out)
     data.find_sources(run.data)
     return run
 
 
-def _run(command: str, given: TrainOptions, kind: type, special: dict[str, Any], dry_run: bool) -> None:
+def _run(command: str, given: TrainOptions, special: CheckpointOptions | CompareOptions, dry_run: bool) -> None:
     from megatron_flux.run import launcher, rank
     from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
 
-    run = resolved(given, kind, special, command, given.preset)
+    run = resolved(given, special, command, given.preset)
     checkpoint_access.check_resume(run)
     first = rank.is_first()
     if first:
@@ -84,7 +78,7 @@ def _run(command: str, given: TrainOptions, kind: type, special: dict[str, Any],
             command,
             f"{run.world_size} {run.device} process(es), tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
             f"{run.precision}, run folder {run.out}",
-            worker.__name__,
+            worker,
             str(run.out),
             run.world_size,
             left=f"what was recorded is in {run.out}",

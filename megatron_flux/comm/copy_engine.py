@@ -113,27 +113,17 @@ def push_of(work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: E
         for step, piece, columns in order(tp, k, edges):
             peer = (rank - step) % tp
             word = half * FLAG_WORDS + ENTER_WORDS + rank * edges.flags + piece
-            offset = columns.start * size
-            copies.append(
-                Copy(
-                    target=work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset,
-                    offset=offset,
-                    width=(columns.stop - columns.start) * size,
-                    rows=mp,
-                    pitch=pitch,
-                    flag=work.flags[peer].data_ptr() + 4 * word,
-                )
-            )
+            offset, width = columns.start * size, (columns.stop - columns.start) * size
+            target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
+            flag = work.flags[peer].data_ptr() + 4 * word
+            copies.append(Copy(target, offset, width, mp, pitch, flag))
         return Push(copies, work.epochs.data_ptr() + 4 * half)
 
     return kept(work.pushes, (half, mp, k, dtype, edges), make)
 
 
 def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callable[[], None]:
-    """Enqueue the copies of shard x ``[mp, k]`` behind the current stream; see the module.
-
-    Returns what makes the current stream wait for them.
-    """
+    """Enqueue the copies of shard x ``[mp, k]`` behind the current stream; returns what makes it wait for them."""
     found = push_of(work, half, *x.shape, x.dtype, edges)
     if not x.is_cuda:
         found.by_processor(x.data_ptr())

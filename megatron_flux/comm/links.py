@@ -84,19 +84,12 @@ def between(devices: list[int]) -> Link:
     return Link("nvlink", "") if a is None else Link("p2p", f"no NVLink between GPU {a} and GPU {b}")
 
 
-WAITED_FOR = frozenset(
-    {
-        "MODEL_PARALLEL_GROUP",
-        "TENSOR_MODEL_PARALLEL_GROUP",
-        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        "TENSOR_AND_DATA_PARALLEL_GROUP",
-        "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
-        "EXPERT_TENSOR_PARALLEL_GROUP",
-        "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
-        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
-        "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-    }
-)
+WAITED_FOR = frozenset({
+    "MODEL_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP", "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "TENSOR_AND_DATA_PARALLEL_GROUP", "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "EXPERT_TENSOR_PARALLEL_GROUP",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+})  # fmt: skip
 """``group_desc`` of groups whose collectives the compute stream waits for, where they span the same ranks."""
 
 ALONE = Beside(others=False, high_priority=False)

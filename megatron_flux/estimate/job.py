@@ -86,9 +86,9 @@ class Job:
         return self.run.shape.num_layers // self.run.pp
 
     @property
-    def layer(self) -> Model:
-        """One layer's sizes, as the benchmarks have them."""
-        return Model.of(self.run.shape)
+    def sizes(self) -> tuple[Model, int, int, int]:
+        """One layer's sizes as the benchmarks have them, sequence, micro-batch and tp."""
+        return Model.of(self.run.shape), self.run.shape.seq_length, self.run.micro_batch_size, self.run.tp
 
     @property
     def tp_in_node(self) -> bool:

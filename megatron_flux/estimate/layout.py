@@ -54,9 +54,12 @@ def check(job: Job) -> dict[str, Any]:
             ranks.append(seen := _rank(rank, job))
             if seen["places"]["tp"] == seen["places"]["dp"] == 0:
                 stages.append(_check_stage(rank, job, seen["places"]["pp"]))
-    sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
     found = {"ranks": ranks, "stages": stages, "linears": linears(job), "problems": problems(job, ranks)}
-    return {"gpus": job.gpus, "sizes": sizes, "device": job.device.key, **found}
+    return {"gpus": job.gpus, "sizes": _sizes(job), "device": job.device.key, **found}
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    return {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
 
 
 @contextmanager
@@ -101,8 +104,7 @@ def _rank(rank: int, job: Job) -> dict[str, Any]:
 
 def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
     """What does not fit in the ranks' views; each line names rank and group, and what was expected."""
-    found = []
-    sizes = {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
+    found, sizes = [], _sizes(job)
     for view in ranks:
         for kind, members in view["groups"].items():
             where, place = f"rank {view['rank']}, {kind} group {list(members)}", view["places"][kind]
@@ -131,7 +133,8 @@ def linears(job: Job) -> list[dict[str, Any]]:
     does without a tuner, as differences from its defaults; the tuner tries others too.
     """
     tp, found = job.run.tp, []
-    for case in (c for way in ("forward", "dgrad") if tp > 1 for c in layer_cases("", job.layer, job.tokens, way, tp)):
+    cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.sizes[0], job.tokens, way, tp)]
+    for case in cases if tp > 1 else ():
         gathers, rows = case.op == "all_gather_gemm", case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)

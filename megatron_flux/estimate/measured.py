@@ -10,70 +10,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.errors import UserError
-from megatron_flux.estimate import layer
-from megatron_flux.estimate.job import Job, PlanOptions, device
-from megatron_flux.estimate.rates import Calibration, Device, Rates, read_ops, read_summary
+from megatron_flux.estimate import step
+from megatron_flux.estimate.job import PlanOptions, device
+from megatron_flux.estimate.rates import ARMS, Calibration, MeasuredLayers, Rates, Workload, read_layers, read_ops
 
 LARGEST_ERROR = 0.099
 """Of a layer's time, from results/ops-h200x4-sustained or the table of devices, against the layers of
 results/layer-h200x4-ahead/sustained and results/layer-h200x4-more."""
 LARGEST_SPEEDUP_ERROR = 0.015  # of flux's speed-up there
-
-Workload = tuple[str, int, int]  # of bench layer: model, sequence, micro-batch
-
-ARMS = {"te": "baseline", "local": "baseline", "flux_te": "flux", "flux_local": "flux", "floor": "floor"}
-"""Arms of bench layer and what predicts them; of two, the first counts for more."""
-
-
-@dataclass(frozen=True)
-class MeasuredLayers:
-    """The rows of one or more summaries of ``bench layer``, each workload's of one."""
-
-    rows: list[dict[str, Any]]
-    tp: int
-    device: Device
-    source: str
-
-    def workloads(self) -> dict[Workload, dict[str, dict[str, Any]]]:
-        """The rows by workload and arm, in their order; of models that the table of models knows."""
-        found: dict[Workload, dict[str, dict[str, Any]]] = {}
-        for row in self.rows:
-            if row["model"] in LAYER_MODELS:
-                found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
-        return found
-
-    def ms(self, arm: str, job: Job) -> float | None:
-        """Milliseconds of forward and backward of the job's layer, None where it was not measured."""
-        sizes = (job.layer, job.run.shape.seq_length, job.run.micro_batch_size, job.run.tp)
-        rows = [arms for (name, *of), arms in self.workloads().items() if (LAYER_MODELS[name], *of, self.tp) == sizes]
-        names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
-        return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
-
-
-def read_layers(paths: list[Path]) -> MeasuredLayers:
-    """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
-    rows, kinds, seen = [], {}, {}
-    for path in paths:
-        summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
-        kinds[found.key, summary["tp"]] = found
-        here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
-        for one in here.keys() & seen.keys():
-            both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}"
-            raise UserError(f"{both}, whose arms count within one run; leave one out")
-        seen |= here
-        rows += summary["rows"]
-    if len(kinds) > 1:
-        found_kinds = ", ".join(f"{key} with tp {tp}" for key, tp in kinds)
-        raise UserError(f"--layers are of different GPUs or tp: {found_kinds}; give files of one kind")
-    ((_, tp), device), *_ = kinds.items()
-    return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))
 
 
 def validate_options(options: PlanOptions) -> dict[str, Any]:
@@ -107,7 +57,7 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
         for arm in (arm for arm in measured if arm in ARMS):
             ms = measured[arm]["ms_per_layer"]
             kind = "baseline" if ARMS[arm] == "floor" else ARMS[arm]
-            one = layer.predict(own, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
+            one = step.predict_layer(own, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
             predicted = one.both.compute if ARMS[arm] == "floor" else one.total  # the floor does not communicate
             row = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
             found[arm] = row | {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
@@ -140,7 +90,7 @@ def calibrate(layers: MeasuredLayers, workloads: Iterable[Workload]) -> Calibrat
             continue
         model, m, tp = LAYER_MODELS[workload[0]], workload[1] * workload[2], layers.tp
         parts, per_ms = floor["breakdown"], layers.device.memory_gb_per_s * 1e6
-        streamed = sum(layer.streamed_bytes(model, m, tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
+        streamed = sum(step.streamed_bytes(model, m, tp)) / per_ms / (parts["norm_ms"] + parts["other_ms"])
         lost = max(0.0, busy["ms_per_layer"] - floor["ms_per_layer"])
         # Bytes that a rank receives in both directions of a layer: of its pairs, and of x for wgrad.
         forward = layer_cases("", model, m, "forward", tp)
@@ -165,11 +115,11 @@ def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
         if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
             continue
         model, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
-        count = layer.parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
-        total = row["layers"] * (6 * count + layer.activations(model, tokens, tp)) + layer.working_memory(
+        count = step.layer_parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
+        total = row["layers"] * (6 * count + step.layer_activations(model, tokens, tp)) + step.working_memory(
             model, tokens, tp
         )
-        total += layer.flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
+        total += step.flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
         measured, predicted = row["peak_memory_gb"], total / 1e9
         found = {"workload": f"{row['model']} {row['seq']} x {row['micro_batch']}", "arm": row["arm"]}
         checks.append(found | {"measured_gb": measured, "predicted_gb": predicted, "error": predicted / measured - 1})

@@ -9,8 +9,8 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, MeasuredLayers, read_layers
-from megatron_flux.estimate.rates import Rates, read_ops
+from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR
+from megatron_flux.estimate.rates import MeasuredLayers, Rates, read_layers, read_ops
 from megatron_flux.estimate.step import add_up, predict_memory, predict_stages
 from megatron_flux.ops.backends.fused import limit
 
@@ -151,7 +151,7 @@ def _notes(job: Job, layers: MeasuredLayers | None, reason: str | None, memory: 
     run, key, notes = job.run, job.device.key, []
     if reason:
         notes.append(f"flux runs stock in this job: {reason}")
-    if layers is not None and (run.recompute != "none" or layers.ms("baseline", job) is None):
+    if layers is not None and (run.recompute != "none" or layers.ms("baseline", *job.sizes) is None):
         notes.append(f"no row of this layer, sequence, micro-batch and tp in {layers.source}: it was not used")
     if memory["total"] + ROOM_GB > job.device.memory_gb:
         notes.append(

@@ -1,4 +1,4 @@
-"""Times of single GEMMs, collectives and fused calls: measured where they were, else from the table of devices.
+"""Times of GEMMs, collectives, fused calls and whole layers: measured where they were, else from the table of devices.
 
 The formulae, and the public source of every figure in the table, are in slurm/PLAN.md.
 """
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_flux.bench.shapes import Case
+from megatron_flux.bench.layer_config import LAYER_MODELS
+from megatron_flux.bench.shapes import Case, Model
 from megatron_flux.errors import UserError
 from megatron_flux.train.presets import device_peak
 
@@ -258,3 +259,52 @@ def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[di
     if device is None:
         raise UserError(f"{path} was measured on {name or 'an unnamed device'}, which is not in the table of devices")
     return summary, device
+
+
+Workload = tuple[str, int, int]  # of bench layer: model, sequence, micro-batch
+
+ARMS = {"te": "baseline", "local": "baseline", "flux_te": "flux", "flux_local": "flux", "floor": "floor"}
+"""Arms of bench layer and what predicts them; of two, the first counts for more."""
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """The rows of one or more summaries of ``bench layer``, each workload's of one."""
+
+    rows: list[dict[str, Any]]
+    tp: int
+    device: Device
+    source: str
+
+    def workloads(self) -> dict[Workload, dict[str, dict[str, Any]]]:
+        """The rows by workload and arm, in their order; of models that the table of models knows."""
+        found: dict[Workload, dict[str, dict[str, Any]]] = {}
+        for row in self.rows:
+            if row["model"] in LAYER_MODELS:
+                found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
+        return found
+
+    def ms(self, arm: str, *sizes: Model | int) -> float | None:
+        """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured."""
+        rows = [arms for (name, *of), arms in self.workloads().items() if (LAYER_MODELS[name], *of, self.tp) == sizes]
+        names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
+        return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
+
+
+def read_layers(paths: list[Path]) -> MeasuredLayers:
+    """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
+    rows, kinds, seen = [], {}, {}
+    for path in paths:
+        summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
+        kinds[found.key, summary["tp"]] = found
+        here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
+        for one in here.keys() & seen.keys():
+            both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}"
+            raise UserError(f"{both}, whose arms count within one run; leave one out")
+        seen |= here
+        rows += summary["rows"]
+    if len(kinds) > 1:
+        found_kinds = ", ".join(f"{key} with tp {tp}" for key, tp in kinds)
+        raise UserError(f"--layers are of different GPUs or tp: {found_kinds}; give files of one kind")
+    ((_, tp), device), *_ = kinds.items()
+    return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))

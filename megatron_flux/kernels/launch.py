@@ -211,11 +211,10 @@ def parameter_sizes(ptx: str, name: str) -> list[int]:
         raise UnknownLayoutError(f"no entry {name}")
     sizes = []
     for line in entry[1].split(","):
-        kind = re.search(r"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+)", line)
-        if kind is None or kind[1] not in _PTX_BYTES:
+        found = re.search(r"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+)[^\[]*(?:\[(\d+)\]\s*)?$", line)
+        if found is None or found[1] not in _PTX_BYTES:
             raise UnknownLayoutError(f"a parameter {line.strip()!r}")
-        count = re.search(r"\[(\d+)\]\s*$", line)
-        sizes.append(_PTX_BYTES[kind[1]] * (int(count[1]) if count else 1))
+        sizes.append(_PTX_BYTES[found[1]] * int(found[2] or 1))
     return sizes
 
 

@@ -29,6 +29,9 @@ _LOSS_SETTINGS = (
     *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )
 
+_HEAD = ("quantity", "then", "now", "change", "band", "state")
+_UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
+
 
 class Bands(NamedTuple):
     """How far each quantity may be from the earlier one, as fractions: a loss both ways, the others upwards."""
@@ -47,7 +50,7 @@ class Checked(NamedTuple):
     change: str
     band: str
     state: str
-    """``ok``, ``LEFT ITS BAND``, or ``not checked`` where it is not known in both."""
+    """Not checked: it is not known in both."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,8 @@ class Result:
 
     def show(self) -> None:
         """Print table, notes and verdict to standard output."""
-        print_table(
-            _HEAD, self.checked, [*((f"note: {note}", "yellow") for note in self.notes), (self.verdict, "bold")]
-        )
-
-
-_HEAD = ("quantity", "then", "now", "change", "band", "state")
-_UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
+        notes = [(f"note: {note}", "yellow") for note in self.notes]
+        print_table(_HEAD, self.checked, [*notes, (self.verdict, "bold")])
 
 
 def parse_checks(text: str) -> tuple[str, ...]:

@@ -93,14 +93,10 @@ def remember(key: Hashable | None, chosen: Any, call: OperatorCall, shape: tuple
     if key is None or not call.x.is_contiguous():
         return
     found = state_of(call.group).prepared.setdefault(key, Entry(None, chosen.name, nbytes))
-    if (
-        found.attempts >= _ATTEMPTS
-        or (found.call is not None and found.call.complete)
-        or not hasattr(chosen, "prepare")
-    ):
-        return
-    found.attempts += 1
-    found.call = chosen.prepare(call, shape)
+    complete = found.call is not None and found.call.complete
+    if hasattr(chosen, "prepare") and found.attempts < _ATTEMPTS and not complete:
+        found.attempts += 1
+        found.call = chosen.prepare(call, shape)
 
 
 class Side(NamedTuple):

@@ -9,6 +9,8 @@ A burst begins on idle GPUs behind a barrier. Calls ahead of the timed ones keep
 nor an empty queue is in the time. Every number is the slowest rank's: device time between CUDA events, on the CPU the
 host's clock.
 
+Functions with a group are collective calls: its ranks call them together, with the same names in the same order.
+
 Why both: a GEMM takes 1.53 ms in bursts from idle and 1.83 in the long run (results/power-h200). Bursts in turns share
 one clock, so that a way that needs more energy slows the others as much as itself: on four GPUs tiles of 128 x 128 were
 up to 2.4 % ahead of 128 x 256 in six of 16 calls, and by themselves 6 to 10 % slower in each
@@ -22,8 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,35 +39,22 @@ SETTLE, LASTING, TURNS = 0.25, 0.3, 2
 Way = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Burst:
-    """Milliseconds of one burst on this rank."""
+class Samples(NamedTuple):
+    """Milliseconds of the slowest rank, one number per round."""
 
-    ms: float
+    ms: list[float]
     """Per timed call."""
-    host_ms: float
+    host_ms: list[float]
     """To enqueue one of the timed calls, while the GPU is busy with those before."""
-    first_host_ms: float
+    first_host_ms: list[float]
     """To enqueue one of the calls ahead of them."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """As :class:`Burst`, of the slowest rank in each, one number per round."""
-
-    ms: list[float]
-    host_ms: list[float]
-    first_host_ms: list[float]
-
-
 def interleaved(ways: Mapping[str, Way], group: dist.ProcessGroup, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds per call of the slowest rank, by way, one number per round. A collective call.
+    """Milliseconds per call by way, one number per round.
 
-    Args:
-        ways: what to time; the same names in the same order on all ranks. The first decides how many calls one burst
-            has: short calls are bound by host time, which a burst must be long enough to show.
-        group: the ranks that make the calls together.
-        device: where the calls run.
+    The first way decides how many calls one burst has: short calls are bound by host time, which a burst must be long
+    enough to show.
     """
     count = max(BURST, min(50, int(4.0 / max(burst(next(iter(ways.values())), BURST, group, device), 0.01))))
     return {name: found.ms for name, found in rounds(ways, group, device, ROUNDS, count).items()}
@@ -83,42 +71,29 @@ def rounds(
     barrier: Callable[[], object] | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Samples]:
-    """Time a burst of every way in each round. A collective call.
+    """Time a burst of ``count`` calls of every way in each round, of which there are one to ``most``.
 
-    Args:
-        ways: what to time; the same names in the same order on all ranks.
-        group: the ranks that make the calls together.
-        device: where the calls run.
-        most: rounds at most; at least one is done.
-        count: timed calls in a burst.
-        around: opened around each burst of the way it is given.
-        barrier: instead of ``group``'s own; what it does last happens right before the burst.
-        go_on: whether to begin one more round; the same answer on all ranks.
+    ``around`` is opened around each burst of the way it is given. ``barrier`` replaces ``group``'s own; the last thing
+    that it does happens right before the burst. ``go_on`` says, alike on all ranks, whether to begin one more round.
     """
-    found: dict[str, list[Burst]] = {name: [] for name in ways}
-    for turn in range(most):
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    for turn in range(most if ways else 0):
         if turn and not go_on():
             break
         order = list(ways)
         random.Random(turn).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
         for name in order:
             with around(name):
-                ready = barrier or (lambda: dist.barrier(group=group))
-                found[name].append(own_burst(ways[name], count, device, ready))
-    ms = _slowest([[astuple(one) for one in bursts] for bursts in found.values()], group, device)
-    return {name: Samples(*by_clock) for name, by_clock in zip(found, ms.transpose(1, 2).tolist(), strict=True)}
+                found[name].append(own_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
+    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}
+    return {name: Samples(*by_round.t().tolist()) for name, by_round in ms.items()}
 
 
 def sustained(
     ways: Mapping[str, Way], ms: Mapping[str, float], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """Milliseconds per call of the slowest rank, by way, each running by itself for a while. A collective call.
-
-    Args:
-        ways: what to time; the same names in the same order on all ranks.
-        ms: about how long a call of each takes; the same on all ranks.
-        group: the ranks that make the calls together.
-        device: where the calls run.
+    """Milliseconds per call by way, each running by itself for a while; ``ms`` is about how long a call of each takes,
+    the same on all ranks.
     """
     found = dict.fromkeys(ways, 0.0)
     for turn in range(TURNS):
@@ -146,7 +121,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device, warm: int = 1) -> float:
     """Milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
     mine = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
-    return _slowest(mine.ms, group, device).item()
+    return _slowest(mine, group, device)[0].item()
 
 
 def _slowest(mine: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
@@ -162,8 +137,8 @@ def own_burst(
     barrier: Callable[[], object],
     warm: int = 1,
     meanwhile: Callable[[], object] | None = None,
-) -> Burst:
-    """A burst as this rank times it; ``meanwhile`` is called while the GPU is at it."""
+) -> tuple[float, float, float]:
+    """Of one burst on this rank, what :class:`Samples` has of all; ``meanwhile`` is called while the GPU is at it."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -180,12 +155,12 @@ def own_burst(
         finish(call())
     host = (time.perf_counter() - began) * 1e3 / count
     if not on_gpu:
-        return Burst(host, host, first)
+        return host, host, first
     end.record()
     if meanwhile is not None:
         meanwhile()
     end.synchronize()
-    return Burst(start.elapsed_time(end) / count, host, first)
+    return start.elapsed_time(end) / count, host, first
 
 
 def finish(result: Any) -> None:

@@ -52,10 +52,7 @@ def is_first() -> bool:
 
 
 def serve(work: Callable[[], None]) -> None:
-    """Do a launched rank's ``work``; the launcher is handed an exception and prints it in one line.
-
-    What was raised on purpose has no traceback here, but for an operator's error.
-    """
+    """Do a launched rank's ``work``: what was raised on purpose has no traceback here, but for an operator's error."""
     configure_logging()
     try:
         recorded(work)

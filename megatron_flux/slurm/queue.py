@@ -51,10 +51,7 @@ class Known:
 
 
 def slurm(*words: str, cwd: Path | None = None) -> str:
-    """Run one of Slurm's commands, in the folder ``cwd``, and return what it printed.
-
-    A :class:`UserError` where there is no such command, a :class:`FluxError` with its own words where it refused.
-    """
+    """What one of Slurm's commands printed in the folder ``cwd``; a :class:`FluxError` with its words if it refused."""
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)  # noqa: S603 - no shell
@@ -86,10 +83,7 @@ def checked_dependency(given: str) -> str:
 
 
 def known(job: str) -> Known:
-    """What the controller knows of a job, and where it has forgotten it, the accounting.
-
-    Errors as :func:`slurm`: a controller that does not answer says nothing of the job.
-    """
+    """What the controller knows of a job, or where it has forgotten it the accounting; errors as :func:`slurm`."""
     try:
         shown = slurm("scontrol", "show", "job", job, "--oneliner")
     except ForgottenJobError:
@@ -98,8 +92,11 @@ def known(job: str) -> Known:
     for line in shown.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
-        why = {"RUNNING": f" on {fields.get('NodeList', '?')}", "PENDING": f" ({reason})" * (reason != "None")}
-        found[fields.get("ArrayTaskId", "")] = state + why.get(state, "")
+        if state == "PENDING" and reason != "None":
+            state += f" ({reason})"
+        elif state == "RUNNING":
+            state += f" on {fields.get('NodeList', '?')}"
+        found[fields.get("ArrayTaskId", "")] = state
     return Known(states=found, source="scontrol")
 
 
@@ -118,10 +115,7 @@ def _accounted(job: str) -> Known:
 
 
 def accounted_states(said: str) -> dict[str, str]:
-    """The states in what ``sacct --parsable2 --allocations --format=JobID,State,ExitCode`` has said.
-
-    A job that was requeued has a line for each start where only completions are noted; the last one counts.
-    """
+    """The states in lines of ``JobID|State|ExitCode`` of sacct; of a job that was requeued the last line counts."""
     found = {}
     for line in said.splitlines():
         number, state, ended = (*line.split("|"), "", "")[:3]

@@ -79,7 +79,7 @@ def all_jobs(runs: Path) -> list[Path]:
 
 def jobs(root: Path) -> list[str]:
     """The ids of the jobs that have written into the folder or will: the first, and those that resumed it."""
-    return [split(root)[1], *_text(root / RESUMED).split()]
+    return [split(root)[1], *text(root / RESUMED).split()]
 
 
 def repetitions(root: Path) -> list[Repetition]:
@@ -119,7 +119,7 @@ def describe(root: Path, now: float) -> list[str]:
         steps = ", ".join(f"{arm} {n}/{repetition.steps}" for arm, n in repetition.iterations.items())
         said = [repetition.state, f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
         lines.append(f"  rep-{repetition.index}: {', '.join([*said, task] if task else said)}")
-        if without := [line.split()[-1] for line in _text(repetition.folder / "retries").splitlines()]:
+        if without := [line.split()[-1] for line in text(repetition.folder / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")
         state, more = (task or known.states.get("", "")).split(" ")[0], []
         if state == "RUNNING":
@@ -135,9 +135,9 @@ def cause(repetition: Repetition) -> list[str]:
     logs, began = repetition.logs, _began(repetition)
     if logs is None:
         return []
-    said = _text(logs / "error")
+    said = text(logs / "error")
     if not said:
-        failures = sorted(line for file in logs.glob("failures/*/*") for line in _text(file).splitlines())
+        failures = sorted(line for file in logs.glob("failures/*/*") for line in text(file).splitlines())
         said = failures[0].split(" ", 2)[-1] if failures else ""
     notes = []  # of the ranks of this start: the first one counts
     for file in repetition.run.glob("*/failure-rank*.json"):
@@ -148,7 +148,7 @@ def cause(repetition: Repetition) -> list[str]:
             if (moment := float(one["timestamp"])) >= began:
                 notes.append((moment, " ".join(f"{where}: {one['error']}".split())))
     lines = ([f"cause: {said}"] if said else []) + [note for _, note in sorted(notes)[:1]]
-    if not said and (log := _text(logs / "log")) and (last := _last_line(Path(log))):
+    if not said and (log := text(logs / "log")) and (last := _last_line(Path(log))):
         lines.append(f"last line of {log}: {last}")
     return lines or [f"no cause is on record; see {logs}"]
 
@@ -205,7 +205,8 @@ def _tail(file: Path) -> list[bytes]:
         return []
 
 
-def _text(file: Path) -> str:
+def text(file: Path) -> str:
+    """What a small file says, stripped; empty where it cannot be read."""
     try:
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -227,13 +228,13 @@ def collect(root: Path) -> dict[str, Any]:
     collected = {"name": name, "job": job, "repetitions": found}
     collected["speedup_median"] = statistics.median(speedups) if speedups else None
     collected |= {"speedup_min": min(speedups, default=None), "speedup_max": max(speedups, default=None)}
-    text = strict_json.dumps(collected, indent=2)
+    found = strict_json.dumps(collected, indent=2)
     try:
-        strict_json.write_atomically(root / "collected.json", text + "\n")
+        strict_json.write_atomically(root / "collected.json", found + "\n")
         strict_json.write_atomically(root / "collected.md", table(collected))
     except OSError as error:
         raise UserError(f"{root} cannot be written: {error.strerror}") from None
-    return json.loads(text)
+    return json.loads(found)
 
 
 def _collected(repetition: Repetition) -> dict[str, Any]:

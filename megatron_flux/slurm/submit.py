@@ -43,10 +43,7 @@ def _beside(number: str) -> Iterator[None]:
 
 
 def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
-    """Submit a job's script and the ``collecting`` job's; the ids of both, and the job's folder in ``runs``.
-
-    The options of sbatch in ``own`` are for the job and not for the other. Errors: as :func:`queue.slurm`.
-    """
+    """Submit a job's script, with the options ``own``, and the ``collecting`` job's; both ids, and the job's folder."""
     exported = environment(runs)
     with tempfile.TemporaryDirectory() as scratch:
         file, collector = Path(scratch) / status.SCRIPT, Path(scratch) / status.COLLECTOR
@@ -122,9 +119,10 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         if given[name] is None and not directive(script, name):
             given[name] = earlier.get(name) or None
     words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
-    array = [f"--array={','.join(begins)}%1"] if directive(script, "array") else []
+    if directive(script, "array"):
+        words["array"] = f"--array={','.join(begins)}%1"
     shared = tuple(words[name] for name in site if name in words)
-    return Resumption(root, (*words.values(), *array), shared, Path(submitted), begins)
+    return Resumption(root, tuple(words.values()), shared, Path(submitted), begins)
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:
@@ -166,10 +164,5 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
 
 def _checkpoint(folder: Path, is_comparison: bool) -> str | None:
     """The step of the newest checkpoint, of both arms where there are two; None where one is missing."""
-    found = []
-    for part in [folder / arm for arm in ARMS] if is_comparison else [folder]:
-        try:
-            found.append((part / TRACKER).read_text().strip())
-        except OSError:
-            return None
+    found = [status.text(part / TRACKER) for part in ([folder / arm for arm in ARMS] if is_comparison else [folder])]
     return "/".join(dict.fromkeys(found)) if all(found) else None

@@ -32,7 +32,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from megatron_flux import nvml
 from megatron_flux.ops import call_events, timing
-from megatron_flux.ops.backends.reference import GemmOnly, ReferenceBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
@@ -280,46 +280,43 @@ def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] 
     operands = _operands(call)
     if not timing.all_agree(operands is not None, group, call.device) or operands is None:
         return None
-    x, weight, gemm_only = operands
-
-    run = OperatorCall(call.operator, x, weight, group, call.transposed).run
+    made, alone = operands
     # The slowest rank's, so that all ranks make as many calls.
-    once = timing.burst(lambda: run(reference), 1, group, call.device)
+    once = timing.burst(lambda: made.run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
     gpu, barrier = _gpu(call.device), partial(dist.barrier, group=group)
 
-    def burst(backend: Any) -> tuple[float, float | None]:
+    def burst(way: Callable[[], Any]) -> tuple[float, float | None]:
         seen: list[nvml.Reading] = []
         look = None if gpu is None else lambda: seen.append(gpu.read())
-        taken = timing.own_burst(lambda: run(backend), count, call.device, barrier, meanwhile=look)
-        return taken.ms, seen[0].sm_clock_mhz if seen else None
+        ms, *_ = timing.own_burst(way, count, call.device, barrier, meanwhile=look)
+        return ms, seen[0].sm_clock_mhz if seen else None
 
-    ways: list[Any] = [gemm_only, reference] if gemm_first else [reference, gemm_only]
+    ways = {"serial": partial(made.run, reference), "gemm": alone}
     if call.operator == "all_gather":
-        ways.remove(gemm_only)
-    taken = {way: burst(way) for way in ways}
-    serial, clock = taken[reference]
-    gemm, clock = taken.get(gemm_only, (0.0, clock))
+        del ways["gemm"]
+    taken = {name: burst(ways[name]) for name in (reversed(ways) if gemm_first else ways)}
+    serial, clock = taken["serial"]
+    gemm, clock = taken.get("gemm", (0.0, clock))
     return serial, gemm, clock
 
 
-def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, GemmOnly] | None:
-    """``x``, ``weight`` (of all_gather: of nothing) and the prepared GEMM of a call; None where memory is short.
+def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
+    """The call on operands (a weight of nothing for all_gather), and its GEMM alone; None where memory is short.
 
     Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
     """
     rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // call.group.size()
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
     random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)
-    gemm_only = GemmOnly()
     try:
         x = random(rows, call.k)
         weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
-        if call.operator == "all_gather_gemm" and not gemm_only.prepare(x, call.group):
-            return None
+        made = OperatorCall(call.operator, x, weight, call.group, call.transposed)
+        alone = gemm_only(made)
         # The reference backend's gathered operand, its result and the one before, which is dropped later.
         scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
         del scratch
     except torch.OutOfMemoryError:
         return None
-    return x, weight, gemm_only
+    return None if alone is None else (made, alone)

@@ -34,10 +34,7 @@ _OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 class Arm:
-    """Trains in turns and records every step. A context manager; rank 0 writes, all ranks take part.
-
-    The trainer is built at once; the record opens with the context.
-    """
+    """Trains in turns and, inside the context, records every step; rank 0 writes, all ranks take part."""
 
     def __init__(self, name: ArmName, config: RunConfig, dataset: Any, device: torch.device) -> None:
         self.name, self.config = name, config
@@ -102,10 +99,7 @@ class Arm:
         return megatron_flux.patched(self.config.flux_config) if self.name == "flux" else nullcontext()
 
     def steps(self, count: int, *, block: int = 0) -> Iterator[tuple[int, StepResult]]:
-        """Train ``count`` steps as one turn, yielding ``(iteration, StepResult)`` after each is on disk.
-
-        ``block`` is the index of the turn over all arms. A FluxError where the loss is not finite, behind its record.
-        """
+        """Train ``count`` steps as turn ``block``, yielding ``(iteration, StepResult)`` after each is on disk."""
         with self.patched(), self.trainer.turn():
             for _ in range(count):
                 iteration = self.trainer.iteration + 1

@@ -142,16 +142,13 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 @contextmanager
 def held(config: RunConfig) -> Iterator[str]:
-    """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints.
-
-    As :func:`check_save`, it refuses: something else may have come in between.
-    """
+    """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints."""
     try:
         config.save.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(config.save, error) from None
     with _locked(config):
-        _check_owner(config)
+        _check_owner(config)  # something may have come since check_save
         for folder in folders(config.save, config):
             if not _goes_on(config):  # what --overwrite replaces; the tracker goes first
                 (folder / files.TRACKER).unlink(missing_ok=True)
@@ -174,15 +171,12 @@ def _run_name(config: RunConfig) -> str:
 
 
 def _check_owner(config: RunConfig) -> None:
-    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another.
-
-    A resumed run may replace what it has itself saved after that step, and nothing else.
-    """
+    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another."""
     name = _run_name(config)
     for folder in folders(config.save, config):
         there = [files.checkpoint_of(folder, n) for n in files.iterations(folder)]
         if _goes_on(config):
-            begin = files.chosen(folder, config.ckpt_step)
+            begin = files.chosen(folder, config.ckpt_step)  # it may replace what it has itself saved after that
             for later in there:
                 if files.iteration_of(later) > files.iteration_of(begin) and files.owner(later).get("id") != name:
                     after = f"{later.name} of {_whose([later])}, after {begin.name} that this run goes on from"

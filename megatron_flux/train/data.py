@@ -46,13 +46,8 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
         raise UserError(f"--data takes one .bin/.idx pair, or text files and folders; got {len(data)} with a pair")
     if pairs:
         return pairs[0]
-    files: list[Path] = []
-    for path in data or [Path(sysconfig.get_paths()["stdlib"])]:
-        found = _text_files(path, only_python=not data)
-        if not found:
-            raise UserError(f"--data {path} has no text in it; give text files, a folder of them or a .bin/.idx pair")
-        files += found
-    return sorted(dict.fromkeys(files))
+    paths = data or [Path(sysconfig.get_paths()["stdlib"])]
+    return sorted({file for path in paths for file in _text_files(path, only_python=not data)})
 
 
 def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int) -> Corpus:
@@ -105,15 +100,15 @@ def _pair_prefix(path: Path) -> Path | None:
 
 
 def _text_files(path: Path, *, only_python: bool) -> list[Path]:
-    if not path.exists():
-        raise UserError(f"--data {path} does not exist; give text files, a folder of them or a .bin/.idx pair")
-    if path.is_file():
-        return [path] if _is_text(path) else []
-    files = []
-    for folder, subfolders, names in os.walk(path):
+    files = [path] if path.is_file() else []
+    for folder, subfolders, names in os.walk(path):  # nothing, of a file
         subfolders[:] = sorted(s for s in subfolders if s[0] != "." and s not in ("site-packages", "__pycache__"))
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return [f for f in files if (not only_python or f.suffix == ".py") and _is_text(f)]
+    found = [f for f in files if (not only_python or f.suffix == ".py") and _is_text(f)]
+    if not found:
+        what = "has no text in it" if path.exists() else "does not exist"
+        raise UserError(f"--data {path} {what}; give text files, a folder of them or a .bin/.idx pair")
+    return found
 
 
 def _is_text(path: Path) -> bool:

@@ -123,8 +123,9 @@ def _take_turns(
     both have come so far, and not at the end. Either is saved when it is stopped.
     """
     turns = schedule(config.steps, config.block_steps or config.steps, tuple(arms))
-    alone, both = (config.save is not None and len(arms) == number for number in (1, 2))
-    every = config.save_interval or config.steps + 1
+    alone = config.save is not None and len(arms) == 1
+    both = config.save is not None and len(arms) > 1
+    every = config.save_interval or config.steps + 1  # never
     saved = min(iterations.values())
     with _watch(config) as shown:
         for block, name, count in remaining(turns, iterations.copy()):

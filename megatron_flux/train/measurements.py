@@ -185,13 +185,12 @@ class OwnMemory:
     the others hold what is allocated when a turn begins, less what this arm held when its last one ended. That is taken
     away from the allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
 
-    Two caches are emptied when a turn ends, since the next arm would use them and not pay for them: the unread weight
-    gradients that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's
-    workspaces. Not where CUDA graphs hold their addresses (``captured``). Tens of MB that other libraries keep for good
-    count for the arm that came first.
+    Two caches are emptied when a turn ends, since the next arm would not pay for them: the unread weight gradients that
+    TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's workspaces. Not where
+    CUDA graphs hold their addresses (``captured``). Tens of MB that other libraries keep count for the first arm.
 
-    Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP that the tuner
-    may choose, are added by their size. What NCCL, CUDA and its contexts take is in no figure.
+    Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP, are added by
+    their size. What NCCL, CUDA and its contexts take is in no figure.
     """
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:

@@ -90,7 +90,9 @@ def layer_spec(config: RunConfig) -> tuple[Any, type]:
 def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
     """Build this rank's pipeline stage, in the run's precision, on the run's device."""
     shape, (layer, final_norm) = config.shape, layer_spec(config)
-    block = TransformerBlockSubmodules([layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm)
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm
+    )
     model = GPTModel(
         config=mcore_config,
         transformer_layer_spec=block,

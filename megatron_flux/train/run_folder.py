@@ -33,12 +33,12 @@ class WandbNames(NamedTuple):
 def made(config: RunConfig, *, default: bool) -> Iterator[RunConfig]:
     """:func:`megatron_flux.run.folder.made` for a training; yields ``config`` with the folder that was made."""
 
-    def describe(out: Path) -> dict[str, Any]:
-        return description(config.model_copy(update={"out": out}))
+    def there(out: Path) -> RunConfig:
+        return config.model_copy(update={"out": out})
 
-    resuming = config.load is not None
-    with folder.made(config.out, describe, default=default, overwrite=config.overwrite, resuming=resuming) as out:
-        yield config.model_copy(update={"out": out})
+    how = {"default": default, "overwrite": config.overwrite, "resuming": config.load is not None}
+    with folder.made(config.out, lambda out: description(there(out)), **how) as out:
+        yield there(out)
 
 
 def load_config(out: Path) -> RunConfig:

@@ -42,10 +42,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
-    """``device="cuda"`` literals and ``Tensor.cuda()`` mean the CPU.
-
-    Asked by: schedules (token counts), clip_grads (norms), the optimizer (found_inf), DDP buffers, rotary embeddings.
-    """
+    """``device="cuda"`` literals and ``Tensor.cuda()`` mean the CPU: schedules, optimizer, DDP and others ask."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,10 +57,7 @@ class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
 
 
 class _NoStream:
-    """A stream, event or stream context that does nothing: CPU work is already in order.
-
-    Asked by: DDP's communication streams, timers, checkpoint staging.
-    """
+    """A stream, event or stream context that does nothing: CPU work is already in order. DDP and timers ask for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

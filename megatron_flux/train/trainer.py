@@ -38,10 +38,7 @@ class _Advanced(NamedTuple):
 
 
 class Trainer:
-    """A model in training, built from ``config.seed``; ``dataset`` as from :func:`~.data.build_dataset`.
-
-    Building one and every step are collective calls.
-    """
+    """A model in training, built from ``config.seed``. Building one and every step are collective calls."""
 
     def __init__(self, config: RunConfig, dataset: Any, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -155,19 +152,15 @@ class Trainer:
 
 
 def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
-    """Seed as Megatron does: pipeline stages differ, tensor-parallel ranks share all but Megatron's tracker.
-
-    For CUDA graphs the tracker holds generators, which graphs advance as they are replayed.
-    """
+    """Seed as Megatron does: pipeline stages differ, tensor-parallel ranks share all but Megatron's tracker."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
-    for_graphs = {
-        "te_rng_tracker": cuda_graph_impl == "transformer_engine",
-        "use_cudagraphable_rng": True,
-        "force_reset_rng": True,
-    }
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, **({} if cuda_graph_impl == "none" else for_graphs))
+    for_graphs: dict[str, bool] = {}
+    if cuda_graph_impl != "none":  # the tracker then holds generators, which graphs advance as they are replayed
+        by_te = cuda_graph_impl == "transformer_engine"
+        for_graphs = {"te_rng_tracker": by_te, "use_cudagraphable_rng": True, "force_reset_rng": True}
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, **for_graphs)
     torch.manual_seed(seed)
 
 

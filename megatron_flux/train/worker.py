@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import RendezvousError
+from megatron_flux.train import data
 from megatron_flux.train.config import RunConfig
+from megatron_flux.train.run_folder import load_config
+from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
 
 class Layout(Protocol):
@@ -64,10 +67,6 @@ def _no_meeting(cause: str, timeout: float) -> str:
 @contextmanager
 def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
     """Everything that a run needs on this rank, as ``(dataset, device)``: data, process groups, shims."""
-    # Heavy imports here and below: refusing bad input must not wait for them.
-    from megatron_flux.train import data
-    from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
-
     corpus = data.prepare(config.data, config.data_cache, config.shape.seq_length, config.shape.vocab_size)
     fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
     with cpu_shims(), fused, process_groups(config) as device:
@@ -77,7 +76,7 @@ def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
 def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
     with world(config) as (dataset, device):
-        from megatron_flux.train import loop
+        from megatron_flux.train import loop  # refusing bad input must not wait for megatron-core
 
         # Under a launcher of the user's own, every rank has named the default folder by its own clock.
         out = [config.out]
@@ -87,6 +86,4 @@ def run(config: RunConfig) -> None:
 
 def work(folder: str) -> None:
     """Run what the run folder's configuration says."""
-    from megatron_flux.train.run_folder import load_config
-
     run(load_config(Path(folder)))

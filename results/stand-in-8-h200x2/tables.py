@@ -13,8 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import Case, cases
-from megatron_flux.bench.tuned_table import chosen
 from results.readme_tables import SHORT, X, between_marks, percent, table
 
 HERE = Path(__file__).parent

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import async_tp, ops, ops_report, process_group, tune, tuned_table
-from megatron_flux.bench.shapes import Case
-from megatron_flux.bench.variants import BACKENDS, call, operands, variants
+from megatron_flux.bench import ops, process_group, report, tune
+from megatron_flux.bench.ops import BACKENDS, call, operands, variants
+from megatron_flux.bench.shapes import Case, OpsRun, TuneRun
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import registry
@@ -106,11 +106,16 @@ def test_serial_does_what_the_operator_does(world2: WorkerPool, case: Case) -> N
     world2.run(compare_variants, case)
 
 
+def run_of(out: Path, seconds: float | None = None) -> OpsRun:
+    calls = {"models": [], "tokens": [], "layers": [], "directions": []}
+    return OpsRun(**calls, tp=2, dtype="bf16", out=out, rounds=3, burst=2, seconds=seconds)
+
+
 def bench(out: Path, cache: Path, seconds: float | None = None) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
     with without_gpus(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        summary = ops.run(CASES, out, dtype=torch.float32, rounds=3, seconds=seconds, log=said.append)
+        summary = ops.run(run_of(out, seconds), CASES, dist.group.WORLD, said.append)
     return summary, said
 
 
@@ -136,23 +141,26 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert [line["layer"] for line in rounds] == ["fc1", "fc2", "fc1", "fc2"]
     assert set(rounds[0]["ms"]) == set(TIMES)
     assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
-    ops_report.show(summary)
+    report.show_ops(summary)
 
 
-def bench_async_tp() -> list[dict[str, Any]]:
-    with without_gpus():
-        return async_tp.measured(CASES, dist.group.WORLD, CPU, torch.float32, 3, 2)
+def bench_async_tp(out: Path) -> dict[str, Any]:
+    with without_gpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+        return ops.add_async_tp(run_of(out), dist.group.WORLD)
 
 
-def test_async_tp_by_itself_has_the_calls_of_the_main_pass(world2: WorkerPool, tmp_path: Path) -> None:
+def test_async_tp_by_itself_has_the_calls_of_the_main_pass(
+    world2: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary, _ = world2.run(bench, tmp_path / "run", tmp_path / "tuned.json")[0]
-    first, second = world2.run(bench_async_tp)
-    assert first == second
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "rows": first[:-1]}
-    joined = async_tp.joined(summary, found)
+    first, second = world2.run(bench_async_tp, tmp_path / "run")
+    assert first == second == json.loads((tmp_path / "run" / "summary.json").read_text())
     own = {"gemm_ms": 1.0, "serial_ms": 1.5, "async_tp_ms": 1.3}
-    assert [row.pop("async_tp_own") for row in joined["rows"]] == [own, own, own, None]
-    assert {**joined, "async_tp_connections": None} == {**summary, "async_tp_connections": None}
+    expected = [{**row, "async_tp_own": own} for row in summary["rows"]]
+    assert first == {**summary, "async_tp_connections": "8", "rows": expected}
+    report.show_async_tp(first)
+    assert "40%" in capsys.readouterr().out
 
 
 def test_time_that_is_up_ends_all_ranks_at_the_same_call(world2: WorkerPool, tmp_path: Path) -> None:
@@ -173,8 +181,10 @@ def test_one_rank_that_has_no_time_stops_all(world2: WorkerPool, tmp_path: Path,
 def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], int]:
     said: list[str] = []
     with without_gpus() as tuned:
-        done = tune.run([*CASES, CASES[0]], cache, dtype=torch.float32, force=force, log=said.append)
-        return [(key, tuned_table.chosen(answer)) for _, key, answer in done], said, tuned.measured
+        calls = run_of(cache).model_dump(include={"models", "tokens", "layers", "directions", "tp", "dtype"})
+        wanted = TuneRun(**calls, cache=cache, force=force)
+        done = tune.run(wanted, [*CASES, CASES[0]], dist.group.WORLD, said.append)
+        return [(key, report.chosen(answer)) for _, key, answer in done], said, tuned.measured
 
 
 def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:

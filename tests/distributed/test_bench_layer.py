@@ -139,12 +139,18 @@ def test_a_wrong_arm_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None
     assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
 
 
+def test_a_run_in_which_no_arm_can_run_says_why(world2: WorkerPool, tmp_path: Path) -> None:
+    summary = world2.run(run, 2, tmp_path, {"arms": ("te",)})[0]
+    assert summary["rows"] == []
+    assert [s["reason"] for s in summary["skipped"]] == ["TransformerEngine needs a GPU"] * len(SMALL)
+
+
 def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_flux.bench.collectives import Collectives
-    from megatron_flux.bench.layer_rounds import interleave
+    from megatron_flux.bench.layer_steps import interleave
+    from megatron_flux.bench.process_group import Collectives
 
     order: list[str] = []
     arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
@@ -159,7 +165,7 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
         deadline=time.monotonic() + (-1 if late == (dist.get_rank() == 0) else 1000),
     )
     turns = ["".join(order[i : i + 9 : 3]) for i in range(0, len(order), 9)]
-    return turns, {name: len(s.step_ms) for name, s in samples.items()}
+    return turns, {name: len(s["step_ms"]) for name, s in samples.items()}
 
 
 class Gpu:
@@ -177,8 +183,8 @@ def clocks() -> list[float | None]:
     import torch
     import torch.distributed as dist
 
-    from megatron_flux.bench.collectives import Collectives
-    from megatron_flux.bench.layer_rounds import interleave
+    from megatron_flux.bench.layer_steps import interleave
+    from megatron_flux.bench.process_group import Collectives
 
     found = interleave(
         {"a": (lambda: time.sleep(0.05), nullcontext)},
@@ -189,7 +195,7 @@ def clocks() -> list[float | None]:
         burst=2,
         gpu=Gpu(),
     )
-    return found["a"].sm_clock_mhz
+    return found["a"]["sm_clock_mhz"]
 
 
 def test_clocks_are_the_slowest_gpus_from_the_second_round_on(world2: WorkerPool) -> None:
@@ -236,7 +242,7 @@ def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> N
 def attempt(fails_on: int) -> tuple[Any, Any]:
     import torch.distributed as dist
 
-    from megatron_flux.bench.collectives import Collectives
+    from megatron_flux.bench.process_group import Collectives
 
     def action() -> str:
         if dist.get_rank() == fails_on:

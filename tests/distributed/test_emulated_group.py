@@ -155,7 +155,7 @@ def test_layers_have_the_large_groups_shapes_and_agree(world2: WorkerPool, tmp_p
 
 
 def bench_ops(out: Path, cache: Path) -> tuple[dict[str, Any], list[str]]:
-    from megatron_flux.bench.options import OpsRun
+    from megatron_flux.bench.shapes import OpsRun
     from tests.distributed.test_bench import CASES, without_gpus
     from tests.gpu import emulated_bench
 
@@ -170,7 +170,7 @@ def bench_ops(out: Path, cache: Path) -> tuple[dict[str, Any], list[str]]:
 
 def test_operators_of_eight(world2: WorkerPool, tmp_path: Path) -> None:
     """Both are rank 0 of the group, and only one writes."""
-    from megatron_flux.bench import ops_report
+    from megatron_flux.bench import report
 
     (summary, said), (_, silent) = world2.run(bench_ops, tmp_path / "run", tmp_path / "tuned.json")
     assert (summary["tp"], summary["stand_in"]) == (8, 2)
@@ -180,7 +180,7 @@ def test_operators_of_eight(world2: WorkerPool, tmp_path: Path) -> None:
     for row in summary["rows"]:
         assert [row[name] for name in ("async_tp_ms", "pipelined_ms", "slab_bytes")] == [None] * 3
         assert (row["fused_ms"], row["tuned_ms"], row["e_overlap"]) == (1.1, 1.2, 0.6)
-    ops_report.show(summary)
+    report.show_ops(summary)
 
 
 @pytest.mark.parametrize(

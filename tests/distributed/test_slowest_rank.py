@@ -59,12 +59,12 @@ def test_a_burst_takes_as_long_as_on_the_slowest_rank(world2: WorkerPool, slow: 
 
 
 def rank_rounds(slow: int) -> tuple[list[float], list[float]]:
-    from megatron_flux.bench.collectives import Collectives
-    from megatron_flux.bench.layer_rounds import interleave
+    from megatron_flux.bench.layer_steps import interleave
+    from megatron_flux.bench.process_group import Collectives
 
     arms = {"step": (step_of(slow), nullcontext)}
     samples = interleave(arms, dist.group.WORLD, Collectives(30.0), CPU, rounds=2, burst=1)["step"]
-    return samples.step_ms, samples.host_ms
+    return samples["step_ms"], samples["host_ms"]
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -77,11 +77,9 @@ def test_rounds_tell_of_the_slowest_rank(world2: WorkerPool, slow: int) -> None:
 
 
 def rank_clock(slow: int) -> float:
-    from megatron_flux.bench.metrics_cost import _Clock
+    from megatron_flux.bench.metrics_cost import _timed
 
-    with _Clock(CPU) as clock:
-        step_of(slow)()
-    return clock.slowest()[0]
+    return _timed(step_of(slow), CPU)[0]
 
 
 @pytest.mark.parametrize("slow", [0, 1])

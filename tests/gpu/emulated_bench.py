@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from megatron_flux.bench import layer, layer_report, no_communication, ops, ops_report, process_group
-from megatron_flux.bench.layer_agreement import Agreement
+from megatron_flux.bench import layer, no_communication, ops, process_group, report
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
 from megatron_flux.bench.layer_workload import WorkloadBench
-from megatron_flux.bench.options import CallOptions, OpsOptions, OpsRun, calls
-from megatron_flux.bench.variants import variants
+from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
@@ -42,13 +40,14 @@ class EmulatedUnsynchronised(no_communication.Unsynchronised):
 
 @contextmanager
 def timing(group: EmulatedGroup) -> Iterator[None]:
-    """Inside, collectives are for timing, but for those of :class:`Agreement`, and the benchmarks run on ``group``."""
-    observe, forget, link_rate = Agreement.observe, WorkloadBench._forget, ops._link_rate
+    """Inside, collectives are for timing, but for those of what is compared, and the benchmarks run on ``group``."""
+    observe, forget, link_rate = WorkloadBench._observe, WorkloadBench._forget, ops._link_rate
+    every = ops.variants
 
-    def exact(check: Agreement, arm: Any) -> Any:
+    def exact(bench: WorkloadBench, arm: Any) -> Any:
         group.exact = True
         try:
-            return observe(check, arm)
+            return observe(bench, arm)
         finally:
             group.exact = False
 
@@ -58,7 +57,7 @@ def timing(group: EmulatedGroup) -> Iterator[None]:
 
     def without_torchs(*words: Any) -> dict[str, Callable[[], object]]:
         """Torch does not know the group."""
-        return {name: one for name, one in variants(*words).items() if name not in ("async_tp", "pipelined")}
+        return {name: one for name, one in every(*words).items() if name not in ("async_tp", "pipelined")}
 
     name = environment.device_name()
     floors = {"floor": no_communication.FLOORS["floor"], "busy_floor": EmulatedUnsynchronised()}
@@ -68,7 +67,7 @@ def timing(group: EmulatedGroup) -> Iterator[None]:
             patch.object(environment, "device_name", lambda: f"{name} (2 standing in for {group.size()})"),
             patch.object(ops, "_link_rate", lambda group, device: link_rate(group.pair, device)),
             patch.object(ops, "variants", without_torchs),
-            patch.object(Agreement, "observe", exact),
+            patch.object(WorkloadBench, "_observe", exact),
             patch.object(WorkloadBench, "_forget", forgotten),
             patch.dict(no_communication.FLOORS, floors),
         ):
@@ -79,11 +78,12 @@ def timing(group: EmulatedGroup) -> Iterator[None]:
 
 def bench_ops(run: OpsRun, group: EmulatedGroup, log: Callable[[str], None] = print) -> dict[str, Any]:
     """``bench ops`` on ``group``: a case at a time, whose slabs take more memory than a real group's."""
-    dtype, summary, raw = process_group.DTYPES[run.dtype], {}, ""
+    summary: dict[str, Any] = {}
+    raw = ""
     lines = run.out / "rounds.jsonl"
     with timing(group):
         for case in run.cases():
-            found = ops.run([case], run.out, group, dtype=dtype, rounds=run.rounds, burst=run.burst, log=log)
+            found = ops.run(run.model_copy(update={"seconds": None}), [case], group, log)
             summary = {**found, "stand_in": 2, "rows": [*summary.get("rows", []), *found["rows"]]}
             if dist.get_rank() == 0:
                 raw += lines.read_text()
@@ -93,7 +93,7 @@ def bench_ops(run: OpsRun, group: EmulatedGroup, log: Callable[[str], None] = pr
     if dist.get_rank() == 0:
         lines.write_text(raw)
         (run.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (run.out / "plot.svg").write_text(ops_report.svg(summary))
+        (run.out / "plot.svg").write_text(report.ops_svg(summary))
     return summary
 
 
@@ -149,7 +149,7 @@ def main() -> None:
     if given.command == "ops":
         run = OpsRun(
             **{
-                **calls(_options(CallOptions, given), given.size).model_dump(),
+                **Calls.of(_options(CallOptions, given), given.size).model_dump(),
                 **_options(OpsOptions, given).model_dump(),
                 "out": out,
             }
@@ -158,7 +158,7 @@ def main() -> None:
             device = torch.device("cuda", torch.cuda.current_device())
             summary = bench_ops(run, opened(pair, given.size, device))
             if rank.is_first():
-                ops_report.show(summary)
+                report.show_ops(summary)
         return
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
@@ -171,8 +171,8 @@ def main() -> None:
     ):
         summary = bench_layer(config, group, out)
         if rank.is_first():
-            (out / "plot.svg").write_text(layer_report.svg(summary))
-            layer_report.print_summary(summary)
+            (out / "plot.svg").write_text(report.layers_svg(summary))
+            report.show_layers(summary)
 
 
 if __name__ == "__main__":

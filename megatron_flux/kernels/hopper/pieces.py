@@ -115,13 +115,13 @@ def load_blocks(
     """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase."""
     for ki in range(first, last):
         mbarrier.wait(empty.index(slot), phase)
-        loaded = full.index(slot)
+        loaded, to_a, to_b = full.index(slot), sa.index(slot), sb.index(slot)
         mbarrier.expect(loaded, (BM + BN) * BK * 2)
-        copy_in(a, [row, ki * BK], loaded, sa.index(slot))
+        copy_in(a, [row, ki * BK], loaded, to_a)
         if TRANSPOSED:
-            copy_in(b, [ki * BK, col], loaded, sb.index(slot))
+            copy_in(b, [ki * BK, col], loaded, to_b)
         else:
-            copy_in(b, [col, ki * BK], loaded, sb.index(slot))
+            copy_in(b, [col, ki * BK], loaded, to_b)
         slot, phase = advance(slot, phase, STAGES)
     return slot, phase
 

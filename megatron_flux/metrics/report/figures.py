@@ -195,7 +195,8 @@ def step_times(arms: Arms) -> Drawn:
             traces.append(_trace(name, arm, shown, hover, symbol, size=7))
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     every = [1000 * record["iteration-time"] for _, record in steps]
-    high = max(time for time in every if time <= 1.25 * max(times))
+    limit = 1.25 * max(times)
+    high = max(time for time in every if time <= limit)
     axis = {"range": _padded([min(times), high], 0.05 * high)}
     # Two shades, since A B B A puts blocks of one arm side by side.
     blocks = [(arm, len(list(block))) for (_, arm), block in groupby((record["block"], arm) for arm, record in steps)]

@@ -96,8 +96,7 @@ def _breakdown(run: Run) -> Part:
     if figure is None:
         caption = f"{NOT_RECORDED}: no step of this run was traced; --profile-steps traces some."
         return Part("time", title, caption=caption)
-    about = [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
-    columns = []
+    about, columns = [], []
     for arm, one in found.items():
         parts, steps = one["parts"], one.get("steps")
         comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
@@ -105,7 +104,8 @@ def _breakdown(run: Run) -> Part:
         columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
         which = f"steps {steps[0]} to {steps[1]}" if isinstance(steps, list) and len(steps) == 2 else "traced steps"
         source = str(one.get("source", "?")).upper()
-        about.insert(len(columns) - 1, f"{arm}: {which} of rank {one.get('rank', '?')}, timeline of the {source}.")
+        about.append(f"{arm}: {which} of rank {one.get('rank', '?')}, timeline of the {source}.")
+    about += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
     names = [name for name, _ in figures.TIME_PARTS.values()]
     names += [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
     drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
@@ -157,8 +157,8 @@ def _efficiency(flux: Sequence[Record]) -> Part | None:
         )
         for key, value in values.items()
     ]
-    cells = Table(cells, head=("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E"))
-    return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", cells)
+    head = ("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E")
+    return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", Table(cells, head))
 
 
 def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:

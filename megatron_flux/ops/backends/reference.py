@@ -15,6 +15,7 @@ Source: torch/distributed/_symmetric_memory/__init__.py of torch 2.11.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,29 +61,17 @@ class ReferenceBackend:
         return collectives.all_gather(call.x, call.group, async_op=True)
 
 
-class GemmOnly:
-    """The reference backend without communication, for measuring: its time is the GEMM's, its results are wrong."""
-
-    def __init__(self) -> None:
-        """The gathered operand is made once and kept."""
-        self._gathered: torch.Tensor | None = None
-
-    def prepare(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Make the gathered operand of ``x`` ``[m/tp, k]``; False where there is no memory for it."""
+def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
+    """The GEMM of ``call`` alone, for measuring: of this rank's rows, repeated to the gathered size; None where memory
+    is short.
+    """
+    x = call.x
+    if call.operator == "all_gather_gemm":
         try:
-            self._gathered = x.repeat(group.size(), 1)
+            x = x.repeat(call.group.size(), 1)
         except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GEMM over this rank's rows, repeated to the gathered size."""
-        assert self._gathered is not None, "prepare() comes first"  # noqa: S101
-        return gemm(self._gathered, call.weight, transposed=call.transposed, bias=call.bias), self._gathered
-
-    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """The GEMM, nothing summed."""
-        return Pending(gemm(call.x, call.weight, transposed=call.transposed))
+            return None
+    return lambda: gemm(x, call.weight, transposed=call.transposed, bias=call.bias)
 
 
 class PipelinedBackend:

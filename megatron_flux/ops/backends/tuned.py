@@ -42,7 +42,7 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import GemmOnly, PipelinedBackend, ReferenceBackend
+from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
@@ -269,9 +269,9 @@ class TunedBackend:
             way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
             if way is not None:
                 timed[name], plans[name] = way, plan
-        alone = GemmOnly()
-        if timing.all_agree(op != "all_gather_gemm" or alone.prepare(x, group), group, device):
-            timed["gemm"] = lambda: run(alone)
+        alone = gemm_only(call)
+        if timing.all_agree(alone is not None, group, device) and alone is not None:
+            timed["gemm"] = alone
         ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
         gemm_ms = ms.pop("gemm", None)
         close = finalists(ms)

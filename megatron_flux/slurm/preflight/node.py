@@ -6,6 +6,7 @@ exit code 1 then. It meets no other node, so it cannot hang on one. What cannot 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -105,38 +106,25 @@ def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def logged_xids(log: Path = Path("/dev/kmsg")) -> list[dict[str, Any]]:
     """Xid errors in the kernel's log; a :class:`LookupError` that says why it cannot be read."""
+    text = b""
     try:
-        lines = _records(log).splitlines()
+        with open(log, "rb", 0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            while True:  # one record for each read, and no end but that there is nothing now
+                with contextlib.suppress(BrokenPipeError):  # records were overwritten: the next read is behind them
+                    if not (part := file.read(65536)):
+                        break
+                    text += part
     except OSError as error:
         raise LookupError(f"the kernel's log {log} cannot be read ({error.strerror})") from error
     now = time.clock_gettime(time.CLOCK_MONOTONIC)
     found = []
-    for line in lines:
+    for line in text.splitlines():
         if match := _XID.search(line):
             # A record begins with priority, number, microseconds since the start of the machine.
             stamp = line.partition(b";")[0].split(b",")
             hours = (now - int(stamp[2]) / 1e6) / 3600 if len(stamp) > 2 and stamp[2].isdigit() else 0.0
             found.append({"bus_id": match[1].decode(), "xid": int(match[2]), "hours_ago": round(max(hours, 0.0), 2)})
     return found
-
-
-def _records(log: Path) -> bytes:
-    """All that is in the kernel's log now: one record for each read, and no end but an error that says to wait."""
-    parts = [b""]
-    file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            try:
-                parts.append(os.read(file, 65536))
-            except BlockingIOError:
-                break
-            except BrokenPipeError:  # records were overwritten meanwhile: the next read goes on behind them
-                continue
-            if not parts[-1]:
-                break
-    finally:
-        os.close(file)
-    return b"".join(parts)
 
 
 def infiniband(root: Path = Path("/sys/class/infiniband"), chosen: str | None = None) -> list[dict[str, Any]]:
@@ -177,7 +165,9 @@ def _asked_for(device: str, port: str, chosen: str) -> bool | None:
     listed = any(
         (device == name if exactly else device.startswith(name)) and number in ("", port) for name, _, number in names
     )
-    return None if listed == bool(without) else listed
+    if without:
+        return None if listed else False
+    return True if listed else None
 
 
 def _ask_driver() -> list[dict[str, str]] | None:

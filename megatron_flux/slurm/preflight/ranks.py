@@ -50,10 +50,8 @@ def main() -> None:
     between = _between_neighbours(hosts, per_node, device, timeout)
     problems: list[str] = []
     if dist.get_rank() == 0:
-        within: dict[str, dict[str, float]] = {what: {} for what in of_ranks[0]}
-        for i, host in enumerate(hosts):
-            for what, by_node in within.items():
-                by_node[host] = min(found[what] for found in of_ranks[i * per_node : (i + 1) * per_node])
+        nodes = {host: of_ranks[i * per_node : (i + 1) * per_node] for i, host in enumerate(hosts)}
+        within = {what: {host: min(one[what] for one in nodes[host]) for host in hosts} for what in of_ranks[0]}
         problems = _decide(expected, reports, within, between, everywhere)
     dist.barrier()
     dist.destroy_process_group()
@@ -109,10 +107,7 @@ def neighbours(count: int) -> list[list[tuple[int, int]]]:
 def _between_neighbours(
     hosts: list[str], per_node: int, device: torch.device, timeout: timedelta
 ) -> dict[str, dict[_Pair, float]]:
-    """GB/s (bus) over the ranks of two nodes, by collective and pair; all pairs of a round at the same time.
-
-    Collective over all ranks.
-    """
+    """GB/s (bus) over the ranks of two nodes, by collective and pair; all pairs of a round at once. Collective."""
     here = dist.get_rank() // per_node
     found: dict[str, dict[_Pair, float]] = {}
     for pairs in neighbours(len(hosts)):

@@ -73,13 +73,9 @@ class Expected(Checked):
 
 def judge(findings: Sequence[Finding], floors: Floors) -> tuple[list[str], list[str]]:
     """``(problems, notes)``: notes are findings of waived rules, with the reason."""
-    problems, notes = [], []
-    for rule, line in findings:
-        if rule in floors.waived:
-            notes.append(f"{line} (rule {rule} is waived: {floors.waived[rule]})")
-        else:
-            problems.append(f"{line} (rule {rule})")
-    return problems, notes
+    problems = [f"{line} (rule {rule})" for rule, line in findings if rule not in floors.waived]
+    waived = [(rule, line, floors.waived[rule]) for rule, line in findings if rule in floors.waived]
+    return problems, [f"{line} (rule {rule} is waived: {reason})" for rule, line, reason in waived]
 
 
 def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
@@ -115,14 +111,9 @@ def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
 
 def slow(values: Mapping[str, float], unit: str, expected: Expected) -> list[str]:
     """Whoever reaches less than the allowed part of the median."""
-    if len(values) < 2:
-        return []
-    median = statistics.median(values.values())
-    return [
-        f"{name} reaches {value:.1f} {unit}, the median is {median:.1f}"
-        for name, value in values.items()
-        if value < expected.slow_fraction * median
-    ]
+    median = statistics.median(values.values()) if values else 0.0
+    below = {name: value for name, value in values.items() if value < expected.slow_fraction * median}
+    return [f"{name} reaches {value:.1f} {unit}, the median is {median:.1f}" for name, value in below.items()]
 
 
 def node_findings(found: Mapping[str, Any], expected: Expected) -> list[Finding]:
@@ -265,10 +256,9 @@ def within_nodes(gbps: Mapping[str, Mapping[str, float]], floors: Floors) -> lis
 
 
 def between_nodes(gbps: Mapping[str, Mapping[tuple[str, str], float]], floors: Floors) -> list[Finding]:
-    """Pairs of nodes that are too slow; ``gbps``: by collective and pair.
+    """Pairs of nodes that are too slow; ``gbps``: by collective and pair. One line where all are: no node is to blame.
 
-    Where all pairs are too slow no node is to blame, and one line says it. Else a node is named by itself if it is too
-    slow with both of its neighbours, before the pairs without such a node.
+    Else a node is named by itself if it is too slow with both neighbours, before the pairs without such a node.
     """
     floor = floors.network_gbps or 0.0
     findings: list[Finding] = []

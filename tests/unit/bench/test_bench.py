@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 import torch.distributed as dist
 
-from megatron_flux.bench import ops, ops_report
+from megatron_flux.bench import ops, report
+from megatron_flux.bench.shapes import OpsRun
 from megatron_flux.errors import UserError
 
 ROW = {
@@ -20,26 +21,27 @@ ROW = {
 
 
 def test_efficiency_is_that_of_the_paper() -> None:
-    assert ops_report.efficiency(ROW, "fused_ms") == pytest.approx(0.8)
-    assert ops_report.efficiency(ROW, "tuned_ms") == pytest.approx(-0.2)
-    assert ops_report.efficiency(ROW, "async_tp_ms") is None
-    assert ops_report.efficiency({**ROW, "serial_ms": 1.0}, "fused_ms") is None
+    assert report.efficiency(ROW, "fused") == pytest.approx(0.8)
+    assert report.efficiency(ROW, "tuned") == pytest.approx(-0.2)
+    assert report.efficiency(ROW, "async_tp") is None
+    assert report.efficiency({**ROW, "serial_ms": 1.0}, "fused") is None
 
 
 def test_picture_is_xml_and_names_every_call() -> None:
-    text = ops_report.svg({"device": "A & B", "tp": 8, "rows": [ROW, {**ROW, "layer": "proj"}]})
+    text = report.ops_svg({"device": "A & B", "tp": 8, "rows": [ROW, {**ROW, "layer": "proj"}]})
     ElementTree.fromstring(text)
     assert "fc2 forward m=8192" in text
     assert "80%" in text
 
 
 def test_line_holds_the_figures() -> None:
-    said = ops_report.line(ROW)
+    said = report.line(ROW)
     for part in ("fc2", "gemm 1.000", "async-TP -", "pipelined 1.250", "tuned 1.600", "E -20%", "[fused <x>]"):
         assert part in said
 
 
 def test_without_a_gpu_the_benchmark_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run = OpsRun(models=[], tokens=[], layers=[], directions=[], tp=2, dtype="bf16", out=tmp_path)
     with pytest.raises(UserError, match="no CUDA device"):
-        ops.run([], tmp_path, group=dist.GroupMember.WORLD or object())
+        ops.run(run, [], dist.GroupMember.WORLD or object())

@@ -13,10 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_flux.bench import layer_arms, layer_report
-from megatron_flux.bench.layer_blocks import prepare_gradients, share, shared_name
+from megatron_flux.bench import layer_arms, report
+from megatron_flux.bench.layer_arms import prepare_gradients, share, shared_name
 from megatron_flux.bench.layer_config import ARMS, LayerOptions, Workload, resolve
-from megatron_flux.bench.layer_rounds import Samples
 from megatron_flux.bench.layer_workload import complete, row
 from megatron_flux.cli.main import app
 from megatron_flux.errors import FluxError, UserError
@@ -41,14 +40,14 @@ def test_defaults_are_the_documented_workloads() -> None:
 def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
     found = json.loads((STAND_IN.parent / "layer-h200x4-ahead" / "bursts" / "gpt3" / "summary.json").read_text())
     text = io.StringIO()
-    layer_report.print_summary(found, text)
+    report.show_layers(found, text)
     said = "NVLink multicast off (NCCL_NVLS_ENABLE 0), TE's userbuffers without it too (UB_SKIPMC 1)"
     assert said in text.getvalue()
     assert FUSED_WAITS in " ".join(text.getvalue().split())
-    assert said.replace("'", "&#x27;") in layer_report.svg(found)
-    assert "without the waiting inside fused kernels" in layer_report.svg(found)
+    assert said.replace("'", "&#x27;") in report.layers_svg(found)
+    assert "without the waiting inside fused kernels" in report.layers_svg(found)
     found["environment"]["NCCL_NVLS_ENABLE"] = None
-    assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in layer_report.svg(found)
+    assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in report.layers_svg(found)
 
 
 def test_the_users_switches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +70,15 @@ def test_overrides_and_order() -> None:
     ("options", "tp", "said"),
     [
         ({"models": "gpt4"}, 8, "unknown model 'gpt4'; use one or more of: gpt3-175b, llama-70b, llama-405b, tiny"),
-        ({"models": " ,"}, 8, "no model given"),
+        ({"models": " ,"}, 8, "--models .* names nothing; use one or more of: gpt3"),
         ({"arms": "te,flux"}, 8, "unknown arm 'flux'; use one or more of: te, local, te_ub"),
         ({"backend": "floor7"}, 8, "unknown backend 'floor7'"),
-        ({"models": "llama-70b"}, 16, "llama-70b-4096x2: key/value groups 8 is not divisible by 16"),
-        ({"models": "gpt3-175b", "seq": 100}, 8, "gpt3-175b-100x4: seq 100 is not divisible by 8"),
+        ({"models": "llama-70b"}, 16, "llama-70b-4096x2: 8 key/value heads cannot be divided among 16 GPUs"),
+        (
+            {"models": "gpt3-175b", "seq": 100},
+            8,
+            "gpt3-175b-100x4: 100 tokens a sequence cannot",
+        ),
         ({}, 1, "needs tensor parallelism"),
         ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
     ],
@@ -106,13 +109,13 @@ def test_quartiles() -> None:
 
 
 def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
-    made = layer_arms.Arm(arm, "local", step=lambda: None, active=lambda: None, facts={"peak_memory_gb": 7.0})
-    samples = Samples(
-        step_ms=[ms * 4 * f for f in (0.9, 1.0, 1.1)],
-        host_ms=[8.0, 9.0, 10.0],
-        sm_clock_mhz=[None, 1500.0, 1400.0],
-        throttle_reasons=[[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
-    )
+    made = layer_arms.Arm(arm, step=lambda: None, active=lambda: None, facts={"peak_memory_gb": 7.0})
+    samples = {
+        "step_ms": [ms * 4 * f for f in (0.9, 1.0, 1.1)],
+        "host_ms": [8.0, 9.0, 10.0],
+        "sm_clock_mhz": [None, 1500.0, 1400.0],
+        "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
+    }
     agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
     return row(GPT, made, samples, agreement, **more)
 
@@ -158,16 +161,16 @@ def test_without_te_or_a_faster_floor_nothing_is_made_up() -> None:
 def test_table_and_picture(summary: dict[str, Any]) -> None:
     summary["rows"][1]["flux_fallbacks"] = {"row: [fp8]": 4}
     text = io.StringIO()
-    layer_report.print_summary(summary, text)
+    report.show_layers(summary, text)
     said = text.getvalue()
     for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x", "60%", "NO", "floor, no training",
                  "te_ub skipped: <it> [did] not start", "5.000", "1450", "4 calls ran stock: row: [fp8]"):  # fmt: skip
         assert part in said
-    drawn = layer_report.svg(summary)
+    drawn = report.layers_svg(summary)
     ElementTree.fromstring(drawn)
     assert "17.00 ms  1.18x" in drawn
     assert "floor, no training" in drawn
-    ElementTree.fromstring(layer_report.svg({**summary, "rows": []}))
+    ElementTree.fromstring(report.layers_svg({**summary, "rows": []}))
 
 
 def test_arms_without_their_packages() -> None:
@@ -210,11 +213,11 @@ def test_dry_run_works_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_what_stood_in_is_named_in_table_and_picture() -> None:
     found = json.loads((STAND_IN / "layer" / "summary.json").read_text())
     text = io.StringIO()
-    layer_report.print_summary(found, text)
+    report.show_layers(found, text)
     assert text.getvalue().startswith(
         "NVIDIA H200 (2 standing in for 8), tp 8, nvlink stand-in, NVLink multicast off (NCCL_"
     )
-    assert "NVIDIA H200 (2 standing in for 8), tp = 8" in layer_report.svg(found)
+    assert "NVIDIA H200 (2 standing in for 8), tp = 8" in report.layers_svg(found)
 
 
 def test_arms_share_parameters_and_their_gradients() -> None:

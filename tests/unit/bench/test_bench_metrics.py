@@ -25,14 +25,9 @@ def blocks(pairs: int, cost: float) -> list[dict[str, Any]]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Twenty steps, ten of them warm; every fifth is sampled and takes 2 ms more; the first sample measured GEMMs."""
-    made = []
-    for n in range(1, 21):
-        sampled = n % 5 == 0
-        took = None if n == 1 else 900.0 if n == 6 else 0.3
-        times = {"iteration-time": 0.102 if sampled else 0.100, "flux/sampled": sampled, "flux/metrics_ms": took}
-        made.append(record(n, flux=True, **times))
-    return made
+    """Twenty steps, ten of them warm; recording the fifth measured GEMMs, and the tenth was slow."""
+    took = {1: None, 6: 900.0, 11: 500.0}
+    return [record(n, flux=True, **{"flux/metrics_ms": took.get(n, 0.3)}) for n in range(1, 21)]
 
 
 def test_cost_is_told_by_wall_and_processor_time() -> None:
@@ -46,15 +41,11 @@ def test_cost_is_told_by_wall_and_processor_time() -> None:
     assert found["recorded_cpu_ms"] == pytest.approx(2 * 103.5 * 1.02)
     assert found["between_steps_ms"] == {"median": 0.3, "mean": pytest.approx(0.3)}
     assert found["between_steps_percent"] == pytest.approx(100 * 0.3 / (103.5 * 1.01))
-    assert (found["sampled_step_ms"], found["other_step_ms"]) == (pytest.approx(102), pytest.approx(100))
-    assert found["first_sample_ms"] == 900
 
 
-def test_few_pairs_give_no_interval_and_no_samples_no_figures() -> None:
-    bare = [{**r, "flux/sampled": False, "flux/metrics_ms": None} for r in records()]
+def test_few_pairs_give_no_interval_and_no_recorded_times_no_share() -> None:
+    bare = [{**r, "flux/metrics_ms": None} for r in records()]
     found = summarize(blocks(5, 0.0), bare, warm=10)
     assert found["cost_percent"] == pytest.approx(0)
     assert found["cost_percent_ci95"] is None
-    assert found["sampled_step_ms"] is None
-    assert found["first_sample_ms"] is None
     assert found["between_steps_percent"] is None

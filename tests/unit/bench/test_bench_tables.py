@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.bench import ops_report, tuned_table
+from megatron_flux.bench import report
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.kernel_config import KernelConfig
@@ -33,7 +33,7 @@ def row(lines: list[str], *words: str) -> str:
 
 
 def test_a_stored_summary_as_a_table() -> None:
-    lines = printed(ops_report.show, json.loads((STORED / "summary.json").read_text()))
+    lines = printed(report.show_ops, json.loads((STORED / "summary.json").read_text()))
     assert lines[0] == "4 x NVIDIA H200, nvlink, tp = 4, 44 call(s)"
     heading = lines[2].split("  ")
     for name in ("model", "async-TP", "pipelined", "E tuned", "choice"):
@@ -47,15 +47,15 @@ def test_a_stored_summary_as_a_table() -> None:
 def test_what_was_not_measured_is_a_dash() -> None:
     stored = json.loads((STORED / "summary.json").read_text())
     stored["rows"] = [{**stored["rows"][0], "async_tp_ms": None, "pipelined_ms": None}]
-    cells = row(printed(ops_report.show, stored), "gpt3-175b")
+    cells = row(printed(report.show_ops, stored), "gpt3-175b")
     assert cells.endswith(" - - 2.875 2.767 - 70% 89% pipelined")
 
 
 def test_what_stood_in_is_named_in_table_and_picture() -> None:
     stored = json.loads((STORED.parent / "stand-in-8-h200x2" / "m8192" / "summary.json").read_text())
-    lines = printed(ops_report.show, stored)
+    lines = printed(report.show_ops, stored)
     assert lines[0] == "8 x NVIDIA H200 (2 standing in for 8), nvlink stand-in, tp = 8, 8 call(s)"
-    drawn = ops_report.svg(stored)
+    drawn = report.ops_svg(stored)
     assert "Overlap efficiency, NVIDIA H200 (2 standing in for 8), tp = 8" in drawn
     assert ">fused</text>" in drawn
     assert "async-TP" not in drawn  # nobody could run it
@@ -63,24 +63,24 @@ def test_what_stood_in_is_named_in_table_and_picture() -> None:
 
 def test_a_table_of_nothing() -> None:
     stored = json.loads((STORED / "summary.json").read_text())
-    assert printed(ops_report.show, {**stored, "rows": []})[0].endswith("0 call(s)")
+    assert printed(report.show_ops, {**stored, "rows": []})[0].endswith("0 call(s)")
 
 
 def test_a_narrow_terminal_loses_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    lines = printed(ops_report.show, json.loads((STORED / "summary.json").read_text()))
+    lines = printed(report.show_ops, json.loads((STORED / "summary.json").read_text()))
     assert "…" not in "".join(lines)
     assert len(row(lines, "gpt3-175b", "fc2", "dgrad", "8192").split()) > 15
 
 
 def test_a_terminal_without_unicode() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    ops_report.show(json.loads((STORED / "summary.json").read_text()), out)
+    report.show_ops(json.loads((STORED / "summary.json").read_text()), out)
     out.flush()
 
 
 def test_the_stored_cache_as_a_table() -> None:
-    lines = printed(tuned_table.show, json.loads((STORED / "tuned.json").read_text()))
+    lines = printed(report.show_choices, json.loads((STORED / "tuned.json").read_text()))
     assert lines[0] == "NVIDIA H200, flux 0.1.0 torch 2.11.0+cu130: 44 call(s)"
     assert row(lines, "8192", "2048", "[k,n]") == (
         "all_gather_gemm bfloat16 [k,n] tp=4 nvlink 8192 x 2048 x 8192 0.695 0.892 0.549 0.549 1.27x "
@@ -93,7 +93,7 @@ def test_the_stored_cache_as_a_table() -> None:
 def test_keys_of_earlier_versions_stand_beside_those_of_this_one() -> None:
     old = "all_gather_gemm m=8 n=6 k=4 float32 [k,n] tp=2 p2p | cpu | flux 0.1.0 torch 2.11.0"
     lines = printed(
-        tuned_table.show, {old: answer("reference", reference=2.0), key(): answer("pipelined", pipelined=1.0)}
+        report.show_choices, {old: answer("reference", reference=2.0), key(): answer("pipelined", pipelined=1.0)}
     )
     titles = [line for line in lines if line.endswith(": 1 call(s)")]
     assert "cpu, flux 0.1.0 torch 2.11.0: 1 call(s)" in titles
@@ -112,7 +112,7 @@ def key(m: int = 8, device: str = "cpu") -> str:
 
 
 def test_the_tuners_own_keys_are_understood() -> None:
-    lines = printed(tuned_table.show, {key(): answer("pipelined", reference=2.0, pipelined=1.0)})
+    lines = printed(report.show_choices, {key(): answer("pipelined", reference=2.0, pipelined=1.0)})
     assert row(lines, "pipelined", "2.00x") == (
         "all_gather_gemm float32 [k,n] tp=2 p2p 8 x 6 x 4 2.000 1.000 - 1.000 2.00x pipelined"
     )
@@ -120,30 +120,30 @@ def test_the_tuners_own_keys_are_understood() -> None:
 
 def test_what_won_by_less_than_the_margin_was_not_chosen() -> None:
     """The fastest time in an answer is not always its choice."""
-    assert tuned_table.chosen(answer("reference", reference=1.0, pipelined=0.995)) == "reference"
-    assert tuned_table.chosen(answer("fused", KernelConfig(band=2), **{"fused band=2": 1.0})) == "fused band=2"
+    assert report.chosen(answer("reference", reference=1.0, pipelined=0.995)) == "reference"
+    assert report.chosen(answer("fused", KernelConfig(band=2), **{"fused band=2": 1.0})) == "fused band=2"
 
 
 def test_a_plan_of_another_version_is_said_to_be_one() -> None:
     kept = {"backend": "fused", "plan": {"wings": 2}, "ms": {"reference": 1.0, "fused wings=2": 0.5}}
-    assert tuned_table.chosen(kept) == "fused (a plan of another version)"
-    assert row(printed(tuned_table.show, {key(): kept}), "8").endswith("(a plan of another version)")
+    assert report.chosen(kept) == "fused (a plan of another version)"
+    assert row(printed(report.show_choices, {key(): kept}), "8").endswith("(a plan of another version)")
 
 
 def test_calls_by_name_keep_their_order() -> None:
     answers = {key(8): answer("reference", reference=1.0), key(16): answer("reference", reference=2.0)}
     calls = [("model fc1 forward", key(16)), ("model fc2 dgrad", key(8)), ("model fc1 dgrad", key(16))]
-    lines = [line for line in printed(tuned_table.show, answers, calls=calls) if "model" in line]
+    lines = [line for line in printed(report.show_choices, answers, calls=calls) if "model" in line]
     assert [line.split()[1:3] for line in lines] == [["fc1", "forward"], ["fc2", "dgrad"], ["fc1", "dgrad"]]
     assert ["1.000" in line for line in lines] == [False, True, False]
 
 
 def test_keys_that_people_wrote_come_last_as_they_are() -> None:
-    lines = printed(tuned_table.show, {"my favourite": answer("reference", reference=1.0)})
+    lines = printed(report.show_choices, {"my favourite": answer("reference", reference=1.0)})
     assert row(lines, "favourite").startswith("my favourite - -")
 
 
 @pytest.mark.parametrize("broken", [{}, [], 3, {"backend": "fused"}, {"backend": "fused", "plan": None, "ms": 1}])
 def test_an_answer_that_is_none(broken: Any) -> None:
     with pytest.raises(UserError, match="no usable answer for 'all_gather_gemm"):
-        printed(tuned_table.show, {key(): broken})
+        printed(report.show_choices, {key(): broken})

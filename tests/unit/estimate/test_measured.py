@@ -14,16 +14,17 @@ import pytest
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import PlanOptions, resolve
-from megatron_flux.estimate.measured import (
-    LARGEST_ERROR,
-    LARGEST_SPEEDUP_ERROR,
-    MeasuredLayers,
-    calibrate,
-    read_layers,
-    validate,
-)
+from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, calibrate, validate
 from megatron_flux.estimate.prediction import predict
-from megatron_flux.estimate.rates import DEVICES, Calibration, MeasuredCalls, Rates, read_ops
+from megatron_flux.estimate.rates import (
+    DEVICES,
+    Calibration,
+    MeasuredCalls,
+    MeasuredLayers,
+    Rates,
+    read_layers,
+    read_ops,
+)
 from megatron_flux.estimate.step import predict_stages
 
 ROOT = Path(__file__).parents[3]
@@ -185,7 +186,7 @@ def test_measured_layers_replace_predicted_ones(rates: Rates, layers: MeasuredLa
         row = next(r for r in layers.rows if (r["model"], r["micro_batch"], r["arm"]) == ("gpt3-175b", 4, name))
         (stage,) = predict_stages(job, rates, arm, layers)
         assert stage.layers.total == pytest.approx(8 * row["ms_per_layer"])
-    floor = layers.ms("floor", job)
+    floor = layers.ms("floor", *job.sizes)
     assert floor is not None
     assert stage.layers.forward.compute + stage.layers.backward.compute == pytest.approx(8 * floor)
 

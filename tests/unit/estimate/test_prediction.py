@@ -12,12 +12,22 @@ from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.layer import Layer, Phase, activations, column_backward, flux_workspace
-from megatron_flux.estimate.layer import predict as predict_layer
 from megatron_flux.estimate.prediction import predict_options, why_stock
 from megatron_flux.estimate.rates import DEVICES, Calibration, Rates, device_named
 from megatron_flux.estimate.report import PARTS
-from megatron_flux.estimate.step import Stage, add_up, predict_memory, predict_stages, stage_parameters
+from megatron_flux.estimate.step import (
+    Layer,
+    Phase,
+    Stage,
+    add_up,
+    column_backward,
+    flux_workspace,
+    layer_activations,
+    predict_layer,
+    predict_memory,
+    predict_stages,
+    stage_parameters,
+)
 
 H100 = DEVICES["h100-sxm"]
 GPT = LAYER_MODELS["gpt3-175b"]
@@ -98,8 +108,8 @@ def test_replicas_in_a_node_share_its_link() -> None:
 
 
 def test_activations_are_the_papers_34_sbh() -> None:
-    assert activations(GPT, 8192, 8, dropout=True) == 34 * 8192 * 12288 / 8
-    assert activations(GPT, 8192, 8, "full") == 2 * 8192 * 12288 / 8
+    assert layer_activations(GPT, 8192, 8, dropout=True) == 34 * 8192 * 12288 / 8
+    assert layer_activations(GPT, 8192, 8, "full") == 2 * 8192 * 12288 / 8
 
 
 @pytest.mark.parametrize(("distributed", "per_parameter"), [(True, 6 + 12 / 4), (False, 18)])

@@ -15,7 +15,7 @@ import torch
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import Copy
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.slab import CopyStream
+from megatron_flux.comm.slab import CopyStream, Turn
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.fused import FusedBackend
@@ -286,3 +286,47 @@ def test_backends_are_not_asked_for_ever() -> None:
     assert len(asked) == 8
     remembered(SimpleNamespace(name="reference"), x, fast_path.key_of("all_gather", x, None, None, "a"), group)
     assert fast_path.key_of("all_gather", torch.zeros(2, 2), None, None, "auto") is None  # CPU
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_what_the_ordinary_path_has_launched_is_what_is_prepared(
+    operator: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call with leading dimensions too, of which the launch sees rows; and a kernel gets all its arguments."""
+    pytest.importorskip("triton")
+    from megatron_flux.ops import launch
+    from megatron_flux.ops.launch import hopper
+
+    keys: list[Any] = []
+
+    def first(known: Any, key: Any, grid: int, launched: Any, *_: Any, **operands: Any) -> None:
+        keys.append(key)
+        (kernel, constants), arguments = launched()
+        names = kernel.arg_names
+        assert sorted(constants) == sorted([*names[len(arguments) :], "num_warps"])
+        assert set(operands) <= set(names[: len(arguments)])
+
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    monkeypatch.setattr(hopper.kernel_launch, "first_or_again", first)
+    monkeypatch.setattr(hopper.kernel_launch, "by_triton", lambda kernel, grid, *_, **constants: (kernel, constants))
+    group, config = group_of(2), KernelConfig(ws=True, comm=1 if operator == "all_gather_gemm" else 0)
+    x, weight, gathered = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((64, 4, 64), (32, 64), (512, 64)))
+    call = OperatorCall(operator, x, weight, group, bias=torch.zeros(32) if bias else None)
+    work: Any = SimpleNamespace(
+        tp=2, rank=0, half_bytes=1 << 20, data=[torch.zeros(2 << 20, dtype=torch.uint8)] * 2, kernels={},
+        descriptors={}, flags=[None], data_table=None, flag_table=None, arguments=lambda turn: range(7),
+        gather_buffers=lambda *_: [gathered],
+    )  # fmt: skip
+    made = call._replace(x=x.view(-1, 64))
+    for half in (0, 1):
+        out = torch.zeros(512 if operator == "all_gather_gemm" else 128, 32, dtype=torch.bfloat16)
+        turned = launch.SlabCall(made, out, work, Turn(half, False), config, 132)
+        getattr(hopper, operator)(turned, *([gathered] if operator == "all_gather_gemm" else []))
+    assert len(set(keys)) == 2
+    work.kernels = {key: f"kernel {at}" for at, key in enumerate(keys)}
+    found = fast_path.prepare(call, work, config, (8, 4, 32))
+    assert found._launches == ["kernel 0", "kernel 1"]
+    assert found.complete
+    other = call._replace(transposed=True, weight=weight.t())
+    assert fast_path.prepare(other, work, config, (8, 4, 32))._launches == [None, None]

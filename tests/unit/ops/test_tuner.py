@@ -251,7 +251,7 @@ def test_the_fastest_by_itself_is_taken(
     monkeypatch.setattr(tuner.timing, "sustained", sustained)
     monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
     monkeypatch.setattr(tuner, "candidates", lambda *_: [])
-    monkeypatch.setattr(tuner.GemmOnly, "prepare", lambda *_: False)
+    monkeypatch.setattr(tuner, "gemm_only", lambda call: None)
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == (chosen, None)
     assert asked == [(["reference", "pipelined"], {"reference": 1.0, "pipelined": 1.01})]
@@ -265,7 +265,7 @@ def test_no_time_is_left_to_run_candidates_by_themselves(tuned: TunedBackend, mo
     monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [0.98]})
     monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
     monkeypatch.setattr(tuner, "candidates", lambda *_: time.sleep(0.01) or [])
-    monkeypatch.setattr(tuner.GemmOnly, "prepare", lambda *_: False)
+    monkeypatch.setattr(tuner, "gemm_only", lambda call: None)
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == ("pipelined", None)
     (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()

@@ -17,7 +17,9 @@ import subprocess
 
 def test_something():
     multiprocessing.get_context("spawn").Semaphore()  # starts a tracker, which ends with the session
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    # With the session's own streams, whoever reads them would wait for it.
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=nothing, stderr=nothing)
     print("pid", process.pid)
     {end}
 """

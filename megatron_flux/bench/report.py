@@ -1,0 +1,334 @@
+"""What people see of ``bench ops``, ``tune`` and ``bench layer``: tables, and pictures as SVG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import groupby
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
+from megatron_flux.metrics.summary import overlap_efficiency
+from megatron_flux.metrics.table import connections, multicast, number
+from megatron_flux.ops.kernel_config import label_of
+
+Row = Mapping[str, Any]
+Cells = Iterable[Sequence[str | Text]]
+
+
+def _print_table(title: str, head: Sequence[str], rows: Cells, *notes: str, file: IO[str] | None = None) -> None:
+    """Print ``rows`` under ``title``, each on one line however narrow the terminal: no figure is cut or folded.
+
+    A column whose name in ``head`` begins with ``<`` is aligned left, others right.
+    """
+    console = Console(file=file, highlight=False, emoji=False, markup=False)
+    unicode = console.encoding.lower().startswith("utf")
+    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in head:
+        table.add_column(name.removeprefix("<"), no_wrap=True, justify="left" if name.startswith("<") else "right")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    wide = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    console.width = max(console.width, wide)
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+
+
+def _drawing(width: float, height: float, title: str, parts: Iterable[str]) -> str:
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+            'font-size="11">',
+            '<defs><pattern id="hatched" width="5" height="5" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect width="2.5" height="5" fill="#c5221f"/></pattern></defs>',
+            _bar(0, 0, width, height, "white"),
+            _words(8, 18, title, 'font-size="14"'),
+            *parts,
+            "</svg>\n",
+        )
+    )
+
+
+def _words(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(text)}</text>'
+
+
+def _bar(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{fill}"/>'
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1}" y2="{y2}" stroke="{colour}"/>'
+
+
+# Operators.
+
+WHOLE = {"serial": "serial", "async_tp": "async-TP", "pipelined": "pipelined", "fused": "fused", "tuned": "tuned"}
+"""Variants that do the whole work, by the names people see."""
+NAMES = {"gemm": "gemm", "nccl": "nccl", **WHOLE}
+COLOURS = {"async_tp": "#9aa0a6", "fused": "#4c8bf5", "tuned": "#188038"}
+"""Variants of which the overlap efficiency is shown."""
+SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
+CALL = ("<op", "<model", "<layer", "<direction", "m x n x k")
+
+
+def efficiency(row: Row, variant: str) -> float | None:
+    """FLUX's overlap efficiency of ``variant``: 1 is GEMM alone, 0 is serial; None where serial hides nothing."""
+    return overlap_efficiency(row.get(f"{variant}_ms"), row["gemm_ms"], row["serial_ms"])
+
+
+def line(row: Row) -> str:
+    """One call in one line."""
+    times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in NAMES.items())
+    return (
+        f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
+        f"k={row['k']:<5} {times} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
+        f"[{row['tuned_choice']}]"
+    )
+
+
+def show_ops(summary: Row, file: IO[str] | None = None) -> None:
+    """Print a summary of ``bench ops``; the fastest of the variants that do the whole work is bold."""
+
+    def cells(row: Row) -> list[str | Text]:
+        fastest = min(row[f"{name}_ms"] for name in WHOLE if row[f"{name}_ms"] is not None)
+        times = {name: row[f"{name}_ms"] for name in NAMES}
+        return [
+            *_call(row),
+            *(Text(number(ms), "bold" if name in WHOLE and ms == fastest else "") for name, ms in times.items()),
+            *(number(efficiency(row, name), ".0%") for name in COLOURS),
+            row["tuned_choice"],
+        ]
+
+    tp, rows = summary["tp"], summary["rows"]
+    queues = connections(summary.get("environment"))
+    _print_table(
+        f"{tp} x {summary['device']}, {summary['link']}, tp = {tp}, {len(rows)} call(s)",
+        (*CALL, *NAMES.values(), *(f"E {NAMES[name]}" for name in COLOURS), "<choice"),
+        map(cells, rows),
+        "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
+        multicast(summary.get("environment")) + (f"; {queues} for every method" if queues else ""),
+        "AG: all_gather_gemm, RS: gemm_reduce_scatter; E = 1 - (t - gemm) / (serial - gemm)",
+        file=file,
+    )
+
+
+def show_async_tp(summary: Row, file: IO[str] | None = None) -> None:
+    """Print what torch's async-TP took in processes of its own (``async_tp_own``), beside the main pass."""
+    here = (summary.get("environment") or {}).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    there = summary["async_tp_connections"]
+    columns = ("gemm", "serial", "async-TP", "E async-TP")
+
+    def cells(row: Row) -> list[str]:
+        found = _call(row)
+        for one in (row, row["async_tp_own"]):
+            found += [number(one[name]) for name in ("gemm_ms", "serial_ms", "async_tp_ms")]
+            found.append(number(efficiency(one, "async_tp"), ".0%"))
+        return found
+
+    _print_table(
+        f"async-TP, CUDA_DEVICE_MAX_CONNECTIONS {here} (with all methods) and {there} (by itself, afterwards)",
+        (*CALL, *(f"{name}, {queues}" for queues in (here, there) for name in columns)),
+        map(cells, summary["rows"]),
+        "E by the GEMM and the serial time of the same pass; the passes are not interleaved",
+        file=file,
+    )
+
+
+def _call(row: Row) -> list[str]:
+    return [SHORT[row["op"]], row["model"], row["layer"], row["direction"], f"{row['m']} x {row['n']} x {row['k']}"]
+
+
+def ops_svg(summary: Row) -> str:
+    """Bars of overlap efficiency, a group per call; values beyond the axis are cut and written out."""
+    left, width, top, step, bar, low, high = 300, 560, 50, 40, 10, -1.0, 1.2
+
+    def x(value: float) -> float:
+        return left + (min(max(value, low), high) - low) / (high - low) * width
+
+    rows, out = summary["rows"], []
+    bottom = top + step * len(rows)
+    shown = [name for name in COLOURS if any(row.get(f"{name}_ms") is not None for row in rows)]
+    for i, name in enumerate(shown):
+        out += [_bar(left + 110 * i, 26, 10, 10, COLOURS[name]), _words(left + 110 * i + 15, 35, NAMES[name])]
+    for tick in (-1.0, -0.5, 0.0, 0.5, 1.0):
+        out.append(_line(x(tick), x(tick), top, bottom + 6, "#ddd"))
+        out.append(_words(x(tick), bottom + 20, f"{tick:.0%}", 'text-anchor="middle"'))
+    for i, row in enumerate(rows):
+        y = top + step * i
+        op = row["op"].split("_")[0]
+        out.append(_words(8, y + 20, f"{op} {row['model']} {row['layer']} {row['direction']} m={row['m']}"))
+        for j, name in enumerate(shown):
+            e, at = efficiency(row, name), y + 3 + j * (bar + 1)
+            if e is not None:
+                a, b = sorted((x(0), x(e)))
+                out.append(_bar(a, at, max(b - a, 1), bar, COLOURS[name]))
+                out.append(_words(left + width + 8, at + 9, f"{e:.0%}", f'fill="{COLOURS[name]}"'))
+    title = f"Overlap efficiency, {summary['device']}, tp = {summary['tp']}"
+    return _drawing(left + width + 90, bottom + 30, title, out)
+
+
+# Choices of the tuner.
+
+_KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setting>.+)")
+"""The part of a key before the first bar; see :func:`megatron_flux.ops.backends.tuning_cache.describe`."""
+
+
+def chosen(answer: Row) -> str:
+    """What runs, named as the answer's times are: a backend, with ``fused`` its plan."""
+    if answer["plan"] is None:
+        return answer["backend"]
+    try:
+        return f"fused {label_of(answer['plan'])}"
+    except TypeError:
+        return "fused (a plan of another version)"
+
+
+def show_choices(
+    answers: Mapping[str, Row], file: IO[str] | None = None, calls: Sequence[tuple[str, str]] | None = None
+) -> None:
+    """Print ``answers`` of the tuner's cache, by key, in a table for each GPU and versions.
+
+    ``calls`` are rows as pairs of a model's name for a call and its key; without it every key, sorted by shape.
+
+    Raises:
+        UserError: an answer that is not what the tuner writes.
+    """
+    tables: dict[str, list[list[str | Text]]] = {}
+    for name, key in calls or [("", key) for key in sorted(answers, key=_order)]:
+        machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
+        tables.setdefault(machine, []).append([*([name] if calls else []), *_choice(key, answers[key])])
+    for machine, rows in tables.items():
+        _print_table(
+            f"{machine}: {len(rows)} call(s)",
+            (*(["<call"] if calls else []), "<op", "<setting", "m x n x k", "reference", "pipelined", "best fused",
+             "choice", "gain", "<chosen"),
+            rows,
+            "milliseconds: the slowest rank's median when it was tuned; gain: reference / choice",
+            file=file,
+        )  # fmt: skip
+
+
+def _choice(key: str, answer: Row) -> list[str | Text]:
+    try:
+        ms, name = dict(answer["ms"]), chosen(answer)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"the tuning cache has no usable answer for {key!r}; delete that entry to tune it again"
+        ) from None
+    call = _KEY.match(key.split(" | ")[0])
+    shape = (call["op"], call["setting"], f"{call['m']} x {call['n']} x {call['k']}") if call else (key, "-", "-")
+    fused = min((value for way, value in ms.items() if way.startswith("fused")), default=None)
+    before, after = ms.get("reference"), ms.get(name)
+    return [
+        *shape,
+        *map(number, (before, ms.get("pipelined"), fused, after)),
+        number(before / after if before and after else None, ".2f", "x"),
+        Text(name, style="" if name == "reference" else "bold"),
+    ]
+
+
+def _order(key: str) -> tuple[Any, ...]:
+    call = _KEY.match(key)
+    return (1, key) if call is None else (0, call["op"], call["setting"], *(int(call[size]) for size in "mnk"))
+
+
+# Layers.
+
+LAYER_HEAD = ("<arm", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
+EXPLANATION = (
+    "ms per layer: median (quartiles), slowest rank. hidden: share of what the floor saves over te. exposed, idle: ms "
+    "per layer of communication beside which nothing ran, and of nothing at all (rank 0). "
+    f"{FUSED_WAITS} host ms: to enqueue one step. MHz: the slowest GPU's clock in the middle of a burst."
+)
+
+ARM_COLOURS = {"te": "#5f6368", "local": "#9aa0a6", "te_ub": "#f29900", "floor": "#dadce0", "busy_floor": "#bdc1c6"}
+FLUX_COLOUR = "#188038"
+
+
+def _label(row: Row) -> str:
+    graph = " (graph)" if row.get("cuda_graph") else ""
+    return f"{row['arm']}{graph}{'' if row['training'] else ', no training'}"
+
+
+def _layer_cells(row: Row) -> tuple[str, ...]:
+    parts, agreement = row["breakdown"], row["agreement"]
+    return (
+        _label(row),
+        f"{row['ms_per_layer']:.3f} ({row['ms_per_layer_low']:.3f}-{row['ms_per_layer_high']:.3f})",
+        number(row["speedup_vs_te"], ".3f", "x"),
+        number(row["hidden_share"], ".0%"),
+        number(parts.get("communication_exposed_ms")),
+        number(parts.get("idle_ms")),
+        f"{row['host_ms_per_step']:.2f}",
+        number(row.get("sm_clock_mhz"), ".0f"),  # absent from earlier runs
+        number(row["peak_memory_gb"], ".2f"),
+        "-" if agreement is None else "yes" if agreement["ok"] else "NO",
+    )
+
+
+def show_layers(summary: Row, file: IO[str] | None = None) -> None:
+    """Print one table per workload, what was skipped and why."""
+    print(f"{summary['device']}, tp {summary['tp']}, {summary['link']}, {_conditions(summary)}", file=file)
+    for title, rows in _by_workload(summary):
+        stock = [
+            f"{row['arm']}: {calls} calls ran stock: {reason}"
+            for row in rows
+            for reason, calls in row.get("flux_fallbacks", {}).items()
+        ]
+        _print_table(title, LAYER_HEAD, map(_layer_cells, rows), *stock, file=file)
+    for skipped in summary["skipped"]:
+        print(f"{_title(skipped)}: {skipped['arm']} skipped: {skipped['reason']}", file=file)
+    print(EXPLANATION, file=file)
+
+
+def _conditions(summary: Row) -> str:
+    """What stock was allowed to use."""
+    ran = any(row["arm"] == "te_ub" for row in summary["rows"])
+    return multicast(summary.get("environment"), userbuffers=ran)
+
+
+def layers_svg(summary: Row) -> str:
+    """Bars of ms per layer, one group per workload; the hatched part is exposed communication (rank 0's trace)."""
+    left, width, step, y = 190, 520, 22, 60
+    note = f"exposed communication (one traced step; {WITHOUT_WAITS}). Whiskers: quartiles. "
+    note += "floor skips all communication: not a training run."
+    out = [_bar(8, 26, 16, 10, "url(#hatched)"), _words(30, 35, note), _words(30, 50, _conditions(summary))]
+    for title, rows in _by_workload(summary):
+        scale = width / max(row["ms_per_layer_high"] for row in rows)
+        y += step
+        out.append(_words(8, y - 4, title, 'font-weight="bold"'))
+        for row in rows:
+            arm, ms = row["arm"], row["ms_per_layer"]
+            low, high = (left + row[f"ms_per_layer_{end}"] * scale for end in ("low", "high"))
+            exposed = row["breakdown"].get("communication_exposed_ms", 0.0)
+            faster = "" if row["speedup_vs_te"] is None or arm == "te" else f"  {row['speedup_vs_te']:.2f}x"
+            out += [
+                _words(left - 8, y + 12, _label(row), 'text-anchor="end"'),
+                _bar(left, y, ms * scale, 16, ARM_COLOURS.get(arm, FLUX_COLOUR)),
+                _bar(left, y, exposed * scale, 16, "url(#hatched)"),
+                _line(low, high, y + 8, y + 8, "black"),
+                _words(high + 8, y + 12, f"{ms:.2f} ms{faster}"),
+            ]
+            y += step
+        y += 14
+    device = f"{summary['device']}, tp = {summary['tp']}, {summary['link']}"
+    return _drawing(left + width + 190, y + 8, f"Forward and backward, ms per layer: {device}", out)
+
+
+def _title(row: Row) -> str:
+    return f"{row['model']}, {row['seq']} x {row['micro_batch']}, {row['layers']} layers"
+
+
+def _by_workload(summary: Row) -> list[tuple[str, list[Row]]]:
+    return [(title, list(group)) for title, group in groupby(summary["rows"], key=_title)]

@@ -24,7 +24,8 @@ install_packages() {
 if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
     MEGATRON_FLUX_TE_SOURCE=$("$PYTHON" -c 'import sys; print(sys.prefix)')/te-source
     [[ -d $MEGATRON_FLUX_TE_SOURCE ]] ||
-        "$PYTHON" -m pip install --quiet --no-compile --no-deps --target "$MEGATRON_FLUX_TE_SOURCE" transformer-engine==2.11.0 ||
+        "$PYTHON" -m pip install --quiet --no-compile --no-deps --target "$MEGATRON_FLUX_TE_SOURCE" \
+            transformer-engine==2.11.0 ||
         printf 'note: TransformerEngine could not be fetched\n' >&2
     export MEGATRON_FLUX_TE_SOURCE
 fi

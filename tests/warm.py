@@ -45,7 +45,7 @@ MODULES = (
     "torch.distributed.run",
 )
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_STARTS_WITHIN = 120.0
+_STARTS_WITHIN = 300.0
 
 
 class Warm:

@@ -124,7 +124,6 @@ class Collectives:
             mine = (False, f"{type(error).__name__}: {error}")
         for number, found in enumerate(self.all(mine)):
             if found is not None:
-                known, text = found
-                said = " ".join(text.split())[:500]
-                return None, said if known else f"rank {number}: {said}"
+                said = " ".join(found[1].split())[:500]
+                return None, said if found[0] else f"rank {number}: {said}"
         return result, None

@@ -136,7 +136,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         ("step time, p10…p90 (ms)", *spreads, ""),
         ("timed steps", *(str(time["n"]) for time in times), ""),
         *(
-            (label, *(shown(arm.get(key), form) for arm in arms), percent_change(b.get(key), f.get(key)) * change)
+            (label, *(shown(arm.get(key), form) for arm in arms), percent_change(b[key], f[key]) if change else "")
             for label, key, form, change in _ROWS
             if parts_known or key not in ("allocated_peak_bytes", "workspace_bytes")
         ),

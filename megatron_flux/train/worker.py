@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -81,7 +82,11 @@ def run(config: RunConfig) -> None:
         # Under a launcher of the user's own, every rank has named the default folder by its own clock.
         out = [config.out]
         dist.broadcast_object_list(out, src=0)
-        loop.run(config.model_copy(update={"out": out[0]}), dataset, device)
+        gc.freeze()  # megatron-core collects garbage in every save, and need not look through all that was imported
+        try:
+            loop.run(config.model_copy(update={"out": out[0]}), dataset, device)
+        finally:
+            gc.unfreeze()  # extension modules complain of leaks at exit otherwise
 
 
 def work(folder: str) -> None:

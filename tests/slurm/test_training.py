@@ -116,7 +116,7 @@ class Job:
 
 def compare(cluster: Cluster) -> Job:
     """Saves each arm again and again: nothing of a save may be in the way of the next."""
-    settings = [f"steps={STEPS}", "block_steps=2", "save_interval=2", "save_keep=1"]
+    settings = [f"steps={STEPS}", "block_steps=2", "save_interval=4", "save_keep=1"]
     job = Job.submitted(cluster, range(2), mode="compare", settings=settings)
     job.until(job.tracker("flux").exists, "saves of both arms")
     cluster.client("scancel", "--batch", "--signal=USR1", job.number)
@@ -135,7 +135,7 @@ def compare(cluster: Cluster) -> Job:
 
 
 def lose_a_node(cluster: Cluster) -> Job:
-    settings = [f"steps={STEPS}", "save_interval=2", "save_keep=2"]
+    settings = [f"steps={STEPS}", "save_interval=4", "save_keep=2"]
     job = Job.submitted(cluster, range(2, 5), NO_PREFLIGHT, mode="flux", settings=settings)
     cluster.client("scancel", job.collecting)
     job.until(job.tracker().exists, "a checkpoint")

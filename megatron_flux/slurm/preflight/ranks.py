@@ -52,7 +52,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         nodes = {host: of_ranks[i * per_node : (i + 1) * per_node] for i, host in enumerate(hosts)}
         within = {what: {host: min(one[what] for one in nodes[host]) for host in hosts} for what in of_ranks[0]}
-        problems = _decide(expected, reports, within, between, everywhere)
+        problems = rules.differences(reports, expected)
+        problems += _decide(expected, {"within": within, "between": between, "all": everywhere})
     dist.barrier()
     dist.destroy_process_group()
     if problems:
@@ -60,20 +61,14 @@ def main() -> None:
         raise FluxError(f"pre-flight: {problems[0]}")
 
 
-def _decide(
-    expected: rules.Expected,
-    reports: list[dict[str, Any]],
-    within: dict[str, dict[str, float]],
-    between: dict[str, dict[_Pair, float]],
-    everywhere: float,
-) -> list[str]:
-    """Say and write what was measured; the problems."""
-    problems = rules.differences(reports, expected)
+def _decide(expected: rules.Expected, found: dict[str, Any]) -> list[str]:
+    """Say and write which speeds were found; what is wrong with them."""
+    problems, within, between = [], found["within"], found["between"]
     if within and expected.device == "cuda":
-        problems += rules.slow(within["all_reduce"], "GB/s in an all-reduce among its GPUs", expected)
+        problems = rules.slow(within["all_reduce"], "GB/s in an all-reduce among its GPUs", expected)
     findings = rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
     more, notes = rules.judge(findings, expected.floors)
-    lines = [f"all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)"]
+    lines = [f"all_reduce of {dist.get_world_size()} ranks {found['all']:.2f} GB/s (bus)"]
     named = {what: {" with ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
     for where, by_what in (("within nodes", within), ("between neighbouring nodes", named)):
         for what, speeds in by_what.items():
@@ -82,8 +77,7 @@ def _decide(
     for line in [*lines, *notes]:
         print(f"megatron-flux: pre-flight: {line}", flush=True)
     pairs = {what: {" ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
-    found = {"within": within, "between": pairs, "all": everywhere}
-    (expected.folder / "together.json").write_text(json.dumps(found) + "\n")
+    (expected.folder / "together.json").write_text(json.dumps(found | {"between": pairs}) + "\n")
     return problems + more
 
 

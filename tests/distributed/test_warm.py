@@ -1,0 +1,67 @@
+"""The warm Python: to whoever starts it, it behaves as a fresh one, and nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def begin(python: str, folder: Path, code: str, *words: str) -> subprocess.Popen[str]:
+    (folder / "what.py").write_text(code)
+    return subprocess.Popen(
+        [python, "-u", "-m", "what", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "COLOUR": "green"},
+    )
+
+
+def test_a_fork_has_its_own_streams_folder_environment_and_words(warm_python: str, tmp_path: Path) -> None:
+    code = """
+import atexit, json, os, sys
+atexit.register(print, "the end")
+assert "megatron.core" in sys.modules
+print(json.dumps([sys.argv[1:], os.getcwd(), os.environ["COLOUR"], sys.stdin.read(), __name__, sys.executable]))
+sys.exit("no more")
+"""
+    out, errors = (process := begin(warm_python, tmp_path, code, "-u", "a b")).communicate("said", timeout=120)
+    found, end = out.splitlines()
+    assert json.loads(found) == [["-u", "a b"], str(tmp_path), "green", "said", "__main__", warm_python]
+    assert (end, errors, process.returncode) == ("the end", "no more\n", 1)
+
+
+def test_it_ends_as_the_fork_ends_and_passes_signals_on(warm_python: str, tmp_path: Path) -> None:
+    for ending, code in (("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("raise ValueError('broken')", 1)):
+        process = begin(warm_python, tmp_path, f"import os, sys\n{ending}\n")
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == code
+        assert errors.endswith("ValueError: broken\n" if code == 1 else "")
+    code = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\nprint('now')\nsignal.pause()\n"
+    process = begin(warm_python, tmp_path, code)
+    assert process.stdout.readline() == "now\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(120) == 5
+    process.communicate()
+
+
+def test_the_fork_ends_with_it(warm_python: str, tmp_path: Path) -> None:
+    process = begin(warm_python, tmp_path, "import os, time\nprint(os.getpid())\ntime.sleep(600)\n")
+    fork = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.communicate()
+    fork.wait(60)
+
+
+def test_anything_but_a_module_is_a_fresh_python(warm_python: str) -> None:
+    code = "import sys; print(sys.executable, 'torch' in sys.modules)"
+    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [sys.executable, "False"]

@@ -1,6 +1,7 @@
 """The calls of CUDA's driver that operators make, through ctypes: a copy costs a fifth of the host time of ``copy_``.
 
-What the callers pass are addresses and handles that torch and Triton made; nothing here allocates on the device.
+What the callers pass are addresses and handles that torch and Triton made; nothing here allocates on the device. A call
+that CUDA refuses raises :class:`OperatorError`, which says what CUDA said.
 """
 
 from __future__ import annotations
@@ -25,26 +26,25 @@ _ANYWHERE = 4
 _CAPTURING = 1
 """``CU_STREAM_CAPTURE_STATUS_ACTIVE``."""
 
+_P, _I, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
+_ARGUMENTS = {
+    "cuLaunchKernel": [_P, *[_U32] * 7, _P, _P, _P],
+    "cuMemcpyDtoDAsync_v2": [_U64, _U64, _SIZE, _P],
+    "cuMemcpy2DAsync_v2": [_P, _P],
+    "cuEventRecord": [_P, _P],
+    "cuStreamWaitEvent": [_P, _P, _U32],
+    "cuStreamGetCaptureInfo": [_P, _P, _P],
+    "cuTensorMapEncodeTiled": [_P, _I, _U32, _P, _P, _P, _P, _P, _I, _I, _I, _I],
+    "cuGetErrorString": [_I, ctypes.POINTER(ctypes.c_char_p)],
+}
+
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The driver's library.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The driver's library; OSError where there is none."""
     lib = ctypes.CDLL("libcuda.so.1")
-    pointer, u32 = ctypes.c_void_p, ctypes.c_uint
-    lib.cuLaunchKernel.argtypes = [pointer, *[u32] * 7, pointer, pointer, pointer]
-    lib.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
-    lib.cuMemcpy2DAsync_v2.argtypes = [pointer, pointer]
-    lib.cuEventRecord.argtypes = [pointer, pointer]
-    lib.cuStreamWaitEvent.argtypes = [pointer, pointer, u32]
-    lib.cuStreamGetCaptureInfo.argtypes = [pointer, pointer, pointer]
-    lib.cuTensorMapEncodeTiled.argtypes = [
-        pointer, ctypes.c_int, u32, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4,
-    ]  # fmt: skip
-    lib.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    for name, arguments in _ARGUMENTS.items():
+        getattr(lib, name).argtypes = arguments
     return lib
 
 
@@ -58,13 +58,16 @@ def available() -> bool:
     return True
 
 
+def _refused(what: str, status: int) -> OperatorError:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return OperatorError(f"CUDA refused {what}: {text.value.decode() if text.value else 'unknown error'} ({status})")
+
+
 def launch(function: int, grid: int, threads: int, shared: int, stream: int, parameters: ctypes.Array) -> None:
     """Launch ``grid`` CTAs of ``threads`` threads with ``shared`` bytes of dynamic shared memory.
 
     ``parameters`` is an array of the parameters' addresses; their values are copied before this returns.
-
-    Raises:
-        OperatorError: CUDA refused it.
     """
     status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status == _INVALID_CONTEXT:  # the first CUDA call of this thread: the runtime makes its context current
@@ -72,48 +75,30 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
         torch.cuda.current_stream().query()
         status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status:
-        raise OperatorError(f"CUDA refused a launch of {grid} x {threads} threads: {_words(status)}")
+        raise _refused(f"a launch of {grid} x {threads} threads", status)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy ``nbytes`` between addresses that this device can reach, by copy engine, in the order of ``stream``.
-
-    Raises:
-        OperatorError: CUDA refused it.
-    """
+    """Copy ``nbytes`` between addresses that this device can reach, by copy engine, in the order of ``stream``."""
     status = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
     if status:
-        raise OperatorError(f"CUDA refused a copy of {nbytes} bytes between GPUs: {_words(status)}")
-
-
-_COPY_SIDE = (
-    ("x", ctypes.c_size_t),
-    ("y", ctypes.c_size_t),
-    ("type", ctypes.c_int),
-    ("host", ctypes.c_void_p),
-    ("device", ctypes.c_uint64),
-    ("array", ctypes.c_void_p),
-    ("pitch", ctypes.c_size_t),
-)
+        raise _refused(f"a copy of {nbytes} bytes between GPUs", status)
 
 
 class _Copy2D(ctypes.Structure):
     """``CUDA_MEMCPY2D`` of cuda.h, for device addresses."""
 
     _fields_ = (
-        *((f"src_{name}", kind) for name, kind in _COPY_SIDE),
-        *((f"dst_{name}", kind) for name, kind in _COPY_SIDE),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
+        *((f"{side}_{name}", kind) for side in ("src", "dst") for name, kind in (
+            ("x", _SIZE), ("y", _SIZE), ("type", _I), ("host", _P), ("device", _U64), ("array", _P), ("pitch", _SIZE),
+        )),
+        ("width", _SIZE),
+        ("height", _SIZE),
+    )  # fmt: skip
 
 
 def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, stream: int) -> None:
-    """As :func:`copy`, of ``rows`` of ``width`` bytes that begin ``pitch`` bytes apart on both sides.
-
-    Raises:
-        OperatorError: CUDA refused it.
-    """
+    """As :func:`copy`, of ``rows`` of ``width`` bytes that begin ``pitch`` bytes apart on both sides."""
     wanted = _Copy2D(
         src_type=_ANYWHERE, src_device=source, src_pitch=pitch,
         dst_type=_ANYWHERE, dst_device=target, dst_pitch=pitch,
@@ -121,41 +106,29 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, strea
     )  # fmt: skip
     status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(wanted), stream)
     if status:
-        raise OperatorError(f"CUDA refused a copy of {rows} x {width} bytes between GPUs: {_words(status)}")
+        raise _refused(f"a copy of {rows} x {width} bytes between GPUs", status)
 
 
 def record(event: int, stream: int) -> None:
-    """Record ``event`` in the order of ``stream``.
-
-    Raises:
-        OperatorError: CUDA refused it.
-    """
+    """Record ``event`` in the order of ``stream``."""
     status = _driver().cuEventRecord(event, stream)
     if status:
-        raise OperatorError(f"CUDA refused to record an event: {_words(status)}")
+        raise _refused("to record an event", status)
 
 
 def wait(stream: int, event: int) -> None:
-    """Make ``stream`` wait for what ``event`` was last recorded behind.
-
-    Raises:
-        OperatorError: CUDA refused it.
-    """
+    """Make ``stream`` wait for what ``event`` was last recorded behind."""
     status = _driver().cuStreamWaitEvent(stream, event, 0)
     if status:
-        raise OperatorError(f"CUDA refused to put a stream behind an event: {_words(status)}")
+        raise _refused("to put a stream behind an event", status)
 
 
 def capture_id(stream: int) -> int:
-    """The number, unique in this process, of the capture that ``stream`` is part of.
-
-    Raises:
-        OperatorError: it is part of none, or CUDA refused to say.
-    """
-    state, number = ctypes.c_int(), ctypes.c_uint64()
+    """The number, unique in this process, of the capture that ``stream`` is part of; an error where it is in none."""
+    state, number = _I(), _U64()
     status = _driver().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
     if status:
-        raise OperatorError(f"CUDA refused to name the capture of a stream: {_words(status)}")
+        raise _refused("to name the capture of a stream", status)
     if state.value != _CAPTURING:
         raise OperatorError(
             "a stream is not being captured any more: an earlier call, on any of its streams, is not allowed in a CUDA "
@@ -169,19 +142,12 @@ def tensor_map(
 ) -> ctypes.Array:
     """A ``CUtensorMap`` for TMA's tiled copies, as Triton makes them: out of bounds is zero.
 
-    Args:
-        address: of the first element on the device, a multiple of 16.
-        dtype: bf16, fp16 or fp32.
-        shape: elements of each dimension, the contiguous one last.
-        strides: elements between neighbours of each dimension; the last is 1.
-        box: elements of a copy in each dimension.
-        swizzle: ``CUtensorMapSwizzle``.
-
-    Raises:
-        OperatorError: CUDA refused it.
+    ``address`` is that of the first element on the device, a multiple of 16; ``dtype`` bf16, fp16 or fp32. ``shape``,
+    ``strides`` (the last is 1) and ``box`` (of a copy) are in elements, the contiguous dimension last. ``swizzle`` is a
+    ``CUtensorMapSwizzle``.
     """
     rank = len(shape)
-    numbers, words = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    numbers, words = _U64 * rank, ctypes.c_uint32 * rank
     held = (ctypes.c_char * (2 * MAP_BYTES))()
     at = -ctypes.addressof(held) % 64  # CUDA wants 64-byte alignment
     made = (ctypes.c_char * MAP_BYTES).from_buffer(held, at)
@@ -200,11 +166,5 @@ def tensor_map(
         0,
     )
     if status:
-        raise OperatorError(f"CUDA refused a tensor map of {list(shape)} by {list(box)}: {_words(status)}")
+        raise _refused(f"a tensor map of {list(shape)} by {list(box)}", status)
     return made
-
-
-def _words(status: int) -> str:
-    text = ctypes.c_char_p()
-    _driver().cuGetErrorString(status, ctypes.byref(text))
-    return f"{text.value.decode() if text.value else 'unknown error'} ({status})"

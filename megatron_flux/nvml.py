@@ -1,7 +1,7 @@
 """What NVML knows of this machine's GPUs: names, links, clocks, power, temperature and what holds the clocks down.
 
 NVML is NVIDIA's management library; it comes with the driver and needs no CUDA context, so a process that only starts
-others may ask it. Where the driver or its Python binding is missing, everything here says so instead of failing.
+others may ask it. Where there is no driver, everything here says so instead of failing.
 
 Hazard: NVML counts GPUs in the order of the PCI bus, CUDA by default the fastest first. On machines with different
 kinds of GPUs the two agree only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; a rank that has a CUDA device asks for it by its
@@ -14,12 +14,12 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import pynvml
 import torch
 
 _P2P_READ, _P2P_NVLINK = 0, 2
@@ -30,8 +30,7 @@ _MOST_XIDS = 64
 FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One GPU at one moment; None where it does not tell."""
 
     sm_clock_mhz: float | None
@@ -42,33 +41,9 @@ class Reading:
     """NVML's bits; :func:`throttle_reasons` names them."""
 
 
-@dataclass(frozen=True)
-class Pcie:
-    """A GPU's PCIe link: lanes and generation, now and at most with this GPU in this slot; None where not told."""
-
-    width: int | None
-    max_width: int | None
-    generation: int | None
-    max_generation: int | None
-
-
-@dataclass(frozen=True)
-class RemappedRows:
-    """What the GPU did about memory rows that had errors."""
-
-    pending: bool
-    """Some are to be remapped at the next reset."""
-    failed: bool
-    """One could not be remapped."""
-
-
 @cache
 def _library() -> ModuleType | str:
-    """The initialised binding, or why there is none. Initialised once for the life of the process."""
-    try:
-        import pynvml
-    except ImportError:
-        return "the Python package nvidia-ml-py is not installed"
+    """The initialised binding, or why it cannot be used. Initialised once for the life of the process."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -91,23 +66,12 @@ def source() -> str:
 def names() -> list[str] | None:
     """Names of the GPUs that CUDA would see (``CUDA_VISIBLE_DEVICES``), None without NVML."""
     found = _library()
-    if isinstance(found, str):
-        return None
-    return [_text(found.nvmlDeviceGetName(handle)) for handle in _visible(found)]
+    return None if isinstance(found, str) else [_text(found.nvmlDeviceGetName(gpu)) for gpu in _visible(found)]
 
 
-def pairs() -> list[tuple[bool, bool]] | None:
+def pairs() -> list[tuple[bool, ...]] | None:
     """``(peer access, NVLink)`` of every ordered pair of visible GPUs, None where NVML cannot tell."""
-    found = _library()
-    if isinstance(found, str):
-        return None
-    try:
-        return [
-            (_connected(found, a, b, _P2P_READ), _connected(found, a, b, _P2P_NVLINK))
-            for a, b in permutations(_visible(found), 2)
-        ]
-    except found.NVMLError:
-        return None
+    return _connections(_visible, _P2P_READ, _P2P_NVLINK)
 
 
 def linked(uuids: Sequence[str]) -> bool | None:
@@ -115,18 +79,21 @@ def linked(uuids: Sequence[str]) -> bool | None:
 
     CUDA need not see them: a process that was given one GPU can ask for its peers'.
     """
-    found = _library()
-    if isinstance(found, str):
+    found = _connections(lambda nvml: [nvml.nvmlDeviceGetHandleByUUID(_full(uuid)) for uuid in uuids], _P2P_NVLINK)
+    return None if found is None else all(nvlink for (nvlink,) in found)
+
+
+def _connections(handles: Callable[[ModuleType], list[Any]], *kinds: int) -> list[tuple[bool, ...]] | None:
+    nvml = _library()
+    if isinstance(nvml, str):
         return None
     try:
-        handles = [found.nvmlDeviceGetHandleByUUID(_full(uuid)) for uuid in uuids]
-        return all(_connected(found, a, b, _P2P_NVLINK) for a, b in permutations(handles, 2))
-    except found.NVMLError:
+        return [
+            tuple(nvml.nvmlDeviceGetP2PStatus(a, b, kind) == nvml.NVML_P2P_STATUS_OK for kind in kinds)
+            for a, b in permutations(handles(nvml), 2)
+        ]
+    except nvml.NVMLError:
         return None
-
-
-def _connected(nvml: ModuleType, a: Any, b: Any, kind: int) -> bool:
-    return nvml.nvmlDeviceGetP2PStatus(a, b, kind) == nvml.NVML_P2P_STATUS_OK
 
 
 def _full(uuid: str) -> str:
@@ -137,11 +104,7 @@ class Gpu:
     """Reads one GPU."""
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` as torch has it, with or without its prefix.
-
-        Raises:
-            LookupError: NVML cannot be used, or does not know the GPU; the message says which.
-        """
+        """``uuid`` as torch has it, with or without its prefix; LookupError, with why, where NVML cannot tell of it."""
         found = _library()
         if isinstance(found, str):
             raise LookupError(found)
@@ -153,62 +116,62 @@ class Gpu:
 
     def read(self) -> Reading:
         """The GPU now. Takes up to some milliseconds, depending on the driver."""
-        nvml, handle = self._nvml, self._handle
-        power = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
-        throttle = self._ask(getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None), handle)
+        nvml = self._nvml
+        power = self._ask("PowerUsage")
+        throttle = self._ask("CurrentClocksEventReasons")
         if throttle is None:  # its name before driver 535
-            throttle = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+            throttle = self._ask("CurrentClocksThrottleReasons")
         return Reading(
-            sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+            sm_clock_mhz=self._ask("ClockInfo", nvml.NVML_CLOCK_SM),
+            memory_clock_mhz=self._ask("ClockInfo", nvml.NVML_CLOCK_MEM),
             power_w=None if power is None else power / 1e3,
-            temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=self._ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
             throttle=int(throttle or 0),
         )
 
-    def pcie(self) -> Pcie:
-        """Its PCIe link now; an idle GPU may have lowered the generation to save power."""
-        nvml, handle = self._nvml, self._handle
-        values = (
-            self._ask(getattr(nvml, f"nvmlDeviceGet{which}PcieLink{what}"), handle)
-            for what in ("Width", "Generation")
-            for which in ("Curr", "Max")
-        )
-        return Pcie(*(None if value is None else int(value) for value in values))
+    def pcie(self) -> dict[str, int | None]:
+        """Its PCIe link: ``width`` (lanes) and ``generation`` now, ``max_width`` and ``max_generation`` in this slot.
 
-    def remapped_rows(self) -> RemappedRows | None:
-        """What became of memory rows with errors; None where the GPU or its driver has no such account."""
+        None where not told; an idle GPU may have lowered the generation to save power.
+        """
+        found = {}
+        for what in ("width", "generation"):
+            for name, which in ((what, "Curr"), (f"max_{what}", "Max")):
+                value = self._ask(f"{which}PcieLink{what.title()}")
+                found[name] = None if value is None else int(value)
+        return found
+
+    def remapped_rows(self) -> dict[str, bool] | None:
+        """Whether memory rows with errors are ``pending`` (to be remapped at a reset), or ``failed`` to be.
+
+        None where the GPU or its driver has no such account.
+        """
         try:
             _, _, pending, failed = self._nvml.nvmlDeviceGetRemappedRows(self._handle)
         except self._nvml.NVMLError:
             return None
-        return RemappedRows(pending=bool(pending), failed=bool(failed))
+        return {"pending": bool(pending), "failed": bool(failed)}
 
     def bus_id(self) -> str:
         """Its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""
         return _text(self._nvml.nvmlDeviceGetPciInfo(self._handle).busId)
 
-    def _ask(self, function: Callable[..., Any] | None, *arguments: Any) -> float | None:
-        if function is None:
-            return None
+    def _ask(self, what: str, *arguments: Any) -> float | None:
         try:
-            return float(function(*arguments))
-        except self._nvml.NVMLError:
+            return float(getattr(self._nvml, f"nvmlDeviceGet{what}")(self._handle, *arguments))
+        except (AttributeError, self._nvml.NVMLError):  # an old binding, an old driver or another kind of GPU
             return None
 
 
 class XidWatch:
     """Collects the Xid errors that GPUs report from its making on.
 
-    NVML tells of new errors only; those before are in the kernel's log.
+    NVML tells of new errors only; those before are in the kernel's log. Where the driver tells of none, or stops
+    telling, as it does when a GPU is lost, there is a LookupError that says why.
     """
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
-        """Watch ``gpus``.
-
-        Raises:
-            LookupError: the driver tells of no events; the message says why.
-        """
+        """Watch ``gpus``."""
         self._nvml = gpus[0]._nvml if gpus else None
         if self._nvml is None:
             return
@@ -220,11 +183,7 @@ class XidWatch:
             raise LookupError(f"NVML tells of no Xid errors: {error}") from error
 
     def seen(self) -> list[tuple[str, int]]:
-        """``(bus id, Xid)`` of each error since the watch began; ends the watch.
-
-        Raises:
-            LookupError: the driver stopped telling, as it does when a GPU is lost.
-        """
+        """``(bus id, Xid)`` of each error since the watch began; ends the watch."""
         nvml = self._nvml
         if nvml is None:
             return []
@@ -243,11 +202,7 @@ class XidWatch:
 
 
 def of_device(device: torch.device) -> Gpu:
-    """The GPU behind a CUDA device of this process.
-
-    Raises:
-        LookupError: as :class:`Gpu`, or the device is none of CUDA's.
-    """
+    """The GPU behind a CUDA device of this process; LookupError as :class:`Gpu`, or where it is none of CUDA's."""
     if device.type != "cuda":
         raise LookupError("this run is on the CPU")
     return Gpu(str(torch.cuda.get_device_properties(device).uuid))
@@ -261,60 +216,50 @@ class Glance:
 
     def __init__(self, gpu: Gpu, delay: float) -> None:
         """Look in ``delay`` seconds."""
-        self._seen: Reading | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, args=(gpu, delay), name="megatron-flux-nvml", daemon=True)
+        self._seen: list[Reading] = []
+        self._thread = threading.Timer(delay, lambda: self._seen.append(gpu.read()))
+        self._thread.name, self._thread.daemon = "megatron-flux-nvml", True
         self._thread.start()
-
-    def _look(self, gpu: Gpu, delay: float) -> None:
-        if not self._done.wait(delay):
-            self._seen = gpu.read()
 
     def result(self) -> Reading | None:
         """What was seen; None if the step ended before the glance. Call it once, when the step is over."""
-        self._done.set()
+        self._thread.cancel()
         self._thread.join()
-        return self._seen
+        return self._seen[0] if self._seen else None
 
 
 def throttle_reasons(bits: int) -> list[str]:
     """Names of NVML's reasons in ``bits``, such as ``sw_power_cap``; an idle GPU is not held down."""
-    return [name for name, bit in _reasons().items() if bits & bit]
+    return [name for bit, name in _reasons().items() if bits & bit]
 
 
 @cache
-def _reasons() -> dict[str, int]:
-    try:
-        import pynvml
-    except ImportError:
-        return {}
-    found = {}
-    for name, value in vars(pynvml).items():
+def _reasons() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name, bit in vars(pynvml).items():
         match = re.fullmatch(r"nvmlClocksEventReason(\w+)", name)
         if match and match[1] not in ("All", "None", "GpuIdle"):
-            found.setdefault(value, re.sub(r"(?<!^)(?=[A-Z])", "_", match[1]).lower())
-    return {name: value for value, name in found.items()}
+            found.setdefault(bit, re.sub(r"(?<!^)(?=[A-Z])", "_", match[1]).lower())
+    return found
 
 
 def _visible(nvml: ModuleType) -> list[Any]:
     """Handles of the GPUs in ``CUDA_VISIBLE_DEVICES``, in its order; like CUDA, up to the first that is not there."""
     count = nvml.nvmlDeviceGetCount()
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-    handles = []
-    for word in filter(None, (part.strip() for part in given.split(","))):
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    handles: list[Any] = []
+    for word in filter(None, map(str.strip, given.split(","))):
         try:
-            if word.isdigit() and int(word) < count:
-                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
-            elif word.startswith(("GPU-", "MIG-")):
+            if word.startswith(("GPU-", "MIG-")):
                 handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
+            elif word.isdigit() and int(word) < count:
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
             else:
-                break
+                return handles
         except nvml.NVMLError:
-            break
+            return handles
     return handles
 
 
-def _text(value: str | bytes) -> str:
+def _text(value: str | bytes) -> str:  # older bindings answer in bytes
     return value.decode() if isinstance(value, bytes) else value

@@ -9,7 +9,7 @@
 
 Of the first three, a value set after CUDA's start does not count: CUDA would not know of it, and ranks or kernels would
 not agree. torch calls :func:`_hold` when it starts CUDA, or here if it has done so already; until then, and where there
-is no CUDA, the environment is read as it is. None of this is read in prepared calls.
+is no CUDA, the environment is read as it is. None of this is read in prepared calls. A bad value is a UserError.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ def one_queue() -> bool:
 
 
 def sm_margin() -> int:
-    """SMs that fused kernels leave to others.
-
-    Raises:
-        UserError: what is given is no number of SMs.
-    """
+    """SMs that fused kernels leave to others."""
     given = _value("MEGATRON_FLUX_SM_MARGIN") or "0"
     if not given.isdecimal():
         raise UserError(f"MEGATRON_FLUX_SM_MARGIN must be a number of SMs, 0 or more, not {given!r}")
@@ -45,11 +41,7 @@ def sm_margin() -> int:
 
 
 def timeout_s() -> float | None:
-    """Seconds a device-side wait may last; None where nothing is given.
-
-    Raises:
-        UserError: what is given is no time.
-    """
+    """Seconds a device-side wait may last; None where nothing is given."""
     given = _value("MEGATRON_FLUX_TIMEOUT_S")
     if not given:
         return None

@@ -16,7 +16,7 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
-* ``breakdown``: of :mod:`megatron_flux.telemetry.trace_categories`; rank 0, one step outside the timed rounds.
+* ``breakdown``: of :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 """
 
 from __future__ import annotations

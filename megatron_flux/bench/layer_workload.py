@@ -36,7 +36,7 @@ from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import Collectives
 from megatron_flux.comm import group_state
 from megatron_flux.ops.timing import quartiles
-from megatron_flux.telemetry.trace_categories import breakdown
+from megatron_flux.telemetry import breakdown
 from megatron_flux.train.measurements import forget_dummy_gradients
 
 TOLERANCE = 0.05
@@ -192,7 +192,7 @@ class WorkloadBench:
             self.collectives.barrier()
             with arm.active():
                 trace = trace_step(arm.step, self.out / name if self.collectives.first else None)
-            parts = {"breakdown": breakdown(trace, self.workload.layers) if trace else {}, "trace": name}
+            parts = {"breakdown": breakdown.of_layers(trace, self.workload.layers) if trace else {}, "trace": name}
         return row(self.workload, arm, samples, agreement, **parts)
 
     def _observe(self, arm: Arm) -> Result:

@@ -38,7 +38,7 @@ from megatron_flux.bench.shapes import Options
 from megatron_flux.metrics import read_records, strict_json
 from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.run.folder import CONFIG
-from megatron_flux.telemetry.baseline_times import ROUNDS
+from megatron_flux.telemetry.call_sampler import ROUNDS
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")

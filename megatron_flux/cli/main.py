@@ -63,7 +63,7 @@ def watch(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has, what would be patched, and whether flux can run; exit code 1 if it cannot."""
-    from megatron_flux.telemetry.doctor import examine, show
+    from megatron_flux.telemetry.environment import examine, show
 
     found = examine()
     if as_json:
@@ -82,7 +82,7 @@ def _traces() -> None:
 @trace.command()
 def merge(run: Annotated[Path, typer.Argument(help="Run folder of train or compare with --profile-steps.")]) -> None:
     """Put the traces of all ranks into one file per arm, aligned in time; open it at ui.perfetto.dev."""
-    from megatron_flux.telemetry.trace_merge import merge_run
+    from megatron_flux.telemetry.profiler import merge_run
 
     if not run.is_dir():
         raise UserError(f"{run} is no folder; give the run folder that was named as --out")

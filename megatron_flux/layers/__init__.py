@@ -13,17 +13,13 @@ row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)
          ``[s/tp, b, n]``           wgrad    ``dw = all_gather(dy).T @ x``                    reuses dgrad's gather
 =======  =========================  ==========================================================================
 
-``norm_column_parallel_linear`` puts a norm before the column layer's gather; the rest is the same.
+The column layer may have a norm before its gather. It saves its shard of ``x`` and gathers it again in backward: saving
+the gathered ``x`` would cost ``tp`` times the activation memory. Source: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 
-The column layer saves its shard of ``x`` and gathers it again in backward: saving the gathered ``x`` would cost ``tp``
-times the activation memory. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv 2205.05198), section 4.2.2.
-
-Reading order: ``row``, ``column`` (with and without the norm), ``prefetch`` (the gather for wgrad, started early),
-``wgrad``, ``backward`` (what surrounds every backward).
+Reading order: ``linears``, ``prefetch`` (the gather for wgrad, started early), ``backward`` (what the backwards share).
 """
 
-from megatron_flux.layers.column import Norm, column_parallel_linear, norm_column_parallel_linear
-from megatron_flux.layers.row import row_parallel_linear
+from megatron_flux.layers.linears import Norm, column_parallel_linear, row_parallel_linear
 
-__all__ = ["Norm", "column_parallel_linear", "norm_column_parallel_linear", "row_parallel_linear"]
+__all__ = ["Norm", "column_parallel_linear", "row_parallel_linear"]

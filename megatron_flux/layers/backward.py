@@ -1,4 +1,4 @@
-"""What surrounds a layer's backward: the layer's own state, autocast as in its forward, and no second derivative.
+"""What the backwards of both layers share: their state, autocast as in forward, no second derivative, and wgrad.
 
 The backward functions call operators that autograd does not record, and add to ``main_grad`` in place: a second
 derivative would silently lack terms, so taking one is an error. A first derivative with ``create_graph=True`` works.
@@ -6,13 +6,31 @@ derivative would silently lack terms, so taking one is an error. A first derivat
 Whether GEMMs run in the dtype of autocast is decided in forward, as in stock Megatron's linear (``custom_fwd`` and
 ``custom_bwd`` of torch.amp): a ``backward()`` inside an autocast that forward did not run in keeps its precision.
 torch's decorators enter a context for every call, these only where something differs.
+
+Megatron's contract for a weight that its DistributedDataParallel manages (``gradient_accumulation_fusion``):
+
+* ``weight.main_grad`` is the buffer that gradients of all micro-batches are added to, fp32 as a rule;
+* after adding to it, ``weight.grad_added_to_main_grad`` is set to True, and backward returns a gradient that is never
+  read (DDP's hook must still run on the autograd thread): zeros where ``weight.zero_out_wgrad`` is set, since then it
+  is added to another one, and uninitialised memory elsewhere;
+* a weight without the attribute ``grad_added_to_main_grad`` gets no gradient returned;
+* TransformerEngine's layers may be asked to replace what is in ``main_grad`` instead of adding to it.
+
+All unread gradients of a dtype and device share the memory of the largest: a loop without DDP's hook, which drops
+them, would otherwise keep one as large as the weight for every layer.
+
+The accumulating GEMM is Apex's ``fused_weight_gradient_mlp_cuda`` when it can be imported, else torch's
+``addmm(..., out_dtype=torch.float32)``: one cuBLAS GEMM with beta = 1 either way. On the CPU, torch has no mixed
+accumulation, so low-precision operands are widened first.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,9 +38,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_flux.config import Backends
-from megatron_flux.layers.wgrad import weight_gradient
 
 _any_autocast = torch._C._is_any_autocast_enabled
+_unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 @dataclass(slots=True)
@@ -35,16 +53,12 @@ class LinearState:
 
     parameter: torch.Tensor
     main_grad: torch.Tensor | None
-    """Where the weight gradient is added, as from :func:`~megatron_flux.layers.wgrad.main_grad_of`."""
+    """Where the weight gradient is added, as from :func:`main_grad_of`."""
     overwrite_main_grad: bool
     group: dist.ProcessGroup
     backends: Backends
     autocast: torch.dtype | None
     """As from :func:`autocast_of`, in forward."""
-
-    def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """As :func:`megatron_flux.layers.wgrad.weight_gradient`."""
-        return weight_gradient(self.parameter, self.main_grad, dy, x, overwrite=self.overwrite_main_grad)
 
 
 def autocast_of(x: torch.Tensor) -> torch.dtype | None:
@@ -69,3 +83,62 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             return run(ctx, dy)
 
     return call
+
+
+def main_grad_of(weight: torch.Tensor, gradient_accumulation_fusion: bool) -> torch.Tensor | None:
+    """The buffer to accumulate into, taken in forward: a weight used several times may change it before backward."""
+    return getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
+
+
+def weight_gradient(
+    weight: torch.Tensor, main_grad: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, *, overwrite: bool = False
+) -> torch.Tensor | None:
+    """What backward returns for the parameter ``weight`` ``[n, k]`` with ``dy`` ``[..., n]`` and ``x`` ``[..., k]``.
+
+    With ``main_grad`` the gradient itself is added there, or replaces what is there.
+    """
+    if main_grad is None:
+        return rows(dy).t().matmul(rows(x))
+    if overwrite:
+        # Rare (the first micro-batch of a layer's life), so it need not be a GEMM of its own.
+        main_grad.zero_()
+    accumulate(main_grad, dy, x)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros(weight.shape, dtype=x.dtype, device=x.device)
+    size, key = weight.numel(), (x.dtype, x.device)
+    memory = _unread_memory.get(key)
+    if memory is None or memory.numel() < size:
+        memory = _unread_memory[key] = torch.empty(size, dtype=x.dtype, device=x.device)
+    return memory[:size].view(weight.shape)
+
+
+def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """``main_grad += dy.T @ x`` in place; ``main_grad`` ``[n, k]`` fp32, or the operands' own dtype."""
+    dy, x = rows(dy), rows(x)
+    if main_grad.dtype == x.dtype:
+        main_grad.addmm_(dy.t(), x)
+    elif main_grad.dtype != torch.float32:
+        raise TypeError(f"main_grad must be fp32 or {x.dtype} like the activations, got {main_grad.dtype}")
+    elif not x.is_cuda:
+        main_grad.addmm_(dy.t().float(), x.float())
+    elif (kernel := apex_kernel()) is not None:
+        kernel.wgrad_gemm_accum_fp32(x, dy, main_grad)
+    else:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
+
+
+@functools.cache
+def apex_kernel() -> ModuleType | None:
+    """Apex's accumulating wgrad GEMM, or None. Looked up by its module: PyPI's ``apex`` is another project."""
+    try:
+        return importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return None
+
+
+def rows(t: torch.Tensor) -> torch.Tensor:
+    """``[..., n]`` as a matrix ``[m, n]``."""
+    return t.reshape(-1, t.shape[-1])

@@ -16,7 +16,7 @@ Contract
     * All ranks of a group run the same layers in the same order, and so make the same pairs and the same gathers in the
       same order.
     * A gathered input is valid until the group's next all_gather begins (:func:`megatron_flux.ops.all_gather`); after
-      that it is gathered again (:meth:`Gathered.wait`).
+      that it is gathered again (:meth:`ColumnState.gathered`).
 
 Hazards
     * Saved tensors may be unpacked once only (``torch.utils.checkpoint`` without reentrance), and the layer's own
@@ -50,65 +50,51 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.layers.backward import LinearState
 
 
-class Gathered:
-    """``x`` ``[s/tp, b, k]`` on its way to being ``[s, b, k]``."""
-
-    __slots__ = ("_backend", "_begun", "_group", "_pending", "_x")
-
-    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup, backend: str) -> None:
-        """Start gathering."""
-        self._x, self._group, self._backend = x, group, backend
-        self._start()
-
-    def _start(self) -> None:
-        self._pending: Pending = ops.all_gather(self._x, self._group, backend=self._backend)
-        self._begun = ops.all_gathers_begun(self._group)
-
-    def wait(self) -> torch.Tensor:
-        """The gathered ``x``, which the current stream may read; gathered anew if another one has begun since."""
-        if self._begun != ops.all_gathers_begun(self._group):
-            self._pending.wait()  # it must be finished all the same
-            self._start()
-        return self._pending.wait()
-
-
 @dataclass(slots=True, weakref_slot=True)
 class ColumnState(LinearState):
-    """As its base, of a column-parallel layer: with the prefetch of its input."""
+    """As its base, of a column-parallel layer: with the gather of its input ``x`` ``[s/tp, b, k]``."""
 
     _ctx: weakref.ref[Any] | None = None
     _x: int = 0
+    """Which of the saved tensors is ``x``."""
     _saved: tuple[torch.Tensor | None, ...] | None = None
-    _gathered: Gathered | None = None
+    _pending: Pending | None = None
+    _begun: int = 0
 
     def saved_tensors(self, ctx: Any) -> tuple[torch.Tensor | None, ...]:
-        """``ctx.saved_tensors``, which may have been unpacked already."""
-        saved, self._saved = self._saved, None
+        """``ctx.saved_tensors``, which may have been unpacked already; ends the prefetch. For the layer's backward."""
+        saved, self._saved, self._ctx = self._saved, None, None
         return ctx.saved_tensors if saved is None else saved
-
-    def take_prefetched(self) -> Gathered | None:
-        """The gather of ``x`` that was started early, if one was; call it in the layer's backward."""
-        gathered, self._gathered, self._ctx = self._gathered, None, None
-        return gathered
 
     def prefetch(self) -> None:
         """Start gathering ``x`` for the coming backward, unless the layer cannot have one."""
         ctx = None if self._ctx is None else self._ctx()
-        if ctx is None or self._gathered is not None:
+        if ctx is None or self._pending is not None:
             return
         self._saved = ctx.saved_tensors
         x = self._saved[self._x]
         if x is not None:
-            self._gathered = Gathered(x, self.group, self.backends.wgrad)
+            self.gather(x)
+
+    def gather(self, x: torch.Tensor) -> None:
+        """Start gathering, where that was not done early."""
+        if self._pending is None:
+            self._pending = ops.all_gather(x, self.group, backend=self.backends.wgrad)
+            self._begun = ops.all_gathers_begun(self.group)
+
+    def gathered(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """``x`` ``[s, b, k]`` for the current stream, if a gather was started; gathered anew if another began since."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._begun != ops.all_gathers_begun(self.group):
+            pending.wait()  # it must be finished all the same
+            pending = ops.all_gather(x, self.group, backend=self.backends.wgrad)
+        return None if pending is None else pending.wait()
 
 
 def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:
     """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward.
 
-    Args:
-        ctx: of the layer's autograd function.
-        linear: of the layer.
-        saved: which of the saved tensors is the input; None if it is not to be prefetched.
+    ``saved``: which of the tensors that ``ctx`` saves is the input; None if it is not to be prefetched.
     """
     state = state_of(linear.group)
     state.column = None

@@ -9,12 +9,11 @@ Two ways lead here, with the same four functions:
 Both at once are harmless: each function does its work once, whoever calls first. Importing this imports nothing of
 Megatron.
 
-Reading order: ``hooks``, then what they call in the order of a run: ``arguments``, ``start`` (checks, patch, tuner),
-``training_log`` (metrics). ``source_patches`` applies and undoes the patch sets of ``patches/``.
+Reading order: ``hooks``, then what they call: ``start`` (arguments, checks, patch, tuner), ``training_log`` (metrics).
+``source_patches`` applies and undoes the patch sets of ``patches/``.
 """
 
-from megatron_flux.megatron_lm.arguments import add_arguments
-from megatron_flux.megatron_lm.start import MegatronArgumentsError, install, validate
+from megatron_flux.megatron_lm.start import MegatronArgumentsError, add_arguments, install, validate
 from megatron_flux.megatron_lm.training_log import log
 
 __all__ = ["MegatronArgumentsError", "add_arguments", "install", "log", "validate"]

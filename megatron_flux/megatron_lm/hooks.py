@@ -24,8 +24,7 @@ from typing import Any
 import wrapt
 
 from megatron_flux.errors import UnsupportedVersionError
-from megatron_flux.megatron_lm.arguments import add_arguments, add_from_command_line
-from megatron_flux.megatron_lm.start import install, tune
+from megatron_flux.megatron_lm.start import add_arguments, add_from_command_line, install, tune
 from megatron_flux.megatron_lm.training_log import log
 
 _registered = False

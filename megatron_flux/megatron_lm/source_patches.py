@@ -6,7 +6,8 @@ Contract
     * a patch that is in the tree already is recognised by its reverse applying, so both directions are idempotent;
     * undoing gives the tree's former bytes, because reverse and forward find the same lines.
 
-``git apply`` does the work, or ``patch`` where there is no git: the tree need not be a git checkout.
+``git apply`` does the work, or ``patch`` where there is no git: the tree need not be a git checkout. What cannot be
+done is a :class:`UserError`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -30,18 +30,16 @@ State = Literal["applied", "applies", "conflicts"]
 _Contents = dict[str, bytes]
 
 
-@dataclass(frozen=True)
-class PatchState:
+class PatchState(NamedTuple):
     """One patch of the set against the tree."""
 
     name: str
     state: State
-    rejected: tuple[str, ...] = ()
+    rejected: tuple[str, ...]
     """``file, hunk '@@ header'`` of every hunk that does not fit."""
 
 
-@dataclass(frozen=True)
-class Examination:
+class Examination(NamedTuple):
     """A tree, the patch set for its version, and what the tree's files are without and with the whole set."""
 
     tree: Path
@@ -69,21 +67,18 @@ def patch_sets() -> dict[str, tuple[Path, ...]]:
 
 
 def examine(tree: Path) -> Examination:
-    """What the patch set for the tree's version would do; changes nothing.
-
-    Raises:
-        UserError: not a Megatron-LM tree, no set for its version, files that the set changes are missing, or neither
-            git nor patch is installed.
-    """
+    """What the patch set for the tree's version would do; changes nothing."""
     version, tag, patches = _set_for(tree)
-    now = _read(tree, sorted({name for patch in patches for name in _files_of(patch)}))
+    texts = [patch.read_text(encoding="utf-8") for patch in patches]
+    names = sorted({name for text in texts for name in re.findall(r"^\+\+\+ b/(\S+)", text, flags=re.MULTILINE)})
+    if missing := [name for name in names if not (tree / name).is_file()]:
+        raise UserError(f"{tree} has no {', '.join(missing)}; a whole Megatron-LM source tree is needed")
+    now = without = {name: (tree / name).read_bytes() for name in names}
     applied = set()
-    without = now
     for patch in reversed(patches):
-        result, rejected = _run(patch, without, reverse=True)
+        without, rejected = _run(patch, without, reverse=True)
         if not rejected:
             applied.add(patch)
-            without = result
     states, with_all = [], without
     for patch in patches:
         with_all, rejected = _run(patch, with_all)
@@ -93,11 +88,7 @@ def examine(tree: Path) -> Examination:
 
 
 def require_clean(found: Examination) -> None:
-    """Refuse a tree in which some patch neither is nor applies.
-
-    Raises:
-        UserError: names the patch and the first hunk.
-    """
+    """Refuse a tree in which some patch neither is nor applies: names the patch and the first hunk."""
     for patch in found.patches:
         if patch.state == "conflicts":
             raise UserError(
@@ -107,26 +98,16 @@ def require_clean(found: Examination) -> None:
 
 
 def apply(tree: Path) -> Examination:
-    """Apply what is missing of the set; returns what was found before.
-
-    Raises:
-        UserError: as :func:`examine` and :func:`require_clean`.
-    """
+    """Apply what is missing of the set; returns what was found before."""
     found = examine(tree)
-    require_clean(found)
-    _write(tree, found.now, found.with_all)
+    _write(found, found.with_all)
     return found
 
 
 def revert(tree: Path) -> Examination:
-    """Undo what is applied of the set; returns what was found before.
-
-    Raises:
-        UserError: as :func:`examine` and :func:`require_clean`.
-    """
+    """Undo what is applied of the set; returns what was found before."""
     found = examine(tree)
-    require_clean(found)
-    _write(tree, found.now, found.without)
+    _write(found, found.without)
     return found
 
 
@@ -151,21 +132,11 @@ def _set_for(tree: Path) -> tuple[str, str, tuple[Path, ...]]:
     )
 
 
-def _files_of(patch: Path) -> list[str]:
-    return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
-
-
-def _read(tree: Path, names: list[str]) -> _Contents:
-    missing = [name for name in names if not (tree / name).is_file()]
-    if missing:
-        raise UserError(f"{tree} has no {', '.join(missing)}; a whole Megatron-LM source tree is needed")
-    return {name: (tree / name).read_bytes() for name in names}
-
-
-def _write(tree: Path, before: _Contents, after: _Contents) -> None:
+def _write(found: Examination, after: _Contents) -> None:
+    require_clean(found)
+    tree, before = found.tree, found.now
     changed = [name for name in before if before[name] != after[name]]
-    closed = [name for name in changed if not os.access(tree / name, os.W_OK)]
-    if closed:
+    if closed := [name for name in changed if not os.access(tree / name, os.W_OK)]:
         raise UserError(f"{tree}: no permission to write {', '.join(closed)}; nothing was changed")
     try:
         for name in changed:
@@ -178,6 +149,13 @@ def _write(tree: Path, before: _Contents, after: _Contents) -> None:
 
 def _run(patch: Path, contents: _Contents, *, reverse: bool = False) -> tuple[_Contents, tuple[str, ...]]:
     """``contents`` after ``patch`` and no rejected hunks, or ``contents`` unchanged and the rejected hunks."""
+    if git := shutil.which("git"):
+        command = [git, "-c", "core.autocrlf=false", "apply", "--reject", "--whitespace=nowarn", str(patch)]
+    elif tool := shutil.which("patch"):
+        options = ["--strip=1", "--fuzz=0", "--no-backup-if-mismatch", "--force", "--posix"]
+        command = [tool, *options, f"--input={patch}"]
+    else:
+        raise UserError("neither git nor patch is installed; install one of them")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
         for name, data in contents.items():
@@ -186,9 +164,8 @@ def _run(patch: Path, contents: _Contents, *, reverse: bool = False) -> tuple[_C
         # Without a ceiling git would take the patch's paths as relative to a repository around the temporary folder.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         environment.update(LC_ALL="C", GIT_CEILING_DIRECTORIES=str(root.parent))
-        done = subprocess.run(  # noqa: S603
-            _command(patch, reverse), cwd=root, env=environment, capture_output=True, text=True, check=False
-        )
+        command += ["--reverse"] if reverse else []
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode == 0:
             return {name: (root / name).read_bytes() for name in contents}, ()
         rejected = tuple(
@@ -197,15 +174,3 @@ def _run(patch: Path, contents: _Contents, *, reverse: bool = False) -> tuple[_C
             for header in re.findall(r"^@@ .*", path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
         )
         return contents, rejected or (done.stderr.strip() or done.stdout.strip(),)
-
-
-def _command(patch: Path, reverse: bool) -> list[str]:
-    git = shutil.which("git")
-    if git is not None:
-        options = ["-c", "core.autocrlf=false", "apply", "--reject", "--whitespace=nowarn"]
-        return [git, *options, *(["--reverse"] if reverse else []), str(patch)]
-    tool = shutil.which("patch")
-    if tool is None:
-        raise UserError("neither git nor patch is installed; install one of them")
-    options = ["--strip=1", "--fuzz=0", "--no-backup-if-mismatch", "--force", "--posix", f"--input={patch}"]
-    return [tool, *options, *(["--reverse"] if reverse else [])]

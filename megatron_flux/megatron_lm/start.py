@@ -1,32 +1,108 @@
-"""Before Megatron-LM builds its model: the check of its arguments, and patch(); after it: the tuner."""
+"""The ``--flux`` arguments, their check, patch() before Megatron-LM builds its model, and the tuner behind it.
+
+The arguments are the switch and one ``--flux-*`` for each field of FluxConfig, beside Megatron-LM's own.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
 
 import torch
 
+from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.errors import UserError
-from megatron_flux.megatron_lm.arguments import config_from
+from megatron_flux.ops import backend_names
 from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import sm_margin
 from megatron_flux.version import __version__
+
+VARIABLE = "MEGATRON_FLUX"
+"""Environment variable that switches flux on without an argument: 1 is on, 0 or nothing is off."""
+
+SAMPLE_INTERVAL = 10
+
+_BACKENDS = ("backend", *Backends._fields)
+_HELP = {
+    "backend": "Operator backend; auto picks the best one for the tensors at hand.",
+    "forward": "Operator backend of forward, where it is another one.",
+    "dgrad": "Operator backend of dgrad, where it is another one.",
+    "wgrad": "Backend of the gather for wgrad, where it is another one.",
+    "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
+    "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
+}
 
 
 class MegatronArgumentsError(UserError, AssertionError):
     """Arguments that flux cannot run with; an AssertionError, as Megatron-LM's own validation raises."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group, unless the parser has it already, and return the parser, as Megatron-LM's own functions do.
+
+    A value of ``MEGATRON_FLUX`` that is neither 0 nor 1 is an error of the parser.
+    """
+    if parser.get_default("flux") is not None:
+        return parser
+    on = os.environ.get(VARIABLE, "")
+    if on not in ("", "0", "1"):
+        parser.error(f"{VARIABLE}={on!r} in the environment; set it to 1 (on) or 0 (off)")
+    group = parser.add_argument_group(title="flux")
+    group.add_argument(
+        "--flux",
+        action=argparse.BooleanOptionalAction,
+        default=on == "1",
+        help=f"Run tensor-parallel linears with megatron-flux; {VARIABLE}=1 in the environment does the same.",
+    )
+    types = get_type_hints(FluxConfig)
+    for field in fields(FluxConfig):
+        kind: dict[str, Any] = {"type": types[field.name]}
+        if types[field.name] is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif field.name in _BACKENDS:
+            kind = {"choices": backend_names()}
+        default = None if field.default is MISSING else field.default
+        about = _HELP.get(field.name, f"FluxConfig.{field.name}")
+        group.add_argument(f"--flux-{field.name.replace('_', '-')}", default=default, help=about, **kind)
+    group.add_argument(
+        "--flux-sample-interval",
+        type=_interval,
+        default=SAMPLE_INTERVAL,
+        help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
+    )
+    return parser
+
+
+def _interval(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 0 or more")
+    return int(text)
+
+
+def config_from(args: Any) -> FluxConfig:
+    """The FluxConfig that arguments ask for; what they lack (``--yaml-cfg`` in a patched tree) has its default."""
+    given = {field.name: getattr(args, f"flux_{field.name}", MISSING) for field in fields(FluxConfig)}
+    return FluxConfig(**{name: value for name, value in given.items() if value is not MISSING})
+
+
+def add_from_command_line(args: Any) -> Any:
+    """Give ``args`` the group's values where it lacks them: ``--yaml-cfg`` drops everything parsed before."""
+    parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    for name, value in vars(parser.parse_known_args()[0]).items():
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    return args
+
+
 def install(args: Any) -> None:
     """Check ``args`` and patch megatron-core where ``args.flux`` says so; a second call changes and prints nothing.
 
-    Rank 0 prints one summary on its standard output.
-
-    Raises:
-        MegatronArgumentsError: as :func:`validate`.
-        UnsupportedVersionError: as :func:`megatron_flux.patch`.
+    Rank 0 prints one summary on its standard output. Errors are those of :func:`validate` and
+    :func:`megatron_flux.patch`.
     """
     if not args.flux:
         return
@@ -62,47 +138,34 @@ def validate(args: Any) -> None:
     Raises:
         MegatronArgumentsError: every reason at once, each with what to change.
     """
-    if not args.flux:
-        return
-    problems = [
-        *_layout_problems(args),
-        *_stock_only(args),
-        *_transformer_engine_problems(args),
-        *_graph_problems(args),
-        *_priority_problems(args),
-    ]
-    if problems:
+    if args.flux and (problems := [*_problems(args), *_graph_problems(args)]):
         raise MegatronArgumentsError("flux is on, but " + "; ".join(problems) + " (or switch flux off: --no-flux)")
 
 
-def _layout_problems(args: Any) -> Iterator[str]:
+def _problems(args: Any) -> Iterator[str]:
     if args.tensor_model_parallel_size == 1:
         yield "tensor parallelism is off, so there is nothing to fuse: give --tensor-model-parallel-size 2 or more"
-        return
-    if not args.sequence_parallel:
-        yield "sequence parallelism is off, so there is nothing to fuse: give --sequence-parallel"
-    if getattr(args, "tp_comm_overlap", False):
-        yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
-
-
-def _stock_only(args: Any) -> Iterator[str]:
-    """Options with which every linear would run stock."""
-    for option, name in (("--fp8-format", "fp8"), ("--fp4-format", "fp4")):
+    else:
+        if not args.sequence_parallel:
+            yield "sequence parallelism is off, so there is nothing to fuse: give --sequence-parallel"
+        if getattr(args, "tp_comm_overlap", False):
+            yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
+    for name in ("fp8", "fp4"):
         if getattr(args, name, None):
-            yield f"every linear would run stock with {option}: train in bf16 or fp16"
+            yield f"every linear would run stock with --{name}-format: train in bf16 or fp16"
     if getattr(args, "use_megatron_fsdp", False):
         yield "every linear would run stock with --use-megatron-fsdp: leave it out"
-
-
-def _transformer_engine_problems(args: Any) -> Iterator[str]:
-    """A TransformerEngine whose layers cannot run flux, where the model is built of its layers (the default).
-
-    With ``--spec`` the model may be built of anything.
-    """
-    if getattr(args, "transformer_impl", None) != "transformer_engine" or getattr(args, "spec", None):
-        return
-    if why := te_seam.why_unusable():
+    # With --spec the model may be built of anything.
+    over_te = getattr(args, "transformer_impl", None) == "transformer_engine" and not getattr(args, "spec", None)
+    if over_te and (why := te_seam.why_unusable()):
         yield f"no layer of --transformer-impl transformer_engine can run it: {why}"
+    groups = getattr(args, "high_priority_stream_groups", None)
+    if groups and _needs_all_sms(args):
+        yield (
+            f"NCCL's kernels of {', '.join(groups)} would run on streams of high priority "
+            "(--high-priority-stream-groups), which nothing orders against fused kernels: set MEGATRON_FLUX_SM_MARGIN "
+            "to the number of SMs that NCCL takes, or leave it out"
+        )
 
 
 def _graph_problems(args: Any) -> Iterator[str]:
@@ -110,13 +173,15 @@ def _graph_problems(args: Any) -> Iterator[str]:
     graphs = getattr(args, "cuda_graph_impl", "none")
     if graphs in (None, "none"):
         return
-    names = ("flux_backend", "flux_forward", "flux_dgrad", "flux_wgrad")
-    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) == "pipelined"]:
+    if given := [f"--flux-{name}" for name in _BACKENDS if getattr(args, f"flux_{name}", None) == "pipelined"]:
         yield (
             f"backend pipelined ({', '.join(given)}) cannot be captured in CUDA graphs (--cuda-graph-impl {graphs}): "
             "choose another backend"
         )
-    if _whole_iteration(args) and getattr(args, "cuda_graph_warmup_steps", 1) == 0:
+    # One graph holds the iteration: an implementation from 0.18 on, a scope of "local" before (0.16: an enumeration).
+    scopes = getattr(args, "cuda_graph_scope", None) or []
+    scopes = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
+    if "full_iteration" in (graphs, *scopes) and getattr(args, "cuda_graph_warmup_steps", 1) == 0:
         yield (
             "the first iteration would be captured, and workspaces cannot be made during capture: give "
             "--cuda-graph-warmup-steps 1 or more"
@@ -128,7 +193,7 @@ def _graph_problems(args: Any) -> Iterator[str]:
         "expert": "expert_model_parallel_size",
     }
     beside = [f"{kind} parallelism ({n})" for kind, name in sizes.items() if (n := getattr(args, name, None) or 1) > 1]
-    if beside and _may_be_fused(args) and sm_margin() == 0:
+    if beside and _needs_all_sms(args):
         yield (
             f"CUDA graphs (--cuda-graph-impl {graphs}) hold fused kernels, which take all SMs and wait for peers, "
             f"beside NCCL's of {' and '.join(beside)}, and nothing orders the launch of a graph against those "
@@ -137,28 +202,8 @@ def _graph_problems(args: Any) -> Iterator[str]:
         )
 
 
-def _priority_problems(args: Any) -> Iterator[str]:
-    groups = getattr(args, "high_priority_stream_groups", None)
-    if groups and _may_be_fused(args) and sm_margin() == 0:
-        yield (
-            f"NCCL's kernels of {', '.join(groups)} would run on streams of high priority "
-            "(--high-priority-stream-groups), which nothing orders against fused kernels: set MEGATRON_FLUX_SM_MARGIN "
-            "to the number of SMs that NCCL takes, or leave it out"
-        )
-
-
-def _may_be_fused(args: Any) -> bool:
-    """Whether any direction may take a backend with fused kernels."""
+def _needs_all_sms(args: Any) -> bool:
+    """Whether any direction may take a backend with fused kernels, which leave no SM to others."""
     whole = getattr(args, "flux_backend", "auto")
-    directions = (getattr(args, f"flux_{name}", None) or whole for name in ("forward", "dgrad", "wgrad"))
-    return any(backend not in ("reference", "pipelined") for backend in directions)
-
-
-def _whole_iteration(args: Any) -> bool:
-    """Whether one graph holds the iteration: an implementation from 0.18 on, a scope of ``local`` before."""
-    if args.cuda_graph_impl == "full_iteration":
-        return True
-    scopes = getattr(args, "cuda_graph_scope", None) or []
-    scopes = [scopes] if isinstance(scopes, str) else scopes
-    # An enumeration from 0.16 on.
-    return "full_iteration" in [getattr(scope, "name", scope) for scope in scopes]
+    directions = (getattr(args, f"flux_{name}", None) or whole for name in Backends._fields)
+    return any(backend not in ("reference", "pipelined") for backend in directions) and sm_margin() == 0

@@ -172,7 +172,7 @@ BREAKDOWN: dict[str, str] = {
     "rank": "whose trace it is",
     "source": "'gpu': the GPU's own timeline; 'cpu': the timeline of torch's operators on the host",
     "span_ms": "length of a step: what the parts add up to",
-    "parts": "ms per step by part (BREAKDOWN_PARTS), disjoint: each moment counts once, see telemetry.trace_parts",
+    "parts": "ms per step by part (BREAKDOWN_PARTS), disjoint: each moment counts once, see telemetry.breakdown",
     "communication_hidden_ms": "ms per step of communication beside something else; not part of the sum. What a fused "
     "kernel waits for its peers is neither in this nor in communication_exposed, but in fused",
     "launches": "kernels, copies and fills (CPU: operators) per step",

@@ -84,7 +84,7 @@ def rounds(
         random.Random(turn).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
         for name in order:
             with around(name):
-                found[name].append(_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
+                found[name].append(own_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
     ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}
     return {name: Samples(*by_round.t().tolist()) for name, by_round in ms.items()}
 
@@ -120,7 +120,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device, warm: int = 1) -> float:
     """Milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
-    mine = _burst(call, count, device, lambda: dist.barrier(group=group), warm)
+    mine = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
     return _slowest(mine, group, device)[0].item()
 
 
@@ -130,10 +130,15 @@ def _slowest(mine: Any, group: dist.ProcessGroup, device: torch.device) -> torch
     return slowest
 
 
-def _burst(
-    call: Way, count: int, device: torch.device, barrier: Callable[[], object], warm: int = 1
+def own_burst(
+    call: Way,
+    count: int,
+    device: torch.device,
+    barrier: Callable[[], object],
+    warm: int = 1,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[float, float, float]:
-    """Of one burst on this rank, what :class:`Samples` has of all."""
+    """Of one burst on this rank, what :class:`Samples` has of all; ``meanwhile`` is called while the GPU is at it."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -152,6 +157,8 @@ def _burst(
     if not on_gpu:
         return host, host, first
     end.record()
+    if meanwhile is not None:
+        meanwhile()
     end.synchronize()
     return start.elapsed_time(end) / count, host, first
 

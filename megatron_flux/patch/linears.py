@@ -1,13 +1,26 @@
-"""The two replaced methods of the local linears: ``ColumnParallelLinear._forward_impl``, ``RowParallelLinear.forward``.
+"""The replaced methods of five layers, and when a call runs stock.
+
+======================================================  ========================================================
+``ColumnParallelLinear._forward_impl``                  the gather happens inside it
+``RowParallelLinear.forward``                           the reduce-scatter happens in it, after ``_forward_impl``
+``TELayerNormColumnParallelLinear.forward``             norm by TransformerEngine's kernels, then a column layer
+``TEColumnParallelLinear``, ``TERowParallelLinear``     ``forward``, inherited from ``TELinear``, which is left alone:
+                                                        it also serves as a linear without tensor parallelism
+======================================================  ========================================================
 
 Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
-Why these two: the column layer's gather happens inside ``_forward_impl``, the row layer's reduce-scatter in
-``forward``, after its ``_forward_impl``.
 
 Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers.
 Whatever is not recognised runs the stock method and is counted with the reason (:meth:`LinearPatch.runs_stock`): a
 silent fallback could not be told from the feature working, so every path to stock goes through there.
+
+What stock's ``forward`` over TransformerEngine does besides its work is done here too: it ends the layer's first
+micro-batch, whose weight gradient replaces what is in ``main_grad``, and returns the bias that the caller is to add.
+In a CUDA graph the weight gradient is always added: one graph serves all micro-batches, and Megatron has zeroed
+``main_grad``. TransformerEngine's ``make_graphed_callables`` (to 2.13) sets ``is_first_microbatch`` again before it
+captures; a stock layer's graph then replaces what earlier micro-batches have added (TransformerEngine pull request
+2715).
 
 Where a layer's configuration asks for Megatron's CUDA graphs, its first call switches the operators of this process to
 the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
@@ -23,18 +36,34 @@ from typing import Any
 
 import torch
 
-from megatron_flux.config import STOCK, FluxConfig
+from megatron_flux.comm.slab import capture_id
+from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.operators import DTYPES
-from megatron_flux.patch.layer_backends import backends_of
 from megatron_flux.patch.megatron_core import MegatronCoreLine
+from megatron_flux.patch.te_seam import TransformerEngine
 
 logger = logging.getLogger("megatron_flux")
 
 CHOSEN = "chosen with set_backend"
 """Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
+CHOICE = "_megatron_flux_backends"
+"""A layer's choice is in its ``__dict__``: found without a search through parameters, and gone with the layer."""
+
+TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "TE row"
+"""Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
+
+_EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
+_EXPERT = "expert layer with explicit communication"
+_FROZEN = "trainable bias on a frozen weight"
+"""Stock gives that bias no gradient: stay with it."""
+
+
+def backends_of(layer: Any, default: Backends) -> Backends | str:
+    """What was chosen for ``layer``, or ``default``; ``stock`` as a string."""
+    return layer.__dict__.get(CHOICE, default)
 
 
 class LinearPatch:
@@ -43,16 +72,25 @@ class LinearPatch:
     ``config`` may be exchanged while patched: the methods read it at every call.
     """
 
-    def __init__(self, config: FluxConfig, line: MegatronCoreLine, row_forward_impl: Callable[..., Any]) -> None:
-        """``row_forward_impl`` is the stock one of ``RowParallelLinear``: a subclass with its own is left alone."""
-        self.config = config
-        self.line = line
+    def __init__(
+        self,
+        config: FluxConfig,
+        line: MegatronCoreLine,
+        row_forward_impl: Callable[..., Any],
+        te: TransformerEngine | str | None = None,
+    ) -> None:
+        """``row_forward_impl``: the stock one of ``RowParallelLinear``; a subclass with its own is left alone.
+
+        ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
+        """
+        self.config, self.line, self.te = config, line, te
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """Calls that ran stock, by kind of layer and reason."""
-        self._row_forward_impl = row_forward_impl
-        self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.cuda_graphs = False
         """Whether a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
+        self._row_forward_impl = row_forward_impl
+        self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._neutral = {"grad_output_buffer": None, "wgrad_deferral_limit": None, **line.added}
 
     @property
     def active_layers(self) -> int:
@@ -95,16 +133,48 @@ class LinearPatch:
                 self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
-            output = row_parallel_linear(
-                input_,
-                layer.weight,
-                layer.tp_group,
-                gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
-                backend=backends,
+            fusion = layer.gradient_accumulation_fusion
+            y = row_parallel_linear(
+                input_, layer.weight, layer.tp_group, gradient_accumulation_fusion=fusion, backend=backends
             )
             if layer.skip_bias_add:
-                return output, layer.bias
-            return (output if layer.bias is None else output + layer.bias), None
+                return y, layer.bias
+            return (y if layer.bias is None else y + layer.bias), None
+
+        return forward
+
+    def te_forward(self, kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``forward`` of a layer over TransformerEngine."""
+
+        def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            weight = getattr(layer, "weight", None)  # none where parameters are split
+            backends = backends_of(layer, self.config.backends)
+            reason = CHOSEN if backends == STOCK else self.why_stock_te(kind, layer, x, weight, args, kwargs)
+            if reason is not None:
+                self.runs_stock(kind, reason, layer)
+                return stock(layer, x, *args, **kwargs)
+            self.activate(layer)
+            first = layer.is_first_microbatch
+            options = {
+                "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
+                "overwrite_main_grad": (
+                    (first and not layer.disable_parameter_transpose_cache and capture_id(x) is None)
+                    or getattr(weight, "overwrite_main_grad", False)
+                ),
+                "backend": backends,
+            }
+            bias = layer.bias if layer.apply_bias else None
+            if kind == TE_ROW:
+                y = row_parallel_linear(x, weight, layer.tp_group, **options)
+                y = y if bias is None else y + bias  # not sharded: added once, after the sum
+            else:
+                options |= {"epilogue_bias": True, "gather_ahead": self.config.gather_ahead}
+                if kind == TE_NORM_COLUMN:
+                    options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
+                y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)
+            if first:
+                layer.is_first_microbatch = False
+            return y, layer.bias if layer.te_return_bias else None
 
         return forward
 
@@ -113,7 +183,7 @@ class LinearPatch:
     ) -> str | None:
         """Why stock must run this call of ``_forward_impl``, or None."""
         if layer.explicit_expert_comm:
-            return "expert layer with explicit communication"
+            return _EXPERT
         if args:
             return f"_forward_impl was called with {len(args)} unknown positional argument(s)"
         if not kwargs.get("sequence_parallel"):
@@ -123,31 +193,25 @@ class LinearPatch:
         group = kwargs.get("tp_group")
         if group is None or group.size() == 1:
             return "tp = 1"
-        expected = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
         for name, value in kwargs.items():
-            if name not in expected and not self._is_neutral(name, value):
-                return f"unsupported keyword {name}={value!r}"
-        missing = expected - kwargs.keys()
-        if missing:
+            if name not in _EXPECTED:
+                neutral = self._neutral.get(name, value)
+                # The types are compared first: == of a tensor is a tensor, and has no truth value.
+                if name not in self._neutral or type(value) is not type(neutral) or value != neutral:
+                    return f"unsupported keyword {name}={value!r}"
+        if missing := _EXPECTED - kwargs.keys():
             return f"_forward_impl was called without {', '.join(sorted(missing))}"
         if kwargs["allreduce_dgrad"]:
             return "allreduce_dgrad together with sequence parallelism"
         bias = kwargs["bias"]
         if bias is not None and bias.requires_grad and not weight.requires_grad:
-            return "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
+            return _FROZEN
         return self.why_stock_common(layer, x, weight)
-
-    def _is_neutral(self, keyword: str, value: object) -> bool:
-        if keyword not in self.line.neutral_keywords:
-            return False
-        neutral = self.line.neutral_keywords[keyword]
-        # The types are compared first: == of a tensor is a tensor, and has no truth value.
-        return type(value) is type(neutral) and value == neutral
 
     def why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why stock must run this call of ``forward``, or None."""
         if layer.explicit_expert_comm:
-            return "expert layer with explicit communication"
+            return _EXPERT
         if args or kwargs:
             return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
         if not layer.sequence_parallel:
@@ -164,6 +228,65 @@ class LinearPatch:
     def _no_sequence_parallel(layer: Any) -> str:
         group = layer.tp_group
         return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
+
+    def why_stock_te(
+        self,
+        kind: str,
+        layer: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> str | None:
+        """Why stock must run this call of a layer of ``kind``, or None."""
+        if isinstance(self.te, str):
+            return self.te
+        if args or kwargs:
+            return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
+        if layer.parallel_mode is None:  # how megatron-core takes the communication away from TransformerEngine
+            return _EXPERT
+        if layer.tp_size == 1:
+            return "tp = 1"
+        if not layer.sequence_parallel:
+            return "sequence parallelism is off"
+        if layer.tp_group is None:
+            return "no tensor-parallel group"
+        if getattr(layer, "te_quant_params", None) is not None:
+            return "quantization of single modules (te_quant_params)"
+        reason = self.te.why_stock(layer, weight) or self.why_stock_common(layer, x, weight)
+        if reason is not None:
+            return reason
+        if kind == TE_NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:
+            return f"dtypes {x.dtype} and {layer.layer_norm_weight.dtype} (norm)"
+        for name, neutral in self.line.added.items():
+            if getattr(weight, name, neutral) not in (None, neutral):
+                return f"unsupported weight attribute {name}={getattr(weight, name)!r}"
+        if kind != TE_ROW and layer.apply_bias and layer.bias.requires_grad and not weight.requires_grad:
+            return _FROZEN
+        return None
+
+    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
+        for name, neutral in self.line.added.items():
+            if getattr(layer, name, neutral) != neutral:
+                return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
+        config = layer.config
+        if getattr(config, "fp8", None):
+            return f"fp8 ({config.fp8})"
+        if getattr(config, "fp4", None):
+            return f"fp4 ({config.fp4})"
+        if hasattr(weight, "__fsdp_param__"):
+            return "Megatron-FSDP weight"
+        offloading = getattr(config, "_cpu_offloading_context", None)
+        if offloading is not None and offloading.inside_context:
+            return "activation offloading to the CPU"
+        if getattr(config, "fine_grained_activation_offloading", False):
+            return "activation offloading to the CPU (fine_grained_activation_offloading)"
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
+            return "autocast"
+        if x.dtype != weight.dtype or x.dtype not in DTYPES:
+            return f"dtypes {x.dtype} and {weight.dtype}"
+        return None
 
     def runs_stock(self, kind: str, reason: str, layer: torch.nn.Module) -> None:
         """Count a call of ``layer`` that runs stock for ``reason``; the first of its kind and reason is logged.
@@ -194,29 +317,6 @@ class LinearPatch:
         """The patch is undone. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
             cuda_graphs.always(False)
-
-    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-        """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
-        for name, neutral in self.line.neutral_attributes.items():
-            if getattr(layer, name, neutral) != neutral:
-                return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
-        config = layer.config
-        if getattr(config, "fp8", None):
-            return f"fp8 ({config.fp8})"
-        if getattr(config, "fp4", None):
-            return f"fp4 ({config.fp4})"
-        if hasattr(weight, "__fsdp_param__"):
-            return "Megatron-FSDP weight"
-        offloading = getattr(config, "_cpu_offloading_context", None)
-        if offloading is not None and offloading.inside_context:
-            return "activation offloading to the CPU"
-        if getattr(config, "fine_grained_activation_offloading", False):
-            return "activation offloading to the CPU (fine_grained_activation_offloading)"
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
-            return "autocast"
-        if x.dtype != weight.dtype or x.dtype not in DTYPES:
-            return f"dtypes {x.dtype} and {weight.dtype}"
-        return None
 
 
 def asks_for_graphs(config: Any) -> bool:

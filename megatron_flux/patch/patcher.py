@@ -1,4 +1,4 @@
-"""patch(), unpatch(), patched(): installing replacements so that they come off again.
+"""patch(), unpatch(), patched(): installing replacements so that they come off again; set_backend(): a layer's own.
 
 Contract
     * idempotent: a second ``patch()`` replaces nothing; with another config it exchanges the config;
@@ -12,39 +12,51 @@ Hazard: the process has one megatron-core, so there is one patch; ``patched()`` 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flux.config import FluxConfig
+from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
-from megatron_flux.ops import stats
+from megatron_flux.ops import backend_names, stats
 from megatron_flux.patch import te_seam, tuning
-from megatron_flux.patch.layer_backends import check_backends
-from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import REPLACED, TE_REPLACED, checked_line, installed_megatron_core, resolve
-from megatron_flux.patch.te_linears import TELinearPatch
+from megatron_flux.patch.linears import CHOICE, TE_KINDS, LinearPatch
+from megatron_flux.patch.megatron_core import REPLACED, TE_REPLACED, checked_line, installed_megatron_core, te_layers
+from megatron_flux.settings import one_queue
 
 logger = logging.getLogger("megatron_flux")
-_Method = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class _Replacement:
+class _Replacement(NamedTuple):
     """One attribute of one class, before and after."""
 
     owner: type
     name: str
-    stock: _Method
-    flux: _Method
+    stock: Callable[..., Any]
+    flux: Callable[..., Any]
     inherited: bool
     """The class had no such attribute of its own: undoing removes it."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
+    @classmethod
+    def of(cls, owner: type, name: str, make: Callable[..., Callable[..., Any]]) -> _Replacement:
+        """Of ``owner.name`` by what ``make`` makes of it; nothing is replaced yet."""
+        inherited = name not in owner.__dict__
+        stock = getattr(owner, name) if inherited else owner.__dict__[name]
+        flux = make(stock)
+        flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+        flux.__doc__ = stock.__doc__
+        flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
+        return cls(owner, name, stock, flux, inherited)
 
     def undo(self) -> None:
         if self.inherited:
@@ -52,17 +64,10 @@ class _Replacement:
         else:
             setattr(self.owner, self.name, self.stock)
 
-    @property
-    def path(self) -> str:
-        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
-
-@dataclass
-class _Installed:
+class _Installed(NamedTuple):
     replacements: list[_Replacement]
     linears: LinearPatch
-    te_linears: TELinearPatch | None
-    """None where megatron-core does without TransformerEngine."""
 
 
 _installed: _Installed | None = None
@@ -77,10 +82,7 @@ def patch(config: FluxConfig | None = None) -> None:
     """Make megatron-core's tensor-parallel linears, those over TransformerEngine too, run the fused operators.
 
     Reaches classes imported and layers built before the call. Logs one line per replacement and a total (logger
-    ``megatron_flux``, rank 0).
-
-    Args:
-        config: how patched layers run; None means the defaults, or, when already patched, no change.
+    ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
         UserError: a backend that does not exist.
@@ -88,7 +90,7 @@ def patch(config: FluxConfig | None = None) -> None:
     """
     global _installed
     if config is not None:
-        check_backends(config.backends)
+        _check_backends(config.backends)
     if _installed is not None:
         if config is not None and config != _installed.linears.config:
             _installed.linears.config = config
@@ -97,27 +99,26 @@ def patch(config: FluxConfig | None = None) -> None:
     line = checked_line()
     from megatron.core.tensor_parallel import layers
 
-    linears, te_linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear._forward_impl), None
-    replacements = _replacements(layers, REPLACED, linears.column_forward_impl, linears.row_forward)
-    if (te_layers := te_seam.in_use()) is not None:
-        for symbol in line.te_symbols:
-            resolve(symbol)
+    linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear._forward_impl)
+    makers: list[Any] = [linears.column_forward_impl, linears.row_forward]
+    wanted = [(layers, path) for path in REPLACED]
+    if (over_te := te_layers()) is not None:
         try:
-            te_linears = TELinearPatch(linears, te_seam.load())
+            linears.te = te_seam.load()
         except UnsupportedVersionError as error:
-            te_linears = TELinearPatch(linears, str(error))
-        makers = (te_linears.norm_column_forward, te_linears.column_forward, te_linears.row_forward)
-        replacements += _replacements(te_layers, TE_REPLACED, *makers)
+            linears.te = str(error)
+        makers += [functools.partial(linears.te_forward, kind) for kind in TE_KINDS]
+        wanted += [(over_te, path) for path in TE_REPLACED]
+    replacements = []
+    for (module, path), make in zip(wanted, makers, strict=True):
+        owner, _, name = path.partition(":")[2].partition(".")
+        replacements.append(_Replacement.of(getattr(module, owner), name, make))
     for r in replacements:
         setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    _installed = _Installed(replacements, linears, te_linears)
-    _log(
-        "megatron_flux: %d replacements in megatron-core %s, backend %s",
-        len(replacements),
-        installed_megatron_core(),
-        linears.config.backend,
-    )
+    _installed = _Installed(replacements, linears)
+    total, backend = len(replacements), linears.config.backend
+    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
 
 
 def unpatch() -> None:
@@ -148,9 +149,6 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
     """Patch for the duration of a ``with`` block, then restore what was there before (stock, or an outer config).
 
     Backward of a forward that ran inside the block is flux, wherever it is called: autograd remembers it.
-
-    Raises:
-        UnsupportedVersionError: as :func:`patch`.
     """
     outer = _installed.linears.config if _installed is not None else None
     patch(config)
@@ -170,21 +168,14 @@ def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int
     would one after another, as micro-batches reach them, while the others wait in NCCL. Calls of other shapes are tuned
     when they come. A collective call of every tensor-parallel group; random states stay as they are.
 
-    Args:
-        model: this rank's stage, or its chunks, as Megatron builds them.
-        sequence: tokens of a sequence, of all ranks that share one.
-        micro_batch_size: sequences of a micro-batch.
-
-    Returns:
-        How many calls of different shapes were asked for: 0 where no layer's backend tunes (on CPUs, for instance).
-
-    Raises:
-        UserError: :func:`patch` was not called before.
+    ``model`` is this rank's stage, or its chunks, as Megatron builds them; ``sequence`` the tokens of a sequence, of
+    all ranks that share one. Returns how many calls of different shapes were asked for: 0 where no layer's backend
+    tunes (on CPUs, for instance). An error unless :func:`patch` was called before.
     """
     if _installed is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return tuning.tune(chunks, _installed.linears, _installed.te_linears, sequence, micro_batch_size)
+    return tuning.tune(chunks, _installed.linears, sequence, micro_batch_size)
 
 
 def report() -> dict[str, Any]:
@@ -210,20 +201,74 @@ def report() -> dict[str, Any]:
     }
 
 
-def _replacements(
-    module: ModuleType, methods: tuple[tuple[str, str], ...], *makers: Callable[[_Method], _Method]
-) -> list[_Replacement]:
-    made = []
-    for (cls, name), make in zip(methods, makers, strict=True):
-        owner = getattr(module, cls)
-        inherited = name not in owner.__dict__
-        stock = getattr(owner, name) if inherited else owner.__dict__[name]
-        flux = make(stock)
-        flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
-        flux.__doc__ = stock.__doc__
-        flux.__qualname__ = f"megatron_flux.{cls}.{name}"
-        made.append(_Replacement(owner, name, stock, flux, inherited))
-    return made
+def set_backend(
+    model: torch.nn.Module | list[torch.nn.Module],
+    backend: str | None,
+    *,
+    names: str = "*",
+    forward: str | None = None,
+    dgrad: str | None = None,
+    wgrad: str | None = None,
+) -> list[str]:
+    """Choose the operator backend of some layers of a built model, before or after :func:`megatron_flux.patch`.
+
+    For instance ``set_backend(model, "reference", names="*.mlp.*")``, or ``set_backend(model, "stock",
+    names="output_layer")``. All ranks of a tensor-parallel group must choose alike.
+
+    ``model`` may be Megatron's list of chunks. ``backend`` is that of all directions that are not given; ``stock``
+    leaves the layers to Megatron, None takes back what was chosen earlier. ``names`` is a pattern (as of
+    :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of Megatron's wrappers; ``*``
+    is all tensor-parallel linears. ``forward``, ``dgrad`` and ``wgrad`` are as in :class:`~megatron_flux.FluxConfig`.
+
+    Returns the names of the layers.
+
+    Raises:
+        UserError: an unknown backend, directions together with ``stock`` or None, or no layer of such a name.
+    """
+    directions = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    choice: Backends | str | None = backend
+    if backend is None or backend == STOCK:
+        if given := [name for name, value in directions.items() if value is not None]:
+            raise UserError(f"set_backend: {', '.join(given)} cannot be combined with backend={backend!r}")
+    else:
+        choice = Backends(*(value or backend for value in directions.values()))
+        _check_backends(choice, f"; or {STOCK!r}")
+    chosen, known = [], []
+    for chunk in model if isinstance(model, list) else [model]:
+        for name, module in chunk.named_modules():
+            if not any(f"{c.__module__}:{c.__qualname__}" in _LINEARS for c in type(module).__mro__):
+                continue
+            name = name.removeprefix("module.").removeprefix("module.")  # DistributedDataParallel, Float16Module
+            known.append(name)
+            if fnmatchcase(name, names):
+                chosen.append(name)
+                if choice is None:
+                    module.__dict__.pop(CHOICE, None)
+                else:
+                    module.__dict__[CHOICE] = choice
+    if not chosen:
+        shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+        raise UserError(f"set_backend: no tensor-parallel linear is named {names!r}; there are: {shown or 'none'}")
+    return chosen
+
+
+_LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
+
+
+def _check_backends(backends: Backends, more: str = "") -> None:
+    """Refuse a backend that does not exist (``more`` ends the list of those that do), and what could stand still:
+    NCCL's gather for wgrad beside a fused dgrad kernel on another hardware queue; each could wait for SMs that the
+    other holds.
+    """
+    for name in backends:
+        if name not in backend_names():
+            raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}{more}")
+    nccl, fused = ("reference", "pipelined"), ("auto", "tuned", "fused")
+    if backends.wgrad in nccl and backends.dgrad in fused and torch.cuda.is_available() and not one_queue():
+        raise UserError(
+            f"wgrad={backends.wgrad!r} gathers with NCCL during a dgrad that may be fused ({backends.dgrad!r}): set "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or leave wgrad to the same backend"
+        )
 
 
 def _log(message: str, *args: object) -> None:

@@ -11,21 +11,19 @@ Used of it
 Both are the same in the source of releases 2.9 to 2.18; 2.19 brings weights that are distributed once more. Another
 release, or one whose symbols are not as expected, leaves its layers stock with that reason.
 
-``patch()`` does not import TransformerEngine: :func:`in_use` looks at what megatron-core has imported, which tries to
-import it wherever it is installed. Only :func:`why_unusable` does, where its layers were asked for.
+``patch()`` does not import TransformerEngine where megatron-core has not. Only :func:`why_unusable` does, where its
+layers were asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.layers import Norm
-from megatron_flux.patch.megatron_core import TE_LAYERS, release_of, shown
+from megatron_flux.patch.megatron_core import release_of, shown
 
 SUPPORTED_TE = SpecifierSet(">=2.9,<2.19")
 
@@ -41,28 +39,17 @@ _KERNELS = {"layernorm_fwd": 9, "layernorm_bwd": 7, "rmsnorm_fwd": 8, "rmsnorm_b
 """Functions of ``transformer_engine_torch`` and how many parameters they take, all of them positional."""
 
 _userbuffers = attrgetter(
-    "ub_overlap_ag_fprop",
-    "ub_overlap_rs_fprop",
-    "ub_overlap_ag_dgrad",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_wgrad",
-    "ub_bulk_dgrad",
+    *(f"ub_overlap_{which}" for which in ("ag_fprop", "rs_fprop", "ag_dgrad", "rs_dgrad")),
+    *("ub_bulk_wgrad", "ub_bulk_dgrad"),
 )
 
 
-def in_use() -> ModuleType | None:
-    """megatron-core's module of TransformerEngine layers, or None where it could not import TransformerEngine."""
-    extension = sys.modules.get(TE_LAYERS)
-    return extension if extension is not None and getattr(extension, "HAVE_TE", False) else None
-
-
 def load() -> TransformerEngine:
-    """The installed TransformerEngine, checked.
-
-    Raises:
-        UnsupportedVersionError: a release outside the supported range, or symbols that are not as expected.
-    """
-    installed = _installed_version()
+    """The installed TransformerEngine, or UnsupportedVersionError where its release or symbols are not as expected."""
+    try:
+        installed = version("transformer-engine")
+    except PackageNotFoundError:  # not installed as a distribution
+        installed = str(getattr(importlib.import_module("transformer_engine"), "__version__", "of unknown version"))
     release = release_of(installed)
     if release is None or release not in SUPPORTED_TE:
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
@@ -95,13 +82,7 @@ class TransformerEngine:
     """What flux calls and asks of the installed TransformerEngine."""
 
     def __init__(self) -> None:
-        """Find and check the symbols.
-
-        Raises:
-            ImportError: a module is missing.
-            AttributeError: a symbol is missing.
-            TypeError: a kernel takes another number of parameters.
-        """
+        """Find and check the symbols; ImportError, AttributeError or TypeError where one is not as expected."""
         self.kernels = kernels = importlib.import_module("transformer_engine_torch")
         for name, expected in _KERNELS.items():
             found = _parameter_count(getattr(kernels, name))
@@ -148,30 +129,27 @@ class TransformerEngine:
 
     def norm(self, layer: Any) -> Norm:
         """The norm of a ``LayerNormLinear``, for use in the current grad mode."""
-        forward_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
-        return _norm(
-            self, layer.normalization, layer.eps, layer.zero_centered_gamma, forward_margin, layer.bwd_ln_sm_margin
-        )
+        sms = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
+        return _norm(self, layer.normalization, layer.eps, layer.zero_centered_gamma, sms, layer.bwd_ln_sm_margin)
 
 
-class _NormKernels:
-    """Options of one norm; what ``forward`` and ``backward`` of the two below take and give: :class:`Norm`."""
+class _Norm:
+    """A norm of TransformerEngine with its options; ``forward`` and ``backward`` as of :class:`Norm`."""
 
     def __init__(
-        self, kernels: Any, dtypes: Any, eps: float, zero_centered: bool, forward_margin: int, backward_margin: int
+        self, te: TransformerEngine, kind: str, eps: float, zero_centered: bool, sms_forward: int, sms_backward: int
     ) -> None:
-        """``dtypes``: torch's dtypes to TransformerEngine's; margins: SMs that the kernels leave free."""
-        self._kernels, self._dtypes, self._eps, self._zero_centered = kernels, dtypes, eps, zero_centered
-        self._forward_margin, self._backward_margin = forward_margin, backward_margin
+        """``sms_forward`` and ``sms_backward``: SMs that the kernels leave free."""
+        self._has_mean, name = {"LayerNorm": (True, "layernorm"), "RMSNorm": (False, "rmsnorm")}[kind]
+        self._forward, self._backward = (getattr(te.kernels, f"{name}_{which}") for which in ("fwd", "bwd"))
+        self._dtypes, self._eps, self._zero_centered = te.dtypes, eps, zero_centered
+        self._sms_forward, self._sms_backward = sms_forward, sms_backward
 
-    def _forward_options(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """eps, no output buffer, no quantizer, output dtype, SM margin, zero-centred gamma."""
-        return self._eps, None, None, self._dtypes[x.dtype], self._forward_margin, self._zero_centered
-
-
-class _LayerNorm(_NormKernels):
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        return self._kernels.layernorm_fwd(x, weight, bias, *self._forward_options(x))
+        affine = (weight, bias) if self._has_mean else (weight,)
+        # No output buffer, no quantizer.
+        options = self._eps, None, None, self._dtypes[x.dtype], self._sms_forward, self._zero_centered
+        return self._forward(x, *affine, *options)
 
     def backward(
         self,
@@ -181,33 +159,13 @@ class _LayerNorm(_NormKernels):
         mean: torch.Tensor | None,
         reciprocal_deviation: torch.Tensor,
     ) -> Any:
-        return self._kernels.layernorm_bwd(
-            dy, x, mean, reciprocal_deviation, weight, self._backward_margin, self._zero_centered
-        )
+        statistics = (mean, reciprocal_deviation) if self._has_mean else (reciprocal_deviation,)
+        found = self._backward(dy, x, *statistics, weight, self._sms_backward, self._zero_centered)
+        return found if self._has_mean else (*found, None)
 
 
-class _RMSNorm(_NormKernels):
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        return self._kernels.rmsnorm_fwd(x, weight, *self._forward_options(x))
-
-    def backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        reciprocal_deviation: torch.Tensor,
-    ) -> Any:
-        dx, dweight = self._kernels.rmsnorm_bwd(
-            dy, x, reciprocal_deviation, weight, self._backward_margin, self._zero_centered
-        )
-        return dx, dweight, None
-
-
-@lru_cache(maxsize=256)
-def _norm(te: TransformerEngine, kind: str, *options: Any) -> Norm:
-    """One for all layers with the same options: it has no state."""
-    return {"LayerNorm": _LayerNorm, "RMSNorm": _RMSNorm}[kind](te.kernels, te.dtypes, *options)
+_norm = lru_cache(maxsize=256)(_Norm)
+"""One for all layers with the same options: it has no state."""
 
 
 def _parameter_count(function: Callable[..., Any]) -> int | None:
@@ -216,29 +174,16 @@ def _parameter_count(function: Callable[..., Any]) -> int | None:
         return len(inspect.signature(function).parameters)
     except ValueError:
         pass
-    # pybind11's first line: name(first: type, second: type[a, b]) -> type. A colon that is part of a C++ type's name
-    # has no space behind it.
-    line = (function.__doc__ or "").partition("\n")[0]
-    inside = line.removeprefix(f"{function.__name__}(")
-    if inside == line:
+    # pybind11's first line: name(first: type, second: type[a, b]) -> type
+    line = re.match(rf"{re.escape(function.__name__)}\((.*)\) ->", function.__doc__ or "")
+    if line is None:
         return None
-    count, depth = 0, 1
-    for here, behind in pairwise(inside):
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(here, 0)
-        if depth == 0:
-            break
-        count += depth == 1 and here == ":" and behind == " "
-    return count
+    inside = line[1]
+    while (outer := re.sub(r"\[[^][]*\]", "", inside)) != inside:
+        inside = outer
+    return len(re.findall(r"\w: ", inside))  # the colons of a C++ type's name have no space behind them
 
 
 def _symbol(path: str) -> Any:
     module, _, name = path.partition(":")
     return attrgetter(name)(importlib.import_module(f"transformer_engine.pytorch.{module}"))
-
-
-def _installed_version() -> str:
-    """Distribution metadata, or the package's own version where it was not installed as a distribution."""
-    try:
-        return version("transformer-engine")
-    except PackageNotFoundError:
-        return str(getattr(importlib.import_module("transformer_engine"), "__version__", "of unknown version"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,8 @@ from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.patch import te_seam
-from megatron_flux.patch.layer_backends import backends_of
-from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
-from megatron_flux.patch.te_linears import COLUMN, NORM_COLUMN, ROW, TELinearPatch
+from megatron_flux.patch.linears import TE_KINDS, TE_ROW, LinearPatch, asks_for_graphs, backends_of
+from megatron_flux.patch.megatron_core import te_layers
 
 logger = logging.getLogger("megatron_flux")
 
@@ -41,139 +39,96 @@ class _Linear(NamedTuple):
     """``[n, k]`` of the rank."""
     bias: torch.Tensor | None
     """That the GEMM adds."""
-    dtype: torch.dtype
-    device: torch.device
+    like: torch.Tensor
+    """Of the operands' dtype and device."""
 
 
-def tune(
-    chunks: Sequence[torch.nn.Module],
-    linears: LinearPatch,
-    te_linears: TELinearPatch | None,
-    sequence: int,
-    micro_batch_size: int,
-) -> int:
+def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int, micro_batch_size: int) -> int:
     """See :func:`megatron_flux.tune_model`."""
-    found = [linear for chunk in chunks for linear in _linears(chunk, linears, te_linears)]
-    began, asked, answers = time.monotonic(), set(), 0
+    found = [linear for chunk in chunks for linear in _linears(chunk, linears)]
+    began, answers = time.monotonic(), 0
+    asked: set[tuple[Any, ...]] = set()
     # As the first call of such a layer does: from there on every call of the process is one for graphs.
     graphs = any(asks_for_graphs(linear.layer.config) for linear in found)
     with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
         for linear in found:
-            config = linear.layer.config
-            m = sequence * micro_batch_size // (getattr(config, "context_parallel_size", None) or 1)
-            for call in _calls(linear, linears, m):
-                if call not in asked:
-                    asked.add(call)
-                    answers += _decide(linear, call)
+            m = sequence * micro_batch_size // (getattr(linear.layer.config, "context_parallel_size", None) or 1)
+            backends = backends_of(linear.layer, linears.config.backends)
+            answers += _decide(linear, m, backends.forward, False, asked)
+            answers += _decide(linear, m, backends.dgrad, True, asked)
     if answers and dist.get_rank() == 0:
         logger.info("megatron_flux: %d calls decided ahead in %.0f s", answers, time.monotonic() - began)
     return answers
 
 
-class _Call(NamedTuple):
-    """What calls that need one answer have in common. ``n`` and ``k`` are the GEMM's."""
-
-    operator: str
-    rows: int
-    """Of the operand."""
-    n: int
-    k: int
-    transposed: bool
-    backend: str
-    dtype: torch.dtype
-    device: torch.device
-    group: str
-
-
-def _calls(linear: _Linear, linears: LinearPatch, m: int) -> Iterator[_Call]:
-    group, (n, k) = linear.layer.tp_group, linear.shape
-    backends = backends_of(linear.layer, linears.config.backends)
-    about = linear.dtype, linear.device, group.group_name
-    gather, scatter = ("all_gather_gemm", m // group.size()), ("gemm_reduce_scatter", m)
-    forward, dgrad = (scatter, gather) if linear.row else (gather, scatter)
-    yield _Call(*forward, n, k, False, backends.forward, *about)
-    yield _Call(*dgrad, k, n, True, backends.dgrad, *about)
-
-
-def _decide(linear: _Linear, call: _Call) -> bool:
-    """Whether a backend that tunes has an answer for the call now."""
-    group, like = linear.layer.tp_group, {"dtype": call.dtype, "device": call.device}
-    probe = torch.empty(1, call.k, **like)
-    weight = torch.empty(linear.shape, **like) if linear.weight is None else linear.weight
-    backend = select(call.backend, probe, weight, group)
+def _decide(linear: _Linear, m: int, backend_name: str, transposed: bool, asked: set[tuple[Any, ...]]) -> bool:
+    """Whether a backend that tunes has an answer for the forward (or dgrad) call, which is not among ``asked``."""
+    group, like = linear.layer.tp_group, linear.like
+    gathers = linear.row == transposed
+    operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
+    k = linear.shape[0 if transposed else 1]
+    call = (operator, rows, linear.shape, transposed, backend_name, like.dtype, like.device, group.group_name)
+    if call in asked:
+        return False
+    asked.add(call)
+    weight = like.new_empty(linear.shape) if linear.weight is None else linear.weight
+    backend = select(backend_name, like.new_empty(1, k), weight, group)
     if not isinstance(backend, TunedBackend):
         return False
     # Random numbers, as zeros make a GEMM run faster, of a generator of their own: training's stay what they were.
-    generator = torch.Generator(device=call.device).manual_seed(group.rank())
-    x = torch.empty(call.rows, call.k, **like).normal_(generator=generator)
+    generator = torch.Generator(device=like.device).manual_seed(group.rank())
+    x = like.new_empty(rows, k).normal_(generator=generator)
     if linear.weight is None:
         weight.normal_(generator=generator)
-    bias = None if call.transposed else linear.bias
-    backend.decide(
-        OperatorCall(call.operator, x, weight, group, call.transposed, bias, return_gathered=call.transposed)
-    )
+    bias = None if transposed else linear.bias
+    backend.decide(OperatorCall(operator, x, weight, group, transposed, bias, return_gathered=transposed))
     return True
 
 
-def _linears(chunk: torch.nn.Module, linears: LinearPatch, te_linears: TELinearPatch | None) -> Iterable[_Linear]:
+def _linears(chunk: torch.nn.Module, linears: LinearPatch) -> Iterator[_Linear]:
     """The linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
-    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    te_layers = te_seam.in_use() if te_linears is not None else None
+    module = te_layers() if linears.te is not None else None
+    names = ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
+    kinds = {} if module is None else dict(zip(TE_KINDS, (getattr(module, name) for name in names), strict=True))
     for layer in chunk.modules():
-        if isinstance(layer, layers.ColumnParallelLinear | layers.RowParallelLinear):
-            found = _local(layer, isinstance(layer, layers.RowParallelLinear), linears)
-        elif te_layers is not None and te_linears is not None:
-            found = _over_te(layer, te_layers, te_linears, linears)
-        else:
-            continue
-        if found is not None:
-            yield found
+        kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
+        local = isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        if (kind or local) and backends_of(layer, linears.config.backends) != STOCK:
+            row = kind == TE_ROW or isinstance(layer, RowParallelLinear)
+            found = _local(layer, row, linears) if local else _over_te(layer, kind, linears)
+            if found is not None:
+                yield found
 
 
 def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
-    if backends_of(layer, linears.config.backends) == STOCK:
-        return None
     weight = layer.weight
-    # Without one of its own it is the output layer, which computes in the model's dtype.
-    dtype = layer.config.params_dtype if weight is None else weight.dtype
     if weight is not None:
-        device = weight.device
-    else:
+        dtype, device = weight.dtype, weight.device
+    else:  # the output layer, which computes in the model's dtype
+        dtype = layer.config.params_dtype
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     like = torch.empty(0, dtype=dtype, device=device)
     if row:
         reason = linears.why_stock_row(layer, like, (), {})
-    else:
-        keywords = {
-            "bias": None if layer.skip_bias_add else layer.bias,
-            "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
-            "allreduce_dgrad": layer.allreduce_dgrad,
-            "sequence_parallel": layer.sequence_parallel,
-            "tp_group": layer.tp_group,
-        }
-        reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
-    if reason is not None:
-        return None
-    if row:
         shape = layer.output_size, layer.input_size_per_partition
     else:
+        names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group")
+        keywords = {name: getattr(layer, name) for name in names}
+        keywords["bias"] = None if layer.skip_bias_add else layer.bias
+        reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
         shape = layer.output_size_per_partition, layer.input_size
     # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
-    return _Linear(layer, row, weight, shape, None, dtype, device)
+    return _Linear(layer, row, weight, shape, None, like) if reason is None else None
 
 
-def _over_te(layer: Any, te_layers: Any, te_linears: TELinearPatch, linears: LinearPatch) -> _Linear | None:
-    kinds = {
-        NORM_COLUMN: te_layers.TELayerNormColumnParallelLinear,
-        COLUMN: te_layers.TEColumnParallelLinear,
-        ROW: te_layers.TERowParallelLinear,
-    }
-    kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
+def _over_te(layer: Any, kind: str, linears: LinearPatch) -> _Linear | None:
     weight = getattr(layer, "weight", None)  # none where parameters are split
-    if kind is None or weight is None or backends_of(layer, linears.config.backends) == STOCK:
+    if weight is None:
         return None
-    if te_linears.why_stock(kind, layer, torch.empty(0, dtype=weight.dtype, device=weight.device), weight, (), {}):
+    like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    if linears.why_stock_te(kind, layer, like, weight, (), {}):
         return None
-    bias = layer.bias if kind != ROW and layer.apply_bias else None
-    return _Linear(layer, kind == ROW, weight, tuple(weight.shape), bias, weight.dtype, weight.device)
+    bias = layer.bias if kind != TE_ROW and layer.apply_bias else None
+    return _Linear(layer, kind == TE_ROW, weight, tuple(weight.shape), bias, like)

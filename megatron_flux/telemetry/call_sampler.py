@@ -3,27 +3,51 @@
     sampler = Sampler(interval)
     with sampler.step(iteration):
         ...                          # one training step
-    values = sampler.result(clock)   # None unless that step was sampled; the GPU's clock in it, in MHz, if known
+    values = sampler.result()        # None unless that step was sampled
+    sampler.reading                  # the GPU in the middle of it
 
 The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`. They are of this rank.
-:mod:`ops.call_events` says what exactly is timed, :mod:`telemetry.baseline_times` what it is compared with.
+:mod:`ops.call_events` says what exactly is timed.
+
+FLUX (arXiv 2406.06858, section 5.1) defines the effective communication time of a way to run a call as its time minus
+that of the unsplit GEMM, and overlap efficiency as
+
+    E_overlap = 1 - ECT(overlapped) / ECT(not overlapped) = (serial - overlapped) / (serial - GEMM)
+
+with ``serial`` the collective and the GEMM one after the other: here the ``reference`` backend.
+
+Both baselines are measured here, between steps: right behind a sampled step, while the GPU is as warm and its clock as
+low as training has made them, a short burst of each at every one of the first :data:`ROUNDS` samples that have the
+call. (The tuner's times would not do: its bursts of one GEMM run at the power limit, while a step with other work in
+between clocks higher, so that calls would seem to beat their GEMM.) The clock is read meanwhile, since even so it is
+not the step's: a GEMM takes longer by as much as the clock is lower, and where that could be much of what the
+collective takes, no efficiency is given.
+
+Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
+training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from megatron_flux.ops import call_events
+from megatron_flux import nvml
+from megatron_flux.ops import call_events, timing
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import label_of
-from megatron_flux.telemetry.baseline_times import Baseline, BaselineTimes
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -39,40 +63,54 @@ NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at
 OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
 FASTER = "the call took less than the GEMM alone, which must have run in another state"
 """Why a comparison is withheld."""
+NO_MEMORY = "not measured: no memory for the operands on some rank"
 
 TOLERANCE = 0.1
 """How much of what could be hidden may be due to clocks."""
 RESOLUTION = 0.005
 """Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
+ROUNDS = 5
+"""Measurements of every call's baselines; on GPUs one at each sample."""
+BURST_MS, MOST_CALLS = 2.0, 20
+"""Of one burst: about how long, and how many calls at most."""
 
 
 class Sampler:
-    """Times the calls of one step out of ``interval``."""
+    """Times the calls of one step out of ``interval``, and reads this rank's GPU once in it."""
 
-    def __init__(self, interval: int, *, operators: bool = True) -> None:
+    def __init__(self, interval: int, *, operators: bool = True, gpu: nvml.Gpu | None = None) -> None:
         """``interval`` 0 is never. Without ``operators`` their calls are not timed and every field of a sample is null:
         where CUDA graphs replay calls, those few that they do not would pass for all.
         """
         self.interval = interval
-        self._operators = operators
+        self.reading: nvml.Reading | None = None
+        """Of ``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
+        self._operators, self._gpu, self._seconds = operators, gpu, 0.0
         self._timer = CallTimer()
-        self._baselines = BaselineTimes()
+        self._rounds: dict[Call, _Rounds] = {}
         self._sampling = False
 
     def due(self, iteration: int) -> bool:
         """Whether ``iteration`` (from 1) is one that is sampled."""
         return self.interval > 0 and iteration % self.interval == 0
 
-    def step(self, iteration: int) -> AbstractContextManager[None]:
-        """The context of one step."""
-        self._sampling = self.due(iteration)
-        return call_events.timed_by(self._timer if self._sampling and self._operators else None)
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """The context of one step; each lasts about as long as the one before."""
+        self._sampling, self.reading = self.due(iteration), None
+        glance = nvml.Glance(self._gpu, self._seconds / 2) if self._sampling and self._gpu is not None else None
+        began = time.perf_counter()
+        try:
+            with call_events.timed_by(self._timer if self._sampling and self._operators else None):
+                yield
+        finally:
+            self._seconds = time.perf_counter() - began
+            self.reading = glance.result() if glance is not None else None
 
-    def result(self, clock: float | None = None) -> dict[str, Any] | None:
+    def result(self) -> dict[str, Any] | None:
         """What was sampled in the latest step; call it right behind the step, while the GPU is as the step has left it.
 
-        Collective over the operators' groups at the first samples that have a call. ``clock``: MHz of this rank's GPU
-        in the step, None where that is not known.
+        Collective over the operators' groups at the first samples that have a call.
         """
         if not self._sampling:
             return None
@@ -80,11 +118,47 @@ class Sampler:
         if not self._operators:
             return dict.fromkeys(FIELDS)
         times = self._timer.collect()
-        return overlap(times, self._baselines.of(times), clock)
+        # One order for all ranks: two that are in two groups together must not measure them crosswise.
+        for call in sorted(times, key=_same_on_all_ranks):
+            for _ in range(_rounds_at_once(call.device)):
+                rounds = self._rounds.setdefault(call, [])
+                if rounds is not None and len(rounds) < ROUNDS:
+                    found = _measure(call, len(rounds) % 2 == 1)
+                    self._rounds[call] = None if found is None else [*rounds, found]
+        clock = None if self.reading is None else self.reading.sm_clock_mhz
+        return overlap(times, {call: _baseline(self._rounds[call]) for call in times}, clock)
+
+
+def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
+    return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend, call.group_name
+
+
+class Baseline(NamedTuple):
+    """Of one call, medians over the rounds; None where they are not known."""
+
+    gemm_ms: float | None
+    serial_ms: float | None
+    source: str
+    """``measured``, or why there is none."""
+    sm_clock_mhz: float | None = None
+    """Of this rank's GPU while the GEMM ran; None where it is not known."""
+
+
+_Rounds = list[tuple[float, float, float | None]] | None
+"""What has been measured of one call: ms in turn, ms of the GEMM, MHz meanwhile; None where memory was short."""
+
+
+def _baseline(rounds: _Rounds) -> Baseline:
+    if rounds is None:
+        return Baseline(None, None, NO_MEMORY)
+    serial, gemm, clocks = zip(*rounds, strict=True)
+    known = [clock for clock in clocks if clock is not None]
+    clock = statistics.median(known) if known else None
+    return Baseline(statistics.median(gemm), statistics.median(serial), "measured", clock)
 
 
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
-    """``flux/*`` of sampled calls; ``clock`` as for :meth:`Sampler.result`.
+    """``flux/*`` of sampled calls; ``clock``: MHz of this rank's GPU in the step, None where that is not known.
 
     Sums by operator leave out what is not known: an operator with a call whose GEMM was not measured has a time, and
     null elsewhere; one with a call whose comparison is withheld has no exposed time and no efficiency.
@@ -139,10 +213,7 @@ def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> d
     # Within the tolerance a call that was faster than its GEMM has hidden all; it has not gained time.
     exposed = None if baseline.gemm_ms is None or why is not None else max(taken - baseline.gemm_ms, 0.0)
     return {
-        "operator": call.operator,
-        "m": call.m,
-        "n": call.n,
-        "k": call.k,
+        **{name: getattr(call, name) for name in ("operator", "m", "n", "k")},
         "dtype": str(call.dtype).removeprefix("torch."),
         "transposed": call.transposed,
         "tp": call.group.size(),
@@ -188,3 +259,64 @@ def _tuner() -> TunedBackend:
     backend = get_backend(TunedBackend.name)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself
     return backend
+
+
+def _rounds_at_once(device: torch.device) -> int:
+    """Rounds at one sample. A GPU would be in another state after many; a processor has none that lasts."""
+    return 1 if device.type == "cuda" else ROUNDS
+
+
+@cache
+def _gpu(device: torch.device) -> nvml.Gpu | None:
+    try:
+        return nvml.of_device(device)
+    except LookupError:
+        return None
+
+
+def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] | None:
+    """A round of ``call`` on random operands of its shape; None where memory is short. Collective over its group."""
+    group, reference = call.group, ReferenceBackend()
+    operands = _operands(call)
+    if not timing.all_agree(operands is not None, group, call.device) or operands is None:
+        return None
+    made, alone = operands
+    # The slowest rank's, so that all ranks make as many calls.
+    once = timing.burst(lambda: made.run(reference), 1, group, call.device)
+    count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
+    gpu, barrier = _gpu(call.device), partial(dist.barrier, group=group)
+
+    def burst(way: Callable[[], Any]) -> tuple[float, float | None]:
+        seen: list[nvml.Reading] = []
+        look = None if gpu is None else lambda: seen.append(gpu.read())
+        ms, *_ = timing.own_burst(way, count, call.device, barrier, meanwhile=look)
+        return ms, seen[0].sm_clock_mhz if seen else None
+
+    ways = {"serial": partial(made.run, reference), "gemm": alone}
+    if call.operator == "all_gather":
+        del ways["gemm"]
+    taken = {name: burst(ways[name]) for name in (reversed(ways) if gemm_first else ways)}
+    serial, clock = taken["serial"]
+    gemm, clock = taken.get("gemm", (0.0, clock))
+    return serial, gemm, clock
+
+
+def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
+    """The call on operands (a weight of nothing for all_gather), and its GEMM alone; None where memory is short.
+
+    Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
+    """
+    rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // call.group.size()
+    generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
+    random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)
+    try:
+        x = random(rows, call.k)
+        weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
+        made = OperatorCall(call.operator, x, weight, call.group, call.transposed)
+        alone = gemm_only(made)
+        # The reference backend's gathered operand, its result and the one before, which is dropped later.
+        scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
+        del scratch
+    except torch.OutOfMemoryError:
+        return None
+    return None if alone is None else (made, alone)

@@ -1,33 +1,33 @@
-"""What this machine and this Python have: versions, devices and the links between them."""
+"""What this machine and this Python have: versions, devices, the links between them, and whether flux can run."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from megatron_flux import nvml
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
+from megatron_flux.errors import FluxError
+from megatron_flux.ops import backend_names
+from megatron_flux.patch import megatron_core, te_seam
+from megatron_flux.patch.megatron_core import REPLACED, SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, TE_REPLACED, shown
 from megatron_flux.version import __version__
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
 
 _SWITCHES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "MEGATRON_FLUX_SM_MARGIN",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_FLASH_ATTN",
-    "NVTE_FUSED_ATTN",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
-    "UB_SKIPMC",
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_SYMM_MEM_DISABLE_MULTICAST", "UB_SKIPMC"),
 )
 
 
@@ -72,12 +72,11 @@ def device_name() -> str:
 def link() -> dict[str, Any]:
     """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
 
-    Returns:
-        ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or
-        ``p2p`` as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and
-        ``peer_access``: ordered pairs of GPUs, and those with peer access.
+    ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or ``p2p``
+    as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and ``peer_access``: ordered
+    pairs of GPUs, and those with peer access.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _gpu_count()
     if count < 2:
         return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
     pairs = count * (count - 1)
@@ -97,6 +96,10 @@ def _link_by_cuda(count: int) -> tuple[int, Link]:
     gpus = range(count)
     peers = sum(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
     return peers, links.between(list(gpus))
+
+
+def _gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 _JOB = {
@@ -119,3 +122,83 @@ def job() -> dict[str, str] | None:
 def switches() -> dict[str, str | None]:
     """The environment variables that decide how communication and kernels run; None where one is not set."""
     return {name: os.environ.get(name) for name in _SWITCHES}
+
+
+def examine() -> dict[str, Any]:
+    """What ``megatron-flux doctor`` prints, ready for JSON.
+
+    ``problems`` keep flux from running; ``notes`` say what is missing but not needed.
+    """
+    installed, count, connected = versions(), _gpu_count(), link()
+    problems: list[str] = []
+    notes: list[str] = []
+    would_patch: list[str] = []
+    lines = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # megatron-core's own, about packages that are reported here
+            lines = shown(megatron_core.checked_line().versions)
+        would_patch += REPLACED
+        if megatron_core.te_layers() is not None:
+            would_patch += TE_REPLACED
+            te_seam.load()
+    except FluxError as error:
+        if lines is None:
+            problems.append(str(error))
+        else:
+            notes.append(f"TransformerEngine's layers would run stock: {error}")
+    if count == 0:
+        notes.append("no GPU: training runs on the CPU over gloo, in fp32; right, but slow")
+    elif installed["transformer-engine"] is None:
+        notes.append("no TransformerEngine: attention is Megatron's unfused one, with memory quadratic in the sequence")
+    if count > 1 and connected["kind"] == "host":
+        notes.append(
+            "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
+            "and GEMMs"
+        )
+    if count > 1 and connected["kind"] == "p2p":
+        notes.append(
+            f"no NVLink between all GPUs ({connected['reason']}): auto runs stock's collectives and GEMMs; fused "
+            "kernels run there by name only (backend fused or tuned), have not been tried, and hang where the platform "
+            "has no atomics between GPUs over PCIe"
+        )
+    if installed["apex wgrad kernel"] is None and count:
+        notes.append("no Apex kernel for gradient accumulation fusion: torch's addmm does the same")
+    return {
+        "versions": installed,
+        "supported": {"torch": shown(SUPPORTED_TORCH), "megatron-core": shown(SUPPORTED_MEGATRON_CORE)},
+        "devices": [torch.cuda.get_device_name(i) for i in range(count)] or [device_name()],
+        "link": connected,
+        "backends": backend_names(),
+        "megatron_core_line": lines,
+        "would_patch": [path.replace(":", ".") for path in would_patch],
+        "problems": problems,
+        "notes": notes,
+        "ok": not problems,
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print what :func:`examine` found."""
+    supported, names, connected = found["supported"], found["devices"], found["link"]
+    peers, why = f"{connected['peer_access']} of {connected['pairs']}", connected["reason"]
+    parts = {
+        "versions": [
+            f"{name} {value or 'not installed'}" + (f"  (supported {supported[name]})" if name in supported else "")
+            for name, value in found["versions"].items()
+        ],
+        "devices": [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)],
+        "link": [f"{connected['kind']}  ({peers} GPU pairs with peer access{f', {why}' if why else ''})"],
+        "backends": [", ".join(found["backends"])],
+        "would patch": found["would_patch"] or ["nothing"],
+        "notes": found["notes"],
+        "problems": found["problems"],
+        "verdict": ["flux can run here" if found["ok"] else "flux cannot run here"],
+    }
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, values in parts.items():
+        for i, value in enumerate(values):
+            table.add_row("" if i else title, value)
+    console.print(table)

@@ -116,7 +116,7 @@ class Arm:
                     "allocated_peak_bytes": peak.allocated,
                     "workspace_bytes": peak.workspace,
                     "active_layers": after["active_layers"],
-                    **self._measurements.values(local),
+                    **self._measurements.values(),
                 }
                 result = gathered(local, values, self._device)
                 if self._recorder is not None and self._mirror is not None:

@@ -2,7 +2,7 @@
 
     with measurements.step(iteration):
         local = trainer.step()
-    result = gathered(local, measurements.values(local), device)
+    result = gathered(local, measurements.values(), device)
     record |= measurements.fields(result)
 
 Every step: loss of the last stage, the slowest time, the largest memory, layers of other stages. Every
@@ -17,7 +17,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -90,41 +90,29 @@ class StepMeasurements:
         if replayed:
             self.operator_source = "none: calls inside replayed CUDA graphs are not seen by the host"
         self.gpu_source = "none: nothing is sampled"
-        self._sampler = call_sampler.Sampler(interval, operators=not replayed)
-        self._gpu: nvml.Gpu | None = None
+        gpu = None
         if interval:
             try:
-                self._gpu = nvml.of_device(device)
-                self.gpu_source = nvml.source()
+                gpu, self.gpu_source = nvml.of_device(device), nvml.source()
             except LookupError as error:
                 self.gpu_source = f"none: {error}"
-        self._last_seconds = 0.0
-        self._reading: nvml.Reading | None = None
+        self._sampler = call_sampler.Sampler(interval, operators=not replayed, gpu=gpu)
         self._sampled: dict[str, Any] | None = None
         self._choices: int | None = None
 
-    @contextmanager
-    def step(self, iteration: int) -> Iterator[None]:
+    def step(self, iteration: int) -> AbstractContextManager[None]:
         """Around one training step."""
-        glance = None
-        if self._gpu is not None and self._sampler.due(iteration):
-            glance = nvml.Glance(self._gpu, self._last_seconds / 2)
-        try:
-            with self._sampler.step(iteration):
-                yield
-        finally:
-            self._reading = glance.result() if glance is not None else None
+        return self._sampler.step(iteration)
 
-    def values(self, local: LocalStep) -> dict[str, float | None]:
+    def values(self) -> dict[str, float | None]:
         """What this rank has to say of the step; collective at the first samples of an operator's shape."""
-        self._last_seconds = local.seconds
-        self._sampled = self._sampler.result(self._reading.sm_clock_mhz if self._reading is not None else None)
+        self._sampled, reading = self._sampler.result(), self._sampler.reading
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
         if self._sampled is not None and (taken := self._sampled["flux/operator_time_ms"]) is not None:
             values["operators_ms"] = sum(taken.values())
-        if self._reading is not None:
-            values |= {name: getattr(self._reading, name) for name in nvml.FIELDS}
-            values["throttle"] = float(self._reading.throttle)
+        if reading is not None:
+            values |= {name: getattr(reading, name) for name in nvml.FIELDS}
+            values["throttle"] = float(reading.throttle)
         return values
 
     def fields(self, result: StepResult) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_flux.layers.wgrad import accumulate, apex_kernel
+from megatron_flux.layers.backward import accumulate, apex_kernel
 
 _CPU = torch.device("cpu")
 
@@ -132,7 +132,7 @@ def gradient_accumulation_fusion() -> Iterator[None]:
 
     Stock layers call Apex's ``fused_weight_gradient_mlp_cuda`` and refuse to be built without it. Flux layers do not
     need it, so a comparison would let flux win by the missing kernel alone. Here stock gets the same accumulating GEMM
-    (:func:`megatron_flux.layers.wgrad.accumulate`).
+    (:func:`megatron_flux.layers.backward.accumulate`).
     """
     if apex_kernel() is not None:
         yield

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.ops import call_events
-from megatron_flux.telemetry.trace_parts import OPTIMIZER
+from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.measurements import LocalStep, OwnMemory

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
-from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear, wgrad
+from megatron_flux.layers import backward, column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -61,7 +61,7 @@ class Spy(ReferenceBackend):
 
 @contextlib.contextmanager
 def spying() -> Iterator[Spy]:
-    spy, accumulate = Spy(), wgrad.accumulate
+    spy, accumulate = Spy(), backward.accumulate
 
     def logged(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
         spy.log.append(f"wgrad {main_grad.shape[0]}")
@@ -69,7 +69,7 @@ def spying() -> Iterator[Spy]:
 
     ops.register_backend(spy)
     try:
-        with mock.patch.object(wgrad, "accumulate", logged):
+        with mock.patch.object(backward, "accumulate", logged):
             yield spy
     finally:
         del registry._backends["spy"]
@@ -230,8 +230,8 @@ def rank_half_a_graph() -> None:
         row.backward(retain_graph=True)
         row.backward()
 
-    for backward, cut in ((column_first, True), (row_first, True), (twice, False)):
-        require_equal(main_grads(backward, cut, True), main_grads(backward, cut, False))
+    for order, cut in ((column_first, True), (row_first, True), (twice, False)):
+        require_equal(main_grads(order, cut, True), main_grads(order, cut, False))
 
     x = blocks.input()
     hidden = blocks.column(x, 0)

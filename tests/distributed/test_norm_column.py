@@ -20,7 +20,6 @@ pytestmark = pytest.mark.distributed
 
 S_PER_RANK, B, K, N = 3, 2, 8, 6
 EPS = 1e-5
-OPERANDS = ("x", "norm_weight", "norm_bias", "weight", "bias")
 
 
 class LayerNorm:
@@ -71,10 +70,10 @@ def operands(kind: str, bias: bool, frozen: tuple[str, ...] = ()) -> dict[str, t
 
 
 def ours(kind: str, o: dict[str, Any], **options: Any) -> torch.Tensor:
-    from megatron_flux.layers import norm_column_parallel_linear
+    from megatron_flux.layers import column_parallel_linear
 
-    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[kind]()
-    return norm_column_parallel_linear(*(o[name] for name in OPERANDS), dist.group.WORLD, norm=norm, **options)
+    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[kind](), o["norm_weight"], o["norm_bias"]
+    return column_parallel_linear(o["x"], o["weight"], o["bias"], dist.group.WORLD, norm=norm, **options)
 
 
 def in_turn(kind: str, o: dict[str, Any], **options: Any) -> torch.Tensor:

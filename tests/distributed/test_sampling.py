@@ -103,15 +103,15 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
 def rank_rounds(at_once: int | None) -> list[int]:
     register()
     sampler, counts = Sampler(1), []
-    from megatron_flux.telemetry import baseline_times
+    from megatron_flux.telemetry import call_sampler
 
-    measured = baseline_times.measure
+    measured = call_sampler._measure
     calls: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baseline_times, "measure", lambda call, *more: (calls.append(call), measured(call, *more))[1])
+        patch.setattr(call_sampler, "_measure", lambda call, *more: (calls.append(call), measured(call, *more))[1])
         if at_once is not None:
-            patch.setattr(baseline_times, "rounds_at_once", lambda device: at_once)
-        for iteration, rows in enumerate([4] * (baseline_times.ROUNDS + 2) + [8], 1):
+            patch.setattr(call_sampler, "_rounds_at_once", lambda device: at_once)
+        for iteration, rows in enumerate([4] * (call_sampler.ROUNDS + 2) + [8], 1):
             with sampler.step(iteration):
                 step(rows)
             sampler.result()
@@ -127,12 +127,12 @@ def test_every_shape_is_measured_in_rounds_and_no_more(world2: WorkerPool) -> No
 
 def rank_without_memory() -> dict[str, Any]:
     register()
-    from megatron_flux.telemetry import baseline_times
+    from megatron_flux.telemetry import call_sampler
 
     sampler = Sampler(1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(baseline_times, "_operands", lambda call: None)
+            patch.setattr(call_sampler, "_operands", lambda call: None)
         with sampler.step(1):
             step()
         return sampler.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_flux.layers import wgrad
+from megatron_flux.layers import backward
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -15,7 +15,7 @@ def test_accumulate_adds_to_main_grad(dtype: torch.dtype) -> None:
     main_grad = torch.randn(n, k, device="cuda")
     expected = main_grad.double() + dy.double().t() @ x.double()
     place = main_grad.data_ptr()
-    wgrad.accumulate(main_grad, dy, x)
+    backward.accumulate(main_grad, dy, x)
     assert main_grad.data_ptr() == place
     # The sum is kept in fp32: far below what rounding the product to 16 bits would leave.
     assert (main_grad.double() - expected).norm() / expected.norm() < 1e-5
@@ -25,7 +25,7 @@ def test_small_integers_are_exact() -> None:
     dy, x = (torch.randint(-4, 5, (512, 128), device="cuda").to(torch.bfloat16) for _ in range(2))
     main_grad = torch.randint(-100, 100, (128, 128), device="cuda").float()
     expected = main_grad + (dy.double().t() @ x.double()).float()
-    wgrad.accumulate(main_grad, dy, x)
+    backward.accumulate(main_grad, dy, x)
     assert torch.equal(main_grad, expected)
 
 
@@ -33,9 +33,9 @@ def test_no_temporary_of_the_weights_size() -> None:
     n = 4096
     dy, x = (torch.randn(256, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     main_grad = torch.zeros(n, n, device="cuda")
-    wgrad.accumulate(main_grad, dy, x)  # cuBLAS allocates its workspace once
+    backward.accumulate(main_grad, dy, x)  # cuBLAS allocates its workspace once
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    wgrad.accumulate(main_grad, dy, x)
+    backward.accumulate(main_grad, dy, x)
     assert torch.cuda.max_memory_allocated() - before < n * n * 2

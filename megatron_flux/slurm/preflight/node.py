@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,10 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     """What this node is and has: ``doctor``'s findings, network ports, each GPU; ``unknown`` could not be asked."""
     import torch
 
-    from megatron_flux.telemetry import doctor
+    from megatron_flux.telemetry import environment
 
     gpus, xids, unknown = [], [], []
-    found = {"node": node_name(), "doctor": doctor.examine(), "gpus": gpus, "xids": xids, "unknown": unknown}
+    found = {"node": node_name(), "doctor": environment.examine(), "gpus": gpus, "xids": xids, "unknown": unknown}
     found |= {"numactl": shutil.which("numactl") is not None, "infiniband": infiniband()}
     if expected.device != "cuda":
         return found
@@ -93,8 +92,7 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
 
 def _state(gpu: nvml.Gpu) -> dict[str, Any]:
     """Of a GPU that is at work; ``rows`` is null where the driver does not say."""
-    rows = gpu.remapped_rows()
-    return {"pcie": asdict(gpu.pcie()), "rows": None if rows is None else asdict(rows), "bus_id": gpu.bus_id()}
+    return {"pcie": gpu.pcie(), "rows": gpu.remapped_rows(), "bus_id": gpu.bus_id()}
 
 
 def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:

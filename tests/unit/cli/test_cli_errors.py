@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.telemetry import doctor
+from megatron_flux.telemetry import environment
 
 
 class OutOfTheOrdinary(BaseException):
@@ -25,7 +25,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
     def examine() -> None:
         raise error
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(environment, "examine", examine)
     monkeypatch.setattr(sys, "argv", ["megatron-flux", "doctor"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

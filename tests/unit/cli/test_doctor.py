@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 
@@ -12,7 +13,9 @@ from megatron_flux.cli import main as cli
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.patch import megatron_core, te_seam
-from megatron_flux.telemetry import doctor, environment
+from megatron_flux.patch.megatron_core import LAYERS, TE_LAYERS
+from megatron_flux.telemetry import environment
+from tests.unit.te_layers import extension
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -40,7 +43,7 @@ def test_json_is_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     found = json.loads(text)
     assert found["ok"]
     assert found["versions"] == environment.versions()
-    assert len(found["would_patch"]) == 2 + (3 if te_seam.in_use() else 0)
+    assert len(found["would_patch"]) == 2 + (3 if megatron_core.te_layers() else 0)
 
 
 def test_an_unsupported_megatron_core_is_the_verdict(
@@ -76,23 +79,24 @@ def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse() -> None:
         raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.19")
 
-    monkeypatch.setattr(te_seam, "in_use", lambda: object())
+    importlib.import_module(LAYERS)  # before its extension is exchanged
+    monkeypatch.setitem(sys.modules, TE_LAYERS, extension())
     monkeypatch.setattr(te_seam, "load", lambda: None)
-    found = doctor.examine()
+    found = environment.examine()
     assert [path.rsplit(".", 2)[1] for path in found["would_patch"][2:]] == [
         "TELayerNormColumnParallelLinear",
         "TEColumnParallelLinear",
         "TERowParallelLinear",
     ]
     monkeypatch.setattr(te_seam, "load", refuse)
-    found = doctor.examine()
+    found = environment.examine()
     assert found["ok"]
     assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.19" in note for note in found["notes"])
 
 
 def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2, peer_access=False)
-    found = doctor.examine()
+    found = environment.examine()
     assert found["devices"] == ["NVIDIA H200"] * 2
     notes = " ".join(found["notes"])
     for words in ("no TransformerEngine", "host memory", "no Apex kernel"):
@@ -111,6 +115,6 @@ def test_where_auto_runs_stock(
     monkeypatch: pytest.MonkeyPatch, peer_access: bool, nvlink: str, words: str | None
 ) -> None:
     gpus(monkeypatch, 4, peer_access, nvlink)
-    notes = " ".join(doctor.examine()["notes"])
+    notes = " ".join(environment.examine()["notes"])
     assert ("runs stock's" in notes) is (words is not None)
     assert words is None or words in notes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.layers import column_parallel_linear, norm_column_parallel_linear, row_parallel_linear
+from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from tests.unit.groups import group_of
 
 K, N = 24, 40
@@ -27,8 +27,8 @@ class Scale:
 LAYERS: dict[str, Callable[..., torch.Tensor]] = {
     "column": lambda x, w: column_parallel_linear(x, w, None, group_of(1), backend="reference"),
     "row": lambda x, w: row_parallel_linear(x, w, group_of(1), backend="reference"),
-    "norm column": lambda x, w: norm_column_parallel_linear(
-        x, torch.ones(K), None, w, None, group_of(1), norm=Scale(), backend="reference"
+    "norm column": lambda x, w: column_parallel_linear(
+        x, w, None, group_of(1), norm=(Scale(), torch.ones(K), None), backend="reference"
     ),
 }
 

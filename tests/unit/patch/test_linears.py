@@ -73,7 +73,7 @@ def keywords(**changes: Any) -> dict[str, Any]:
 REMOVED = object()
 
 
-@pytest.fixture(params=LINES, ids=lambda line: str(line.versions))
+@pytest.fixture(params=(LINES[0], LINES[-1]), ids=lambda line: str(line.versions))  # the others are as the first
 def seam(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A patch of one line whose flux and stock layers say which they are."""
     patch = LinearPatch(FluxConfig(backend="reference"), request.param, Layer._forward_impl)
@@ -244,7 +244,7 @@ def test_dtypes_and_autocast(seam: SimpleNamespace) -> None:
 
 
 def test_attributes_of_a_line(seam: SimpleNamespace) -> None:
-    if not seam.line.neutral_attributes:
+    if not seam.line.added:
         seam.row(Layer(gtp_remat_size=2), X)
         assert len(seam.calls) == 1
         return

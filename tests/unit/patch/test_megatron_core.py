@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import megatron_flux
 from megatron_flux import UnsupportedVersionError
 from megatron_flux.errors import UserError
 from megatron_flux.patch import megatron_core
-from megatron_flux.patch.megatron_core import LAYERS, MegatronCoreLine, Symbol, version_of_tree
+from megatron_flux.patch.megatron_core import LAYERS, REPLACED, TE_LAYERS, check_symbol, version_of_tree
 
 RANGE = ("0.15", "0.20")
 
@@ -90,7 +92,6 @@ def test_the_lines_cover_the_supported_range_without_overlap() -> None:
 def test_the_installed_release_is_what_its_line_says() -> None:
     line = megatron_core.checked_line()
     assert Version(importlib.metadata.version("megatron-core")) in line.versions
-    assert len(line.symbols) >= 4
 
 
 def _checkout(folder: Path, version: str) -> Path:
@@ -160,7 +161,7 @@ def test_the_installed_package_states_its_version_in_its_tree() -> None:
 )
 def test_a_missing_symbol_is_refused_by_name(path: str, named: str) -> None:
     with pytest.raises(UnsupportedVersionError, match=named) as error:
-        megatron_core.resolve(Symbol(path=path, parameters=()))
+        check_symbol(path, ())
     assert path in str(error.value)
     assert "use an unmodified release" in str(error.value)
 
@@ -171,29 +172,26 @@ def test_a_package_that_megatron_core_lacks_is_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(megatron_core.importlib, "import_module", import_module)
     with pytest.raises(UnsupportedVersionError, match="cannot be imported without the package 'triton': pip install"):
-        megatron_core.resolve(megatron_core.LINES[0].symbols[0])
+        check_symbol(next(iter(REPLACED)), ())
 
 
 def test_a_missing_parameter_is_refused_by_name() -> None:
-    symbol = Symbol(path=f"{LAYERS}:RowParallelLinear.forward", parameters=("self", "input_", "no_such_parameter"))
+    path = f"{LAYERS}:RowParallelLinear.forward"
     with pytest.raises(UnsupportedVersionError, match=r"lacks the parameter\(s\) no_such_parameter") as error:
-        megatron_core.resolve(symbol)
-    assert symbol.path in str(error.value)
+        check_symbol(path, ("self", "input_", "no_such_parameter"))
+    assert path in str(error.value)
     assert "it has self, input_" in str(error.value)
-
-
-def _line_with(symbol: Symbol) -> MegatronCoreLine:
-    return MegatronCoreLine(versions=SpecifierSet(">=0"), symbols=(*megatron_core.LINES[0].symbols, symbol))
 
 
 @pytest.mark.parametrize(
     "refusal",
     [
         pytest.param(("installed_megatron_core", lambda: "0.14.0"), id="megatron-core version"),
-        pytest.param(("LINES", (_line_with(Symbol(path=f"{LAYERS}:Gone", parameters=())),)), id="symbol"),
+        pytest.param(("REPLACED", {**REPLACED, f"{LAYERS}:Gone": ()}), id="symbol"),
+        pytest.param(("REPLACED", {**REPLACED, f"{LAYERS}:RowParallelLinear.forward": ("gone",)}), id="parameter"),
         pytest.param(
-            ("LINES", (_line_with(Symbol(path=f"{LAYERS}:RowParallelLinear.forward", parameters=("gone",))),)),
-            id="parameter",
+            ("LINES", (megatron_core.LINES[-1]._replace(versions=SpecifierSet(">=0")),)),
+            id="parameter that the line added",
         ),
         pytest.param(("SUPPORTED_TORCH", SpecifierSet(">=99")), id="torch version"),
     ],
@@ -209,6 +207,20 @@ def test_a_refusal_replaces_nothing(refusal: tuple[str, Any], monkeypatch: pytes
     assert (dict(vars(ColumnParallelLinear)), dict(vars(RowParallelLinear))) == before
 
 
+def test_transformer_engine_is_in_use_only_where_megatron_core_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extension, expected in (
+        (None, False),
+        (SimpleNamespace(), False),
+        (SimpleNamespace(HAVE_TE=False), False),
+        (SimpleNamespace(HAVE_TE=True), True),
+    ):
+        if extension is None:
+            monkeypatch.delitem(sys.modules, TE_LAYERS, raising=False)
+        else:
+            monkeypatch.setitem(sys.modules, TE_LAYERS, extension)
+        assert megatron_core.te_layers() is (extension if expected else None)
+
+
 def test_an_unsupported_version_is_a_user_error() -> None:
     assert issubclass(UnsupportedVersionError, UserError)
     assert torch.__version__ in megatron_core.SUPPORTED_TORCH
@@ -221,3 +233,8 @@ def test_the_docs_have_every_line_in_their_table_of_versions() -> None:
     assert all(any(megatron_core.find_line(version) is line for version, _ in rows) for line in megatron_core.LINES)
     allowed = re.compile(r"CPU|GPU|GPU, Python part|untried|refused ¹")
     assert all(allowed.fullmatch(cell.strip()) for _, cells in rows for cell in cells.split("|"))
+
+
+def test_only_the_newest_line_added_something() -> None:
+    """Tests of the linears take the first and the last line for all."""
+    assert [dict(line.added) for line in megatron_core.LINES] == [{}, {}, {}, {}, {"gtp_remat_size": 1}]

@@ -15,13 +15,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 import megatron_flux
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch import patcher, te_seam
-from megatron_flux.patch.megatron_core import TE_REPLACED
+from megatron_flux.patch import patcher
+from megatron_flux.patch.megatron_core import TE_REPLACED, te_layers
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
 """Of the local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
 
-REPLACEMENTS = len(SEAM) + (len(TE_REPLACED) if te_seam.in_use() else 0)
+REPLACEMENTS = len(SEAM) + (len(TE_REPLACED) if te_layers() else 0)
 
 
 def methods() -> tuple[object, ...]:

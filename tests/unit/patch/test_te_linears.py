@@ -18,12 +18,13 @@ import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, FluxError, UnsupportedVersionError
 from megatron_flux.config import Backends
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch import patcher, te_seam
-from megatron_flux.patch import te_linears as module
+from megatron_flux.patch import linears as module
+from megatron_flux.patch import megatron_core, patcher, te_seam
+from megatron_flux.patch.linears import TE_KINDS as KINDS
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import LINES, TE_LAYERS
-from megatron_flux.patch.te_linears import TELinearPatch
 from tests.unit.groups import group_of
+from tests.unit.te_layers import extension
 
 GROUP = group_of(2)
 X = torch.ones(2, 1, 4)
@@ -69,10 +70,11 @@ class Seam:
         return "norm"
 
 
-@pytest.fixture(params=LINES, ids=lambda line: str(line.versions))
+@pytest.fixture(params=(LINES[0], LINES[-1]), ids=lambda line: str(line.versions))  # the others are as the first
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A patch of one line whose flux and stock layers say which they are."""
-    linears = LinearPatch(FluxConfig(backend="reference"), request.param, lambda: None)
+    te = Seam()
+    linears = LinearPatch(FluxConfig(backend="reference"), request.param, lambda: None, te)  # type: ignore[arg-type]
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def flux(name: str) -> Callable[..., torch.Tensor]:
@@ -83,21 +85,14 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Si
 
         return call
 
-    for name in ("column_parallel_linear", "norm_column_parallel_linear", "row_parallel_linear"):
+    for name in ("column_parallel_linear", "row_parallel_linear"):
         monkeypatch.setattr(module, name, flux(name))
-    te = Seam()
-    patch = TELinearPatch(linears, te)  # type: ignore[arg-type]
-    makers = {
-        "TE norm column": patch.norm_column_forward,
-        "TE column": patch.column_forward,
-        "TE row": patch.row_forward,
-    }
 
     def stock(layer: Layer, *args: Any, **kwargs: Any) -> str:
         assert layer.is_first_microbatch is True  # stock itself ends the first micro-batch
         return "stock"
 
-    forwards = {kind: make(stock) for kind, make in makers.items()}
+    forwards = {kind: linears.te_forward(kind, stock) for kind in KINDS}
     return SimpleNamespace(linears=linears, te=te, calls=calls, line=request.param, forwards=forwards)
 
 
@@ -144,7 +139,6 @@ REASONS: dict[str, Callable[[], Layer]] = {
     "Megatron-FSDP weight": lambda: on_the_weight(__fsdp_param__=True),
     "dtypes torch.float32 and torch.bfloat16": lambda: Layer().bfloat16(),
 }
-KINDS = ("TE norm column", "TE column", "TE row")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +180,7 @@ def test_a_trainable_bias_on_a_frozen_weight(world: SimpleNamespace, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_a_line(world: SimpleNamespace, kind: str) -> None:
-    if not world.line.neutral_attributes:
+    if not world.line.added:
         world.forwards[kind](on_the_weight(gtp_remat_size=2), X)
         assert len(world.calls) == 1
         return
@@ -201,20 +195,17 @@ def test_weights_of_a_line(world: SimpleNamespace, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unusable_transformer_engine(kind: str) -> None:
-    linears = LinearPatch(FluxConfig(), LINES[0], lambda: None)
-    patch = TELinearPatch(linears, "TransformerEngine 2.8.0, supported is >=2.9,<2.19")
-    make = {"TE norm column": patch.norm_column_forward, "TE column": patch.column_forward, "TE row": patch.row_forward}
-    assert make[kind](lambda *args: "stock")(Layer(), X) == "stock"
-    assert dict(linears.fallbacks) == {(kind, "TransformerEngine 2.8.0, supported is >=2.9,<2.19"): 1}
+    reason = "TransformerEngine 2.8.0, supported is >=2.9,<2.19"
+    linears = LinearPatch(FluxConfig(), LINES[0], lambda: None, reason)
+    assert linears.te_forward(kind, lambda *args: "stock")(Layer(), X) == "stock"
+    assert dict(linears.fallbacks) == {(kind, reason): 1}
 
 
 # What is passed on
 
 
 def expected_arguments(kind: str, layer: Layer, bias: torch.Tensor | None) -> tuple[Any, ...]:
-    if kind == "TE norm column":
-        return (layer.layer_norm_weight, None, layer.weight, bias, GROUP)
-    return (layer.weight, bias, GROUP) if kind == "TE column" else (layer.weight, GROUP)
+    return (layer.weight, GROUP) if kind == "TE row" else (layer.weight, bias, GROUP)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +224,10 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
     if kind != "TE row":
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
-    assert kwargs == ({**options, "norm": "norm"} if kind == "TE norm column" else options)
+    if kind == "TE norm column":
+        norm = kwargs.pop("norm")
+        assert (norm[0], norm[1] is layer.layer_norm_weight, norm[2]) == ("norm", True, None)
+    assert kwargs == options
     assert world.linears.active_layers == 1
     assert not world.linears.fallbacks
 
@@ -290,24 +284,6 @@ def test_the_first_micro_batch_replaces_main_grad(world: SimpleNamespace, kind: 
 # Installing
 
 
-def extension() -> types.ModuleType:
-    """megatron-core's module of TransformerEngine layers, as far as patch() looks at it."""
-    made = types.ModuleType(TE_LAYERS)
-
-    def forward(self: object, x: object) -> str:
-        """Forward."""
-        return "stock"
-
-    bases = {"TELinear": object}
-    for name in ("TELayerNormColumnParallelLinear", "TELinear"):
-        setattr(made, name, type(name, (), {"forward": forward, "__module__": TE_LAYERS}))
-        bases[name] = getattr(made, name)
-    for name in ("TEColumnParallelLinear", "TERowParallelLinear"):
-        setattr(made, name, type(name, (bases["TELinear"],), {"__module__": TE_LAYERS}))
-    made.HAVE_TE = True
-    return made
-
-
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     import megatron.core.tensor_parallel.layers  # noqa: F401 - before its extension is exchanged
@@ -354,7 +330,11 @@ def test_somebody_elses_later_replacement_is_not_thrown_away(imitated: types.Mod
     imitated.TERowParallelLinear.forward = flux
 
 
-def test_a_layer_with_another_signature_is_refused_and_nothing_replaced(imitated: types.ModuleType) -> None:
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.1", "0.17.0", "0.18.2"])
+def test_a_layer_with_another_signature_is_refused_and_nothing_replaced(
+    imitated: types.ModuleType, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(megatron_core, "installed_megatron_core", lambda: version)
     imitated.TELinear.forward = lambda self, hidden: hidden
     before = [dict(vars(getattr(imitated, name))) for name in CLASSES]
     with pytest.raises(UnsupportedVersionError, match=r"TEColumnParallelLinear\.forward .* lacks the parameter"):

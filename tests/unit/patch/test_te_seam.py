@@ -17,7 +17,6 @@ import torch
 
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.patch import te_seam
-from megatron_flux.patch.megatron_core import TE_LAYERS
 from megatron_flux.patch.te_seam import TransformerEngine, _parameter_count
 
 
@@ -199,20 +198,6 @@ def _count_by_documentation(function: Any) -> int | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(te_seam.inspect, "signature", refuse)
         return _parameter_count(function)
-
-
-def test_it_is_in_use_only_where_megatron_core_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for extension, expected in (
-        (None, False),
-        (SimpleNamespace(), False),
-        (SimpleNamespace(HAVE_TE=False), False),
-        (SimpleNamespace(HAVE_TE=True), True),
-    ):
-        if extension is None:
-            monkeypatch.delitem(sys.modules, TE_LAYERS, raising=False)
-        else:
-            monkeypatch.setitem(sys.modules, TE_LAYERS, extension)
-        assert te_seam.in_use() is (extension if expected else None)
 
 
 def test_patch_does_not_import_it() -> None:

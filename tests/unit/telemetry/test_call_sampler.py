@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_flux.ops.call_events import Call, Times
-from megatron_flux.telemetry.baseline_times import Baseline
-from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, OTHER_CLOCK, overlap
+from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, OTHER_CLOCK, Baseline, overlap
 
 GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
 

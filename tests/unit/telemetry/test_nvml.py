@@ -140,9 +140,10 @@ def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_links_and_memory_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Gpu("2").pcie() == nvml.Pcie(8, 16, 4, 5)
-    assert Gpu("1").remapped_rows() == nvml.RemappedRows(pending=True, failed=False)
-    assert Gpu("3").remapped_rows() == nvml.RemappedRows(pending=False, failed=True)
+    link = {"width": 8, "max_width": 16, "generation": 4, "max_generation": 5}
+    assert Gpu("2").pcie() == link
+    assert Gpu("1").remapped_rows() == {"pending": True, "failed": False}
+    assert Gpu("3").remapped_rows() == {"pending": False, "failed": True}
     assert Gpu("3").bus_id() == "00000000:03:00.0"
 
     def refuse(*_: Any) -> None:
@@ -150,7 +151,7 @@ def test_links_and_memory_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None
 
     old = library(nvmlDeviceGetRemappedRows=refuse, nvmlDeviceGetMaxPcieLinkWidth=refuse)
     monkeypatch.setattr(nvml, "_library", lambda: old)
-    assert Gpu("2").pcie() == nvml.Pcie(8, None, 4, 5)
+    assert Gpu("2").pcie() == link | {"max_width": None}
     assert Gpu("2").remapped_rows() is None
 
 

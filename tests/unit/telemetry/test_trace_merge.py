@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.telemetry.profiler import trace_file, write_trace
-from megatron_flux.telemetry.trace_merge import clock_shifts_ns, merge, merge_run
+from megatron_flux.telemetry.profiler import clock_shifts_ns, merge, merge_run, trace_file, write_trace
 
 
 def rank_trace(rank: int, host: str, clock_ns: list[int], base_ns: int, at_us: float) -> dict[str, Any]:

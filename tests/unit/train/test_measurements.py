@@ -8,7 +8,7 @@ import torch
 from megatron_flux import nvml
 from megatron_flux.ops import call_events as observe
 from megatron_flux.telemetry import call_sampler as sampling
-from megatron_flux.train.measurements import LocalStep, StepMeasurements, StepResult, across_ranks, over_gpus
+from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
 
 
 def result(ranks: dict[str, list[float | None]]) -> StepResult:
@@ -26,11 +26,10 @@ def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
 
 def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
     telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
-    local = LocalStep(loss_sum=1.0, loss_tokens=1.0, grad_norm=1.0, lr=1.0, seconds=0.2)
     for iteration in (1, 2, 3):
         with telemetry.step(iteration):
             assert not observe.watching()
-        values = {"peak_memory_bytes": None, **telemetry.values(local)}
+        values = {"peak_memory_bytes": None, **telemetry.values()}
         fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}))
         assert fields["flux/sampled"] is (iteration == 2)
         found = {name: fields.get(name, "absent") for name in (*sampling.FIELDS, "flux/slowest_rank")}

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.telemetry.trace_categories import (
-    CATEGORIES,
-    breakdown,
-    category,
-    common,
-    cpu_category,
-    gpu_events,
-    length,
-    union,
-)
+from megatron_flux.telemetry.breakdown import CATEGORIES, category, common, cpu_category, length, of_layers, union
 
 NAMES = {
     "gemm": [
@@ -97,7 +88,7 @@ def times(*events: dict[str, Any], layers: int = 1) -> dict[str, float]:
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 9e9, "args": {}},
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
     ]
-    return breakdown({"traceEvents": [*beside, *events]}, layers)
+    return of_layers({"traceEvents": [*beside, *events]}, layers)
 
 
 def test_communication_is_hidden_where_anything_computes() -> None:
@@ -150,5 +141,4 @@ def test_categories_add_up_on_one_stream() -> None:
 
 
 def test_a_trace_without_gpu_is_empty() -> None:
-    assert times() == {}
-    assert gpu_events({"traceEvents": []}) == []
+    assert times() == of_layers({"traceEvents": []}, 1) == {}

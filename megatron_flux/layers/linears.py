@@ -1,16 +1,18 @@
-"""The column-parallel linear of sequence parallelism, all-gather before the GEMM; alone, or with a norm before it.
+"""The column- and the row-parallel linear of sequence parallelism.
 
 Contract: all ranks of the group call forward and backward in the same order. Forward may run several times before any
 backward (pipeline warm-up, activation recompute): nothing but the saved tensors ties them together.
 
-Backward enqueues three things in this order, so that each transfer has a GEMM to hide behind:
+The column layer's backward enqueues three things in this order, so that each transfer has a GEMM to hide behind:
 gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
-The first has been enqueued before where a row-parallel layer came behind this one (:mod:`layers.prefetch`).
+The first has been enqueued before where a row-parallel layer came behind this one: the row layer's backward gathers
+``dy`` once, inside the dgrad operator, reuses it for wgrad, and behind dgrad starts the gather that the column layer
+before it will need (:mod:`layers.prefetch`).
 
-With a norm, as in TransformerEngine's LayerNormLinear, norm and linear are one autograd function, which spares the host
-the second one's bookkeeping. The norm is computed once, on the rank's own rows, before the gather. Saved for backward:
-the norm's input and statistics, and its output (the rank's rows; nothing gathered). The norm's arithmetic is the
-caller's (:class:`Norm`), so that a patched layer runs the kernels that the stock one runs.
+With a norm before the column layer's gather, as in TransformerEngine's LayerNormLinear, norm and linear are one
+autograd function, which spares the host the second one's bookkeeping. The norm is computed once, on the rank's own
+rows. Saved for backward: the norm's input and statistics, and its output (the rank's rows; nothing gathered). The
+norm's arithmetic is the caller's (:class:`Norm`), so that a patched layer runs the kernels that the stock one runs.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.config import Backends
 from megatron_flux.layers import prefetch
-from megatron_flux.layers.backward import autocast_of, first_derivative_only
-from megatron_flux.layers.prefetch import ColumnState, Gathered
-from megatron_flux.layers.wgrad import main_grad_of, rows
+from megatron_flux.layers.backward import (
+    LinearState,
+    autocast_of,
+    first_derivative_only,
+    main_grad_of,
+    rows,
+    weight_gradient,
+)
+from megatron_flux.layers.prefetch import ColumnState
 
 
 class Norm(Protocol):
@@ -63,14 +71,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         # A frozen weight needs no x in backward: not saving it frees the activation.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.linear = linear
-        return _forward(ctx, x, weight, bias, epilogue_bias, 0 if gather_ahead else None)
+        return _column_forward(ctx, x, weight, bias, epilogue_bias, 0 if gather_ahead else None)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.linear.saved_tensors(ctx)
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        return *_backward(ctx.linear, dy, x, weight, need_dx, need_dw, need_db), None, None, None
+        return *_column_backward(ctx.linear, dy, x, weight, *ctx.needs_input_grad[:3]), None, None, None
 
 
 class _NormColumnParallelLinear(torch.autograd.Function):
@@ -92,16 +99,10 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         flat = x.contiguous().view(-1, x.shape[-1])
         normed, mean, reciprocal_deviation = norm.forward(flat, norm_weight, norm_bias)
         normed = normed.view(x.shape)
-        ctx.save_for_backward(
-            flat,
-            norm_weight,
-            mean,
-            reciprocal_deviation,
-            normed if weight.requires_grad else None,  # a frozen weight needs no input in backward
-            weight,
-        )
+        saved = normed if weight.requires_grad else None  # a frozen weight needs no input in backward
+        ctx.save_for_backward(flat, norm_weight, mean, reciprocal_deviation, saved, weight)
         ctx.norm, ctx.linear = norm, linear
-        return _forward(ctx, normed, weight, bias, epilogue_bias, 4 if gather_ahead else None)
+        return _column_forward(ctx, normed, weight, bias, epilogue_bias, 4 if gather_ahead else None)
 
     @staticmethod
     @first_derivative_only
@@ -109,7 +110,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         flat, norm_weight, mean, reciprocal_deviation, normed, weight = ctx.linear.saved_tensors(ctx)
         need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]
         need_dnormed = need_dx or need_norm_dw or need_norm_db
-        dnormed, dw, db = _backward(ctx.linear, dy, normed, weight, need_dnormed, need_dw, need_db)
+        dnormed, dw, db = _column_backward(ctx.linear, dy, normed, weight, need_dnormed, need_dw, need_db)
         dx = norm_dw = norm_db = None
         if dnormed is not None:
             dx, norm_dw, norm_db = ctx.norm.backward(
@@ -120,7 +121,7 @@ class _NormColumnParallelLinear(torch.autograd.Function):
         return dx, norm_dw, norm_db, dw, db, None, None, None, None
 
 
-def _forward(
+def _column_forward(
     ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue_bias: bool, saved: int | None
 ) -> torch.Tensor:
     """``saved``: which of the saved tensors is ``x``; None if it is not to be prefetched."""
@@ -135,7 +136,7 @@ def _forward(
         raise
 
 
-def _backward(
+def _column_backward(
     linear: ColumnState,
     dy: torch.Tensor,
     x: torch.Tensor | None,
@@ -144,25 +145,55 @@ def _backward(
     need_dw: bool,
     need_db: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """``dx``, ``dw`` (as from :func:`~megatron_flux.layers.wgrad.weight_gradient`) and ``db``, None where not needed.
+    """``dx``, ``dw`` (as from :func:`~layers.backward.weight_gradient`) and ``db``, None where not needed.
 
     ``dy`` is ``[s, b, n]``, ``x`` ``[s/tp, b, k]`` (None where ``dw`` is not needed), ``weight`` ``[n, k]``.
     """
     group, backends = linear.group, linear.backends
     dx = dw = db = pending = None
-    gathered = linear.take_prefetched()
-    if need_dw and gathered is None:
-        gathered = Gathered(x, group, backends.wgrad)
+    if need_dw:
+        linear.gather(x)
     if need_dx:
         pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
-    whole = None if gathered is None else gathered.wait()
+    whole = linear.gathered(x)  # waits for an early gather even where it is not needed
     if need_dw:
-        dw = linear.weight_gradient(dy, whole)
+        dw = weight_gradient(linear.parameter, linear.main_grad, dy, whole, overwrite=linear.overwrite_main_grad)
     if need_db:
         db = rows(dy).sum(dim=0)
     if pending is not None:
         dx = pending.wait()
     return dx, dw, db
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    """``y = reduce_scatter(x @ weight.T)``; shapes in :mod:`megatron_flux.layers`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, linear: LinearState) -> torch.Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.linear = linear
+        ctx.column = prefetch.take(linear.group)
+        return ops.gemm_reduce_scatter(x, weight, linear.group, backend=linear.backends.forward)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        linear: LinearState = ctx.linear
+        group, backends = linear.group, linear.backends
+        need_dx, need_dw, _ = ctx.needs_input_grad
+        dx = dw = None
+        if need_dx:
+            dx, dy = ops.all_gather_gemm(
+                dy, weight, group, transposed=True, return_gathered=True, backend=backends.dgrad
+            )
+            if ctx.column is not None:
+                ctx.column.prefetch()
+        elif need_dw:
+            dy = ops.all_gather(dy, group, backend=backends.wgrad).wait()
+        if need_dw:
+            dw = weight_gradient(linear.parameter, linear.main_grad, dy, x, overwrite=linear.overwrite_main_grad)
+        return dx, dw, None
 
 
 def column_parallel_linear(
@@ -171,56 +202,50 @@ def column_parallel_linear(
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
     *,
+    norm: tuple[Norm, torch.Tensor, torch.Tensor | None] | None = None,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
     epilogue_bias: bool = False,
     gather_ahead: bool = True,
 ) -> torch.Tensor:
-    """``all_gather(x) @ weight.T + bias``, differentiable.
+    """``all_gather(x) @ weight.T + bias`` or ``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, differentiable.
 
     Args:
         x: ``[s/tp, b, k]``, the rank's rows of the sequence.
         weight: ``[n, k]``, the rank's columns of the layer (Megatron's ``[out, in]``). May be frozen.
         bias: ``[n]`` or None.
         group: the tensor-parallel group.
+        norm: what computes the norm and its gradients, its weight ``[k]``, and its bias ``[k]`` or None. The gradients
+            of these two are this rank's rows' part: their owner sums them over the group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
-        backend: operator backend of all directions, see :func:`megatron_flux.ops.all_gather_gemm`, or of each.
+        backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
         epilogue_bias: see there.
         gather_ahead: see :class:`~megatron_flux.FluxConfig`.
-
-    Returns:
-        ``[s, b, n]``.
     """
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
     linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
-    return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
+    if norm is None:
+        return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
+    kernels, *affine = norm
+    return _NormColumnParallelLinear.apply(x, *affine, weight, bias, kernels, linear, epilogue_bias, gather_ahead)
 
 
-def norm_column_parallel_linear(
+def row_parallel_linear(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
     group: dist.ProcessGroup,
     *,
-    norm: Norm,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
-    epilogue_bias: bool = False,
-    gather_ahead: bool = True,
 ) -> torch.Tensor:
-    """``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, differentiable.
+    """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's rows of the sum, differentiable.
 
-    ``x`` ``[s/tp, b, k]`` is the norm's input, ``norm_weight`` is ``[k]``, ``norm_bias`` ``[k]`` or None, and ``norm``
-    computes the norm and its gradients; all else is as in :func:`column_parallel_linear`. The gradients of the norm's
-    parameters are this rank's rows' part: their owner sums them over the group.
+    ``x`` is ``[s, b, k]`` and ``weight`` ``[n, k]``, the rank's columns of both; the options are those of
+    :func:`column_parallel_linear`. The bias is the caller's: it is added once, after the sum.
     """
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
-    return _NormColumnParallelLinear.apply(
-        x, norm_weight, norm_bias, weight, bias, norm, linear, epilogue_bias, gather_ahead
-    )
+    linear = LinearState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    return _RowParallelLinear.apply(x, weight, linear)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.metrics.schema import BREAKDOWN, BREAKDOWN_PARTS
-from megatron_flux.telemetry.trace_parts import parts
+from megatron_flux.telemetry.breakdown import of_steps as parts
 
 
 def event(name: str, start: float, end: float, cat: str = "kernel", pid: Any = 0, tid: int = 7) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 import megatron_flux
 from megatron_flux import FluxConfig, UserError, set_backend
 from megatron_flux.config import Backends
-from megatron_flux.patch.layer_backends import backends_of, check_backends
+from megatron_flux.patch.linears import backends_of
+from megatron_flux.patch.patcher import _check_backends
 
 DEFAULT = Backends("auto", "auto", "auto")
 
@@ -83,7 +84,7 @@ def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPa
     risky = Backends("auto", "auto", "reference")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     with pytest.raises(UserError, match=r"wgrad='reference' gathers with NCCL .* CUDA_DEVICE_MAX_CONNECTIONS=1"):
-        check_backends(risky)
-    check_backends(Backends("auto", "reference", "reference"))
+        _check_backends(risky)
+    _check_backends(Backends("auto", "reference", "reference"))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    check_backends(risky)
+    _check_backends(risky)

@@ -45,7 +45,11 @@ def test_it_ends_as_the_fork_ends_and_passes_signals_on(warm_python: str, tmp_pa
         _, errors = process.communicate(timeout=120)
         assert process.returncode == code
         assert errors.endswith("ValueError: broken\n" if code == 1 else "")
-    code = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\nprint('now')\nsignal.pause()\n"
+    # Python's handler runs between two calls: a signal right before a long one would wait for its end.
+    code = (
+        "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\nprint('now')\n"
+        "while True: time.sleep(0.05)\n"
+    )
     process = begin(warm_python, tmp_path, code)
     assert process.stdout.readline() == "now\n"
     process.send_signal(signal.SIGUSR1)

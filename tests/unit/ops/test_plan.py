@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_flux.bench.shapes import MODELS, cases
+from megatron_flux.bench.shapes import MODELS, CallOptions, Calls, cases
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.checks import OperatorCall
@@ -47,18 +47,16 @@ def test_shapes_of_llama_70b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "tokens", "directions", "part"),
+    ("choice", "part"),
     [
-        (["gpt5"], [8192], ["forward"], ", ".join(MODELS)),
-        (["llama-70b"], [100], ["forward"], "divisible"),
-        (["llama-70b"], [8192], ["wgrad"], "forward or dgrad"),
+        ({"models": "gpt5"}, ", ".join(MODELS)),
+        ({"models": "llama-70b", "tokens": "100"}, "100 tokens cannot be divided among 8 GPUs"),
+        ({"directions": "wgrad"}, "forward, dgrad"),
     ],
 )
-def test_bad_choices_say_what_is_allowed(
-    models: list[str], tokens: list[int], directions: list[str], part: str
-) -> None:
+def test_bad_choices_say_what_is_allowed(choice: dict[str, str], part: str) -> None:
     with pytest.raises(UserError, match=part):
-        cases(models, tokens, directions, 8)
+        Calls.of(CallOptions(**choice), 8)
 
 
 def test_cache_is_merged_and_readable(tmp_path: Path) -> None:

@@ -6,6 +6,11 @@ process like any other exception.
 """
 
 
+def one_line(error: BaseException) -> str:
+    """What ``error`` says, in one line; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class FluxError(Exception):
     """Base of every error raised on purpose by megatron_flux."""
 

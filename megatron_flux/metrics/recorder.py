@@ -20,7 +20,7 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from megatron_flux.errors import StorageError, UserError
+from megatron_flux.errors import StorageError, UserError, one_line
 from megatron_flux.metrics import schema, strict_json
 from megatron_flux.metrics.summary import Record
 
@@ -182,7 +182,7 @@ class RecordTail:
             try:
                 self.records.append(parse_record(line, after=self.records[-1]["iteration"] if self.records else 0))
             except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
-                self.damaged.append((self.lines, " ".join(str(error).split())))
+                self.damaged.append((self.lines, one_line(error)))
         return len(self.records) - before
 
     @property

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import UserError, one_line
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
 from megatron_flux.metrics.summary import timed
@@ -171,8 +171,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         # wandb ends some failures with SystemExit, which would end training.
         except BaseException as error:
             self._run = None
-            cause = " ".join(str(error).split()) or type(error).__name__
-            logger.warning("wandb is off for the rest of this run, metrics.jsonl goes on: %s", cause)
+            logger.warning("wandb is off for the rest of this run, metrics.jsonl goes on: %s", one_line(error))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """End the run, as failed when an exception passes."""

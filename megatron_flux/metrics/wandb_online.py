@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import FluxError, UserError, one_line
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
@@ -107,14 +107,12 @@ def _require_login(command: str) -> Any:
         # It asks the server whether the key is right, where there is one.
         logged_in = wandb.login(prompt=False, timeout=LOGIN_TIMEOUT_S)
     except Exception as error:
-        raise UserError(f"{command} could not log in to {url}: {_cause(error)}; run `wandb login --relogin`") from None
+        raise UserError(
+            f"{command} could not log in to {url}: {one_line(error)}; run `wandb login --relogin`"
+        ) from None
     if not logged_in:
         raise UserError(f"{command} needs a login to {url}, and there is none; run `wandb login`")
     return wandb
-
-
-def _cause(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def sync(
@@ -221,7 +219,7 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
         report.save()
         return [saved, report.url]
     except Exception as error:
-        raise FluxError(f"wandb refused to save in {entity}/{project}: {_cause(error)}") from error
+        raise FluxError(f"wandb refused to save in {entity}/{project}: {one_line(error)}") from error
 
 
 def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:

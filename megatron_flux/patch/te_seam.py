@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import Norm
 from megatron_flux.patch.megatron_core import release_of, shown
 
@@ -73,8 +73,7 @@ def why_unusable() -> str | None:
     except UnsupportedVersionError as error:
         return str(error)
     except Exception as error:  # its loader raises what it likes: ImportError, OSError, RuntimeError, AssertionError
-        why = " ".join(str(error).split())
-        return f"TransformerEngine cannot be imported ({why}), supported is {shown(SUPPORTED_TE)}"
+        return f"TransformerEngine cannot be imported ({one_line(error)}), supported is {shown(SUPPORTED_TE)}"
     return None
 
 

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import UserError, one_line
 from megatron_flux.metrics import strict_json
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import STEP, of_steps
@@ -178,8 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         trace = json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError) as error:
-        cause = " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read ({cause}); remove it, or profile again") from error
+        raise UserError(f"{path} cannot be read ({one_line(error)}); remove it, or profile again") from error
     if not (isinstance(trace, dict) and "traceEvents" in trace and "flux" in trace):
         raise UserError(f"{path} is no trace of this program; remove it, or profile again")
     return trace

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_flux.errors import FluxError, StorageError, UserError
+from megatron_flux.errors import FluxError, StorageError, UserError, one_line
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_access import MUST_MATCH, check_fits, held, instead
 from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
@@ -204,7 +204,7 @@ def _not_saved(final: Path, error: OSError | StorageError) -> StorageError:
     folder, room = final.parent, ""
     with suppress(OSError):
         room = f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
-    reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+    reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
     iteration = checkpoint_folder.tracked(folder)
     left = "no checkpoint is there" if iteration is None else f"--load {folder} resumes from iteration {iteration}"
     everywhere = isinstance(error, OSError) or error.everywhere

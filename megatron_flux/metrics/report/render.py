@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import UserError, one_line
 from megatron_flux.metrics.strict_json import without_secrets
 
 Figure = dict[str, Any]
@@ -190,8 +190,7 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
             f"or name it in BROWSER_PATH, or {instead}"
         ) from None
     except Exception as error:
-        cause = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"PNG figures could not be drawn ({cause}); {instead}") from error
+        raise UserError(f"PNG figures could not be drawn ({one_line(error)}); {instead}") from error
     for path in pictures.values():
         if not (out / path).is_file():
             raise UserError(f"PNG figures could not be drawn (no {path}); {instead}")

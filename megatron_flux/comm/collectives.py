@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_flux.errors import OperatorError
+from megatron_flux.errors import OperatorError, one_line
 
 # torch 2.13 renamed both and warns of the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,7 +115,7 @@ def _failure(operator: str, x: torch.Tensor, group: dist.ProcessGroup, error: Ba
     peers = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
     return (
         f"rank {dist.get_rank()} (tp rank {group.rank()} of {group.size()}): {operator} of {tuple(x.shape)} {x.dtype} "
-        f"on {x.device} with peer rank(s) {peers} failed: {' '.join(str(error).split())}"
+        f"on {x.device} with peer rank(s) {peers} failed: {one_line(error)}"
     )
 
 

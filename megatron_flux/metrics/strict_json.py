@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import UserError, one_line
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -64,7 +64,7 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({' '.join(str(error).split())}); repair it or run again") from error
+        raise UserError(f"{path} is not JSON ({one_line(error)}); repair it or run again") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, expected a JSON object; repair it or run again")
     return value

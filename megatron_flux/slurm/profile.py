@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import UserError, one_line
 from megatron_flux.metrics.strict_json import without_secrets
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -73,7 +73,7 @@ class FromYaml(Checked):
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{kind} {given} cannot be read: {error}") from None
         except yaml.YAMLError as error:
-            raise UserError(f"{kind} {given} is not YAML: {' '.join(str(error).split())}") from None
+            raise UserError(f"{kind} {given} is not YAML: {one_line(error)}") from None
         if not isinstance(values, dict):
             raise UserError(f"{kind} {given} must hold fields and values, it holds a {type(values).__name__}")
         return validated(cls, f"{kind} {given}", {**values, **(overrides or {})})

@@ -1,0 +1,282 @@
+"""The link through host memory: for GPUs of one host without peer access, and for CPUs.
+
+What a rank sends goes by copy engine into slots of its region of shared memory, and from there into its peers' GPUs. No
+SM takes part. In a gather every rank copies its block to host memory once and all peers read it; in an exchange each
+pair has slots of its own. The parts:
+
+* :mod:`~megatron_flux.comm.host_memory`: the memory; :mod:`~megatron_flux.comm.host_ring`: what lies where in it;
+* :mod:`~megatron_flux.comm.lanes`: the queues that copies and waits go into;
+* :mod:`~megatron_flux.comm.host_program`: what goes into them, in which order, laid out once for all calls of a size;
+* :mod:`~megatron_flux.comm.host_progress`: time-outs.
+
+Contract: that of :mod:`~megatron_flux.comm.transport`. Slots and words are as they were when a call has ended on all
+ranks, so calls need no numbers but for time-outs.
+
+Hazards
+    * **A late reader must never read a slot that is used again.** The writer waits for EMPTY from *every* reader before
+      it copies; a reader writes EMPTY only behind its copy, in stream order. Both go through the uses of a slot in the
+      same order, from call to call too: all calls begin with slot 0 of a channel that is empty, or will be.
+    * **One hardware queue for all streams**: the order of everything that is enqueued must be free of deadlocks; see
+      the order in :mod:`~megatron_flux.comm.host_program`. Transfers of an exchange are enqueued behind the GEMM of the
+      next step, which one queue would otherwise hold back until they have ended.
+    * **What stands before a wait on the caller's stream.** The lanes follow the caller's stream where they read what it
+      writes; it follows them where it reads what they write, and at the end of a call. Peers' work is never waited for
+      but through words.
+    * **Host time.** Each chunk costs two calls of the driver in each lane, some microseconds each from Python: words go
+      in batches whose arguments are made once. Larger slots mean fewer calls.
+    * In CUDA graphs the words would do, the numbers of calls not: captures are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import settings
+from megatron_flux.comm import host_memory, host_program, transport
+from megatron_flux.comm.host_program import DOWN, UP, Arrived, Copy, Program, StepEnds, Words
+from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
+from megatron_flux.comm.host_ring import BEGUN, DONE, EPOCH, Layout, place
+from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane
+from megatron_flux.errors import OperatorError, UserError
+
+
+class HostLink:
+    """See the module; one per group."""
+
+    kind = "host"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        layout: Layout | None = None,
+        *,
+        one_queue: bool | None = None,
+    ) -> None:
+        """Collective. ``one_queue``: on CPUs, whether one queue takes everything (None: as settings say of CUDA's).
+        Raises UserError: there is no shared memory for it, or not enough.
+        """
+        self.rank, self.tp, self.device = group.rank(), group.size(), device
+        self.layout = layout or Layout(self.tp)
+        regions = host_memory.make(group, self.layout.region_bytes, device)
+        self._progress = progress = Progress(group, device, regions)
+        self._at, self._epoch = regions.lanes, 0
+        self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
+        self._last: HostGather | HostExchange | None = None
+        """Keeps the operands of a call that was broken off: lanes may be at work on them."""
+        self._lanes: tuple[Lane, Lane]
+        if device.type == "cuda":
+            down, up = StreamLane(device), StreamLane(device)
+            self._lanes = down, up
+            progress.release = lambda: release(self.layout, self.rank, regions.host, (down, up))
+            self._gates: dict[Any, Any] = {}
+        else:
+            seconds, one = progress.alarm.seconds, settings.one_queue() if one_queue is None else one_queue
+            self._lanes = tuple(  # type: ignore[assignment]
+                ProcessorLane(progress.gave_up(lane), seconds, threaded=not one, keep=progress) for lane in (DOWN, UP)
+            )
+        dist.barrier(group=group)  # nobody waits for a peer that could not make its own
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of this rank's own."""
+        return self.layout.region_bytes
+
+    @property
+    def alarm(self) -> LinkAlarm:
+        """Of its waits."""
+        return self._progress.alarm
+
+    def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> HostGather:
+        """See :class:`~megatron_flux.comm.transport.Transport`."""
+        program = self._program("gather", cuts)
+        self._begin(operator, program)
+        self._last = HostGather(self, program, mine, theirs)
+        self._last.advance()
+        return self._last
+
+    def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
+        """See :class:`~megatron_flux.comm.transport.Transport`."""
+        program = self._program("exchange", cuts)
+        self._begin(operator, program)
+        self._last = HostExchange(self, program, theirs, cuts)
+        return self._last
+
+    def broken_off(self, operator: str, error: BaseException) -> None:
+        """See :class:`~megatron_flux.comm.transport.Transport`."""
+        self.alarm.poison(operator, error)
+        if self.device.type == "cuda":  # what the caller does with the operands' memory comes behind the lanes
+            for lane in self._lanes:
+                with contextlib.suppress(Exception):
+                    lane.mark()()
+
+    def _begin(self, operator: str, program: Program) -> None:
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "the link through host memory cannot be captured in a CUDA graph; train without graphs, or with "
+                "backend='reference'"
+            )
+        self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF
+        self._progress.begin(epoch, Call(operator, program))
+        for number, lane in enumerate(self._lanes):
+            lane.follow()()
+            lane.write(self._at[self.rank] + place(number, EPOCH), epoch)
+        self._lanes[DOWN].write(self._at[self.rank] + BEGUN, epoch)
+
+    def run(self, action: Words | Copy, rows: Sequence[int]) -> None:
+        """Enqueue one action; ``rows``: addresses on the device, what is sent last."""
+        lane = self._lanes[action.lane]
+        if isinstance(action, Words):
+            lane.words(action.batch)
+        elif action.lane == DOWN:
+            lane.copy(action.host, rows[action.row] + action.offset, action.nbytes)
+        else:
+            lane.copy(rows[action.row] + action.offset, action.host, action.nbytes)
+
+    def end(self) -> list[Callable[[], None]]:
+        """The call's last in both lanes; returns what puts the caller's stream behind them."""
+        marks = []
+        for number, lane in enumerate(self._lanes):
+            lane.write(self._at[self.rank] + place(number, DONE), self._epoch)
+            marks.append(lane.mark())
+        return marks
+
+    def arrived(self) -> None:
+        """Put the caller's stream behind what is here."""
+        self._lanes[UP].mark()()
+
+    def follow(self) -> Callable[[], None]:
+        """What puts what is sent behind what the caller has enqueued by now."""
+        return self._lanes[DOWN].follow()
+
+    def hold(self, sent: torch.Tensor) -> None:
+        """The memory of ``sent`` is read until the lane is done with it, whichever stream it belongs to."""
+        self._lanes[DOWN].hold(sent)
+
+    def _program(self, kind: str, cuts: Sequence[int]) -> Program:
+        key = (kind, tuple(cuts))
+        found = self._programs.get(key)
+        if found is None:
+            make = host_program.gather if kind == "gather" else host_program.exchange
+            found = self._programs[key] = make(self.layout, self.rank, self._at, key[1])
+        return found
+
+    def ended(self, call: HostGather | HostExchange) -> None:
+        """What ``call`` has kept may go; nothing behind the gate runs if a wait was given up."""
+        if self._last is call:
+            self._last = None
+        if self.device.type == "cuda":
+            from megatron_flux.kernels import gate
+
+            gate.launch(self.alarm.words, self._gates, self.device)
+
+
+class HostGather:
+    """See :class:`~megatron_flux.comm.transport.Gather`."""
+
+    def __init__(self, link: HostLink, program: Program, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Nothing is enqueued yet."""
+        self._link, self._operands = link, (mine, theirs)
+        pitch, first = theirs.shape[1], theirs.data_ptr()
+        self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), mine.data_ptr()]
+        self._actions, self._next = program.actions, 0
+        self._begun = torch.cuda.current_stream(mine.device) if mine.is_cuda else None
+        self._ends: list[Callable[[], None]] | None = None
+        self._finished = False
+
+    def advance(self) -> None:
+        """Enqueue what can leave before anything is waited for."""
+        while self._next < len(self._actions) and not _reads(self._actions[self._next]):
+            self._one()
+
+    def _one(self) -> int | None:
+        """Enqueue one action; the piece that has arrived with it."""
+        action = self._actions[self._next]
+        self._next += 1
+        if isinstance(action, Words | Copy):
+            self._link.run(action, self._rows)
+        return action.piece if isinstance(action, Arrived) else None
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """See the protocol."""
+        link = self._link
+        while self._next < len(self._actions):
+            piece = self._one()
+            if piece is not None:
+                link.arrived()
+                for d in range(1, link.tp):
+                    yield (link.rank + d) % link.tp, piece
+        self.wait()
+
+    def enqueue(self) -> None:
+        """See the protocol."""
+        while self._next < len(self._actions):
+            self._one()
+        if self._ends is None:
+            self._ends = self._link.end()
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self.enqueue()
+        for behind in self._ends or ():
+            behind()
+        if not self._finished:
+            self._finished = True
+            if self._begun is not None and torch.cuda.current_stream() != self._begun:
+                self._link.hold(self._operands[0])
+            self._link.ended(self)
+
+
+def _reads(action: object) -> bool:
+    """Whether it waits for a peer's data."""
+    return isinstance(action, Words) and action.lane == UP
+
+
+class HostExchange:
+    """See :class:`~megatron_flux.comm.transport.Exchange`."""
+
+    def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Nothing is enqueued yet."""
+        self._link, self._theirs = link, theirs
+        self.steps = transport.steps(link.rank, link.tp, len(cuts) - 1)
+        pitch, first = theirs.shape[1], theirs.data_ptr()
+        self._rows = [first + row * pitch for row in range(theirs.shape[0])]
+        self._actions = iter(program.actions)
+        self._sent: list[torch.Tensor] = []
+        self._held: tuple[int, Callable[[], None]] | None = None
+
+    def send(self, block: torch.Tensor) -> None:
+        """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
+        queue that they share.
+        """
+        follow = self._link.follow()
+        self._flush()
+        self._sent.append(block)
+        self._held = block.data_ptr(), follow
+
+    def _flush(self) -> None:
+        if self._held is None:
+            return
+        (address, follow), self._held = self._held, None
+        follow()
+        rows = [*self._rows, address]
+        for action in self._actions:
+            if isinstance(action, StepEnds):
+                return
+            if isinstance(action, Words | Copy):
+                self._link.run(action, rows)
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self._flush()
+        for behind in self._link.end():
+            behind()
+        self._link.ended(self)
+        self._sent.clear()

@@ -1,0 +1,203 @@
+"""Shared memory of a group's ranks on one host: a region for each, mapped by all.
+
+Contract
+    * :func:`make` is collective. It ends on all ranks with the regions, or on all of them with one UserError that says
+      what is needed: how much memory, a common folder. The memory is zero.
+    * A region is allocated before it is used (``posix_fallocate``): too little of it is an error here, and not a SIGBUS
+      in the middle of a training. Containers have 64 MB unless they are told otherwise.
+    * Its pages lie on the NUMA node of the owner's GPU.
+    * The files have no name any more when :func:`make` returns, whatever its end: the system frees the memory with the
+      last process that maps it, however that ends. Every rank removes all names it knows, not its own alone.
+
+Hazard: a GPU may be writing into a region whose last owner is dropped. So a region that CUDA has pinned is not freed
+when it is dropped but at the next :func:`make`, which waits for the device first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_flux import cuda_memory_ops as memory_ops
+from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.errors import FluxError, UserError, one_line
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - mkstemp makes the files, private to us
+_MIB = 1 << 20
+
+
+class Mapping:
+    """One file in this process's memory."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        """Raises OSError."""
+        handle = os.open(path, os.O_RDWR)
+        try:
+            self._map = mmap.mmap(handle, nbytes)
+        finally:
+            os.close(handle)
+        self._view = np.frombuffer(self._map, dtype=np.uint8)
+        self.address: int = self._view.ctypes.data
+        self.pinned = False
+
+    def pin(self) -> int:
+        """The device's address, now that CUDA may use it."""
+        found = memory_ops.register(self.address, len(self._view))
+        self.pinned = True
+        return found
+
+    def unpin(self) -> None:
+        """The opposite."""
+        if self.pinned:
+            memory_ops.unregister(self.address)
+            self.pinned = False
+
+
+_dropped: list[list[Mapping]] = []
+"""Pinned, and of nobody any more."""
+
+
+class Regions:
+    """The regions of a group, by rank."""
+
+    def __init__(self, mappings: list[Mapping], lanes: list[int]) -> None:
+        """From :func:`make`."""
+        self._mappings = mappings
+        self.host = [mapping.address for mapping in mappings]
+        """Addresses for this process."""
+        self.lanes = lanes
+        """Addresses for :mod:`~megatron_flux.comm.lanes`: of the device, or again of this process."""
+        if any(mapping.pinned for mapping in mappings):
+            weakref.finalize(self, _dropped.append, mappings).atexit = False
+
+
+def make(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions:
+    """A region of ``nbytes`` (a multiple of a page) for each rank of ``group``. Raises UserError; see the module."""
+    _free_dropped(device)
+    _enough(group, nbytes)
+    mine: str | None = None
+    paths: list[str] = []
+    try:
+        error = None
+        try:
+            mine = _allocate(nbytes, device)
+        except OSError as raised:
+            error = f"{FOLDER}: {raised.strerror or raised}"
+        said = of_all_ranks((mine, error), group)
+        paths = [path for path, _ in said if path is not None]
+        _refuse(group, [why for _, why in said], nbytes)
+        mappings: list[Mapping] = []
+        lanes: list[int] = []
+        try:
+            mappings = [Mapping(path, nbytes) for path in paths]
+            lanes = [mapping.pin() if device.type == "cuda" else mapping.address for mapping in mappings]
+        except (OSError, FluxError) as raised:
+            error = one_line(raised)
+        try:
+            _refuse(group, of_all_ranks(error, group), nbytes)
+        except BaseException:
+            for mapping in mappings:
+                mapping.unpin()
+            raise
+        return Regions(mappings, lanes)
+    finally:
+        for path in {*paths, *([mine] if mine is not None else [])}:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _free_dropped(device: torch.device) -> None:
+    if _dropped:
+        torch.cuda.synchronize(device)
+        while _dropped:
+            for mapping in _dropped.pop():
+                mapping.unpin()
+
+
+def _enough(group: dist.ProcessGroup, nbytes: int) -> None:
+    """Whether there is a host with memory enough, before anything is taken of it. Collective."""
+    total, free = 0, 0
+    if FOLDER.is_dir():
+        there = os.statvfs(FOLDER)
+        total, free = there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+    said = of_all_ranks((socket.gethostname(), total, free), group)
+    if len({host for host, *_ in said}) > 1:
+        raise UserError("a link through host memory needs all ranks of a group on one host")
+    total, free = min(total for _, total, _ in said), min(free for *_, free in said)
+    if free < nbytes * group.size():
+        raise UserError(_too_little(group, nbytes, f"{FOLDER} has {free // _MIB} MiB left of {total // _MIB}"))
+
+
+def _too_little(group: dist.ProcessGroup, nbytes: int, there: str) -> str:
+    needed = -(-nbytes * group.size() // _MIB)
+    return (
+        f"the link through host memory needs {needed} MiB of shared memory for {group.size()} ranks, and {there}: give "
+        f"the container more (docker run --shm-size={needed + 64}m, or --ipc=host)"
+    )
+
+
+def _refuse(group: dist.ProcessGroup, errors: list[str | None], nbytes: int) -> None:
+    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    if failed:
+        rank, error = failed[0]
+        raise UserError(_too_little(group, nbytes, f"tp rank {rank} could not have it ({error})"))
+
+
+def _allocate(nbytes: int, device: torch.device) -> str:
+    """The name of a file of that size, whose memory is there. Raises OSError."""
+    handle, name = tempfile.mkstemp(prefix="megatron_flux_host_", dir=FOLDER)
+    try:
+        with _near(device):
+            os.posix_fallocate(handle, 0, nbytes)
+    except BaseException:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(handle)
+    return name
+
+
+@contextlib.contextmanager
+def _near(device: torch.device) -> Iterator[None]:
+    """Run this thread on processors of the GPU's NUMA node, where it may, so that what it allocates lies there."""
+    allowed = os.sched_getaffinity(0)
+    near = allowed & _processors(device)
+    if near:
+        os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        if near:
+            os.sched_setaffinity(0, allowed)
+
+
+def _processors(device: torch.device) -> set[int]:
+    """Those beside the GPU; empty where that is not known."""
+    if device.type != "cuda":
+        return set()
+    about = torch.cuda.get_device_properties(device)
+    try:
+        place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        return parsed((Path("/sys/bus/pci/devices") / place / "local_cpulist").read_text())
+    except (AttributeError, OSError, ValueError):
+        return set()
+
+
+def parsed(text: str) -> set[int]:
+    """``0-3,8`` as the system writes sets of processors. Raises ValueError."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return found

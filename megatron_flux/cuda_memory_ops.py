@@ -1,0 +1,105 @@
+"""Words in host memory that streams wait for and write, copies beside them, and pinning that memory, through ctypes.
+
+A *memory operation* waits until a 32-bit word has a value, or writes one, in the order of a stream and by the GPU's
+front end: no SM, no kernel. A write comes after everything that the stream was given before it has reached memory. Many
+of them go to the driver in one call (:class:`Packed`), whose arguments are laid out once.
+
+A call that CUDA refuses raises :class:`~megatron_flux.errors.OperatorError`. Source: cuda.h of CUDA 12 and 13
+(``CUstreamBatchMemOpParams``); a driver for CUDA 12 or newer is needed, older ones have these calls switched off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_flux.cuda_driver import _refused
+
+_P, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
+_ARGUMENTS = {
+    "cuMemcpyAsync": [_U64, _U64, _SIZE, _P],
+    "cuStreamBatchMemOp_v2": [_P, _U32, _P, _U32],
+    "cuMemHostRegister_v2": [_P, _SIZE, _U32],
+    "cuMemHostUnregister": [_P],
+    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_U64), _P, _U32],
+}
+_PORTABLE_AND_MAPPED = 1 | 2
+"""``CU_MEMHOSTREGISTER_PORTABLE``, ``CU_MEMHOSTREGISTER_DEVICEMAP``."""
+
+WAIT, WRITE = 1, 2
+"""``CU_STREAM_MEM_OP_WAIT_VALUE_32``, ``CU_STREAM_MEM_OP_WRITE_VALUE_32``."""
+EQUAL = 1
+"""``CU_STREAM_WAIT_VALUE_EQ``; of a write 0 is the default, with a memory barrier before it."""
+BYTES = 48
+"""Size of a ``CUstreamBatchMemOpParams``."""
+MOST = 255
+"""Memory operations of one call of the driver."""
+
+
+class WordOp(NamedTuple):
+    """One memory operation."""
+
+    kind: int  # WAIT (until the word equals ``value``) or WRITE
+    address: int
+    value: int
+
+
+class Packed:
+    """Memory operations as the driver takes them; constant once made."""
+
+    def __init__(self, operations: Sequence[WordOp]) -> None:
+        """In this order. At most :data:`MOST` go into one call; more are several calls."""
+        self._calls = []
+        for first in range(0, len(operations), MOST):
+            part = operations[first : first + MOST]
+            # operation at 0, address at 8, value (a union of 8 bytes) at 16, flags at 24, alias at 32 of 48 bytes.
+            text = b"".join(
+                struct.pack("=IxxxxQQIxxxxQQ", kind, address, value, EQUAL if kind == WAIT else 0, 0, 0)
+                for kind, address, value in part
+            )
+            self._calls.append((len(part), ctypes.create_string_buffer(text, len(text))))
+
+    def enqueue(self, stream: int) -> None:
+        """Put them into ``stream`` (a handle)."""
+        for count, array in self._calls:
+            status = _driver().cuStreamBatchMemOp_v2(stream, count, array, 0)
+            if status:
+                raise _refused(f"{count} memory operations in a stream", status)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver's library. OSError: there is none; AttributeError: it is older than CUDA 12."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    for name, arguments in _ARGUMENTS.items():
+        getattr(lib, name).argtypes = arguments
+    return lib
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy ``nbytes`` between addresses of this device and registered host memory, in the order of ``stream``."""
+    status = _driver().cuMemcpyAsync(target, source, nbytes, stream)
+    if status:
+        raise _refused(f"a copy of {nbytes} bytes between host and GPU", status)
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pin ``nbytes`` of this process at ``address`` (both multiples of a page) and return the device's address."""
+    status = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE_AND_MAPPED)
+    if status:
+        raise _refused(f"to pin {nbytes} bytes of shared memory", status)
+    found = _U64()
+    status = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
+    if status:
+        raise _refused("a device address of pinned memory", status)
+    return found.value
+
+
+def unregister(address: int) -> None:
+    """Undo :func:`register`; nothing may be under way to that memory."""
+    status = _driver().cuMemHostUnregister(address)
+    if status:
+        raise _refused("to unpin shared memory", status)

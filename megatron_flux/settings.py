@@ -4,6 +4,7 @@
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
+``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
@@ -24,6 +25,10 @@ from platformdirs import user_cache_dir
 from megatron_flux.errors import UserError
 
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
+LINKS = ("none", "host", "p2p", "nvlink")
+"""What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""
+WIRES = ("exact", "fp8", "int8")
+"""What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
 _held: dict[str, str | None] | None = None
 
 
@@ -52,6 +57,14 @@ def timeout_s() -> float | None:
     if not 0 < seconds < math.inf:
         raise UserError(f"MEGATRON_FLUX_TIMEOUT_S must be a number of seconds greater than 0, not {given!r}")
     return seconds
+
+
+def link() -> str | None:
+    """The strongest link to use; None where nothing is given."""
+    given = os.environ.get("MEGATRON_FLUX_LINK") or None
+    if given is not None and given not in LINKS:
+        raise UserError(f"MEGATRON_FLUX_LINK must be one of {', '.join(LINKS)}, not {given!r}")
+    return given
 
 
 def cache_folder(given: Path | None = None) -> Path:

@@ -7,8 +7,12 @@ link       meaning
 =========  ==================================================================================================
 nvlink     one host, every pair of GPUs has peer access and an NVLink connection (directly or through NVSwitch)
 p2p        one host, every pair has peer access, at least one pair without NVLink
-none       anything else: several hosts, no peer access, no GPU
+host       one host, at least one pair without peer access: through host memory
+none       anything else: several hosts, no GPU
 =========  ==================================================================================================
+
+A weaker one than there is can be asked for (``MEGATRON_FLUX_LINK``, ``FluxConfig(link=...)``): what is above it is not
+used then. On CPUs ``host`` can be asked for, too: the same protocol over the same shared memory.
 
 Why it matters what runs beside: a fused kernel holds every SM and waits for its peers. An NCCL kernel of another group
 that is started in the other order on two ranks waits there for SMs, and for each other, without end. torch.distributed
@@ -22,24 +26,79 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux import nvml
+from megatron_flux import nvml, settings
 from megatron_flux.comm.collectives import of_all_ranks
-from megatron_flux.comm.group_state import Beside, Link, state_of
+from megatron_flux.comm.group_state import Beside, Link, all_states, state_of
+from megatron_flux.errors import UserError
+
+KINDS = settings.LINKS
+"""From the weakest to the strongest."""
 
 
 def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
     """The weakest link that any rank of ``group`` sees; collective on first use, at the same point on all ranks."""
     state = state_of(group)
     if state.link is None and device.type != "cuda":
-        state.link = Link("none", f"{device.type} tensors have no peer access")
+        state.link = _weakened(Link("none", f"{device.type} tensors have no peer access"), group, device)
     elif state.link is None:
         links = of_all_ranks(_link(group, device), group)
-        state.link = min(links, key=lambda link: ("none", "p2p", "nvlink").index(link.kind))
+        state.link = _weakened(min(links, key=lambda link: KINDS.index(link.kind)), group, device)
     return state.link
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user has asked for, of all groups."""
+
+    link: str | None = None
+    """The strongest link to use; None leaves it to ``MEGATRON_FLUX_LINK``."""
+    wire: str = "exact"
+    """What the tuner may put on the wire where there is no NVLink; see :mod:`megatron_flux.kernels.wire`."""
+    strict: bool = False
+    """An error where a link cannot be used, instead of a slower one."""
+
+
+_wanted = Wanted()
+
+
+def wanted() -> Wanted:
+    """What holds now."""
+    return _wanted
+
+
+def want(what: Wanted) -> None:
+    """Let ``what`` hold from here on, on all ranks; what was decided for groups is forgotten if it differs."""
+    global _wanted
+    if what == _wanted:
+        return
+    _wanted = what
+    for state in all_states():
+        state.link = None
+        state.transports.clear()
+        state.tuned.clear()
+        state.chosen.clear()
+        state.prepared.clear()
+
+
+def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Link:
+    """``there``, or the weaker link that was asked for; collective. Raises UserError: it would be a stronger one."""
+    asked = _wanted.link or settings.link()
+    if asked is None or asked == there.kind:
+        return there
+    if device.type != "cuda" and asked == "host" and len(set(of_all_ranks(socket.gethostname(), group))) == 1:
+        return Link("host", "asked for")
+    if KINDS.index(asked) > KINDS.index(there.kind):
+        raise UserError(
+            f"link={asked} (or MEGATRON_FLUX_LINK) asks for more than there is: this group's link is {there.kind}"
+            f"{f' ({there.reason})' if there.reason else ''}; use one of: "
+            f"{', '.join(KINDS[: KINDS.index(there.kind) + 1])}"
+        )
+    return Link(asked, f"asked for, where there is {there.kind}")
 
 
 def _link(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -50,14 +109,14 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> Link:
     if len(set(hosts)) > 1:
         return Link("none", "the group spans several hosts")
     if len(set(uuids)) < len(uuids):
-        return Link("none", "two ranks share a GPU")
+        return Link("host", "two ranks share a GPU")
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for uuid in uuids:
         if uuid not in visible:
             # One GPU visible per process: CUDA cannot be asked, symmetric memory still maps the peer's.
             return _unseen(list(uuids))
         if uuid != mine[1] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
-            return Link("none", f"no peer access between GPU {index} and GPU {visible[uuid]}")
+            return Link("host", f"no peer access between GPU {index} and GPU {visible[uuid]}")
     return between([visible[uuid] for uuid in uuids])
 
 

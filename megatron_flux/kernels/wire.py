@@ -1,0 +1,93 @@
+"""Fewer bytes on the wire: blocks of 128 numbers of a row as one byte each, with one fp32 scale a block.
+
+================  ===========================================================  ==========
+wire              what travels                                                 bytes
+================  ===========================================================  ==========
+``exact``         the numbers as they are                                      2 (bf16)
+``fp8``           e4m3, the largest of a block at 448                          1 + 1/32
+``int8``          -127 to 127, the largest of a block at 127                   1 + 1/32
+================  ===========================================================  ==========
+
+What is sent is quantised once, at its source; sums are added in fp32, in the order of ranks whatever arrives first, so
+that results are the same in every run. A block with a NaN or an infinity arrives as NaN, all of it: overflow stays
+visible to loss scaling. Numbers below 1e-30 arrive as zero.
+
+On GPUs Triton's kernels do the work (:mod:`megatron_flux.kernels.wire_kernels`); fp8 needs compute capability 8.9. On
+CPUs torch does, which is what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_flux.kernels.wire_format import (
+    EXACT,
+    FORMATS,
+    FP8,
+    GROUP,
+    INT8,
+    TINY,
+    TOP,
+    Known,
+    groups,
+    nbytes,
+    parts,
+)  # fmt: skip
+
+__all__ = ["EXACT", "FP8", "INT8", "add", "decode", "encode", "nbytes", "parts"]
+
+
+def encode(wire: str, x: torch.Tensor, out: torch.Tensor, known: Known) -> None:
+    """Put x ``[rows, k]`` (contiguous) into ``out`` (uint8, of :func:`nbytes`)."""
+    numbers, scales = parts(out, wire, *x.shape)
+    if x.is_cuda:
+        from megatron_flux.kernels import wire_kernels
+
+        wire_kernels.encode(x, numbers, scales, known)
+        return
+    rows, k = x.shape
+    v = torch.nn.functional.pad(x.float(), (0, groups(k) * GROUP - k)).view(rows, -1, GROUP)
+    largest = v.abs().amax(-1)  # NaN where there is one
+    scale = largest / TOP[wire]
+    tiny = largest < TINY
+    scales.copy_(torch.where(tiny, 0.0, scale))
+    scaled = (v / torch.where(tiny, 1.0, scale)[..., None]).nan_to_num(0.0).clamp(-TOP[wire], TOP[wire])
+    scaled = scaled.round() if wire == INT8 else scaled
+    numbers.copy_(scaled.view(rows, -1)[:, :k].to(FORMATS[wire]))
+
+
+def decode(wire: str, data: torch.Tensor, out: torch.Tensor, known: Known) -> None:
+    """The opposite: ``out`` ``[rows, k]`` (contiguous), in its dtype."""
+    numbers, scales = parts(data, wire, *out.shape)
+    if out.is_cuda:
+        from megatron_flux.kernels import wire_kernels
+
+        wire_kernels.decode(numbers, scales, out, known)
+        return
+    out.copy_(_numbers(numbers, scales))
+
+
+def _numbers(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return numbers.float() * scales.repeat_interleave(GROUP, -1)[..., : numbers.shape[-1]]
+
+
+def add(wire: str, data: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, known: Known) -> None:
+    """Into ``out`` ``[rows, n]`` the sum over ranks, in fp32 and in their order, of what is on the wire in ``data``
+    (uint8 ``[tp, nbytes]``, rows may lie apart) and of ``own`` ``[rows, n]`` in place of ``data[rank]``.
+    """
+    if wire == EXACT:
+        numbers, scales = data.view(own.dtype).unflatten(-1, tuple(own.shape)), None
+    else:
+        numbers, scales = parts(data, wire, *own.shape)
+    if out.is_cuda:
+        from megatron_flux.kernels import wire_kernels
+
+        wire_kernels.add(numbers, scales, own, rank, out, known)
+        return
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for source in range(data.shape[0]):
+        if source == rank:
+            total += own.float()
+        else:
+            total += numbers[source].float() if scales is None else _numbers(numbers[source], scales[source])
+    out.copy_(total)

@@ -1,0 +1,48 @@
+"""How numbers lie on the wire (:mod:`megatron_flux.kernels.wire`): constants, sizes and views.
+
+Layout of ``rows`` of ``k`` numbers: bytes ``[rows, k]``, padded to a multiple of 16, then scales ``[rows, ceil(k /
+128)]`` in fp32, padded likewise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_flux.settings import WIRES
+
+EXACT, FP8, INT8 = WIRES
+GROUP = 128
+TINY = 1e-30
+TOP = {FP8: 448.0, INT8: 127.0}
+FORMATS = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
+
+Known = dict[Any, Any]
+"""Kernels that have been launched, by what determines all but addresses; see :mod:`megatron_flux.kernels.launch`."""
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def groups(k: int) -> int:
+    """Blocks of a row."""
+    return -(-k // GROUP)
+
+
+def nbytes(wire: str, rows: int, k: int, itemsize: int) -> int:
+    """What ``rows`` of ``k`` numbers of ``itemsize`` bytes take on the wire."""
+    return rows * k * itemsize if wire == EXACT else _up(rows * k) + _up(4 * rows * groups(k))
+
+
+def parts(data: torch.Tensor, wire: str, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of ``data`` (uint8, its last dimension as :func:`nbytes` says): numbers ``[..., rows, k]`` and scales
+    ``[..., rows, blocks]``.
+    """
+    count, at = rows * groups(k), _up(rows * k)
+    numbers, scales = data[..., : rows * k], data[..., at : at + 4 * count]
+    return (
+        numbers.view(FORMATS[wire]).unflatten(-1, (rows, k)),
+        scales.view(torch.float32).unflatten(-1, (rows, groups(k))),
+    )

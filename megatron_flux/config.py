@@ -50,6 +50,14 @@ class FluxConfig:
     its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; backends that gather into memory of
     their own (``reference``, ``pipelined``) keep it a little longer."""
 
+    link: str | None = None
+    """The strongest link to use between a group's ranks: ``none``, ``host``, ``p2p`` or ``nvlink``
+    (:mod:`megatron_flux.comm.links`). None: ``MEGATRON_FLUX_LINK``, else whatever there is."""
+
+    wire: str = "exact"
+    """What the tuner may send where the link is ``host``: ``exact``, or also ``fp8`` or ``int8``, whose results differ
+    (:mod:`megatron_flux.kernels.wire`). Off the links between the ranks of a group nothing changes."""
+
     @cached_property
     def backends(self) -> Backends:
         """By direction."""

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.bench import process_group, report
 from megatron_flux.bench.shapes import Case, OpsRun
+from megatron_flux.comm import links, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
@@ -78,8 +79,19 @@ def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
     return describe(case.op, case.m, case.n, case.k, x, case.transposed, tp, link)
 
 
-def variants(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> dict[str, Variant]:
-    """All by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it, then the backends."""
+def backends(link: str, wire: str) -> tuple[str, ...]:
+    """Those that are measured over ``link``."""
+    if link != "host":
+        return BACKENDS
+    return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
+
+
+def variants(
+    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, names: Sequence[str] = BACKENDS
+) -> dict[str, Variant]:
+    """All by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it where there is peer access,
+    then the backends of these ``names``.
+    """
     importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
     fused = torch.ops.symm_mem
     wt = weight if case.transposed else weight.t()
@@ -113,7 +125,9 @@ def variants(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.Proc
             "serial": scattered,
             "async_tp": lambda: fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, group.group_name),
         }
-    return found | {name: call(case, x, weight, group, name) for name in BACKENDS}
+    if "chunked" in names:
+        del found["async_tp"]
+    return found | {name: call(case, x, weight, group, name) for name in names}
 
 
 def timed(
@@ -139,11 +153,12 @@ def run(
     device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype])
     out, first = wanted.out, dist.get_rank() == 0
     say = log if first else lambda _: None
-    rate = _link_rate(group, device)
+    rate = _host_rate(group, device) if link.kind == "host" else _link_rate(group, device)
     summary: dict[str, Any] = {
         "device": environment.device_name(),
         "tp": group.size(),
         "link": link.kind,
+        **({"wire": wanted.wire} if link.kind == "host" else {}),
         "link_gb_per_s": round(rate, 1),
         "versions": environment.versions(),
         "environment": environment.switches(),
@@ -179,7 +194,7 @@ def _case(
     """The row of the summary, and by variant what ``rounds.jsonl`` holds."""
     dtype = process_group.DTYPES[wanted.dtype]
     x, weight = operands(case, group, dtype, device)
-    ways = variants(case, x, weight, group)
+    ways = variants(case, x, weight, group, backends(link, wanted.wire))
     times = timed(ways, group, device, wanted.rounds, wanted.burst)
     raw = {
         name: {
@@ -189,17 +204,19 @@ def _case(
         for name, found in times.items()
     }
     ms = {name: round(found["median"], 4) for name, found in raw.items()}
-    answer = get_backend("tuned").decisions(group).answers[tuning_key(case, x, group.size(), link)]
+    answer = get_backend("tuned").answer(case.op, case.m, case.n, case.k, x, case.transposed, group)
+    assert answer is not None  # noqa: S101 - the tuned call has been made
     e = report.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
     row = {
         **asdict(case),
         "dtype": str(dtype)[6:],
-        **{f"{name}_ms": ms.get(name) for name in report.NAMES},
+        **{f"{name}_ms": ms.get(name) for name in (ways if link == "host" else report.NAMES)},
         "tuned_choice": report.chosen(answer),
         "e_overlap": None if e is None else round(e, 4),
         "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
         "host_us": {name: found["host_us"] for name, found in raw.items()},
         "slab_bytes": state_of(group).slab_bytes(),
+        **({"link": link, "wire": wanted.wire, "shared_bytes": transports.shared_bytes()} if link == "host" else {}),
     }
     return row, raw
 
@@ -225,9 +242,31 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     return rate.item()
 
 
+def _host_rate(group: dist.ProcessGroup, device: torch.device) -> float:
+    """As :func:`_link_rate`, through host memory: a gather of ``LINK_BYTES`` from each rank, by nothing but copies."""
+    link = transports.transport_of(group, device)
+    mine = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    theirs = torch.empty(group.size(), LINK_BYTES, dtype=torch.uint8, device=device)
+    best = 0.0
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(5):
+        dist.barrier(group=group)
+        torch.cuda.synchronize()
+        start.record()
+        link.gather("all_gather", mine, theirs, [0, LINK_BYTES]).wait()
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, (group.size() - 1) * LINK_BYTES / start.elapsed_time(end) / 1e6)
+    rate = torch.tensor(best, device=device)
+    dist.all_reduce(rate, op=dist.ReduceOp.MIN, group=group)
+    return rate.item()
+
+
 def own_queues(wanted: OpsRun) -> str | None:
     """:data:`QUEUES` in a second pass for async-TP; None where the main pass has it, or none is wanted."""
     value = str(wanted.async_tp_connections)
+    if wanted.link == "host":
+        return None  # async-TP needs peer access
     return None if not wanted.async_tp_connections or os.environ.get(QUEUES) == value else value
 
 
@@ -257,6 +296,9 @@ def work(text: str) -> None:
     """Measure on this rank what an :class:`OpsRun` as JSON says; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
     rank.set_environment()
+    if wanted.link == "host":
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")  # stock on the same link
+    links.want(links.Wanted(link=wanted.link, wire=wanted.wire))
     log = wanted.out / "log.txt"
     with process_group.logged_to(log), process_group.opened() as group:
         second = wanted.command == "async-TP"

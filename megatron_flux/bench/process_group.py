@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[torch.device, links.Link]:
-    """The device of this rank and the link of ``group``, which can run the fused backend; collective.
+    """The device of this rank and the link of ``group``, which can run the fused backend, or is ``host``; collective.
 
     Raises:
         UserError: no CUDA device, or the reason why the fused backend cannot run.
@@ -33,11 +33,14 @@ def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple
     if not torch.cuda.is_available():
         raise UserError(f"{command} measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device())
+    link = links.probe(group, device)
+    if link.kind == "host":
+        return device, link
     probe = torch.empty(8, 8, dtype=dtype, device=device)
     reason = get_backend("fused").why_not(probe, probe, group)
     if reason is not None:
         raise UserError(f"{command}: the fused backend cannot run here: {reason}")
-    return device, links.probe(group, device)
+    return device, link
 
 
 @contextmanager

@@ -76,10 +76,22 @@ def _line(x1: float, x2: float, y1: float, y2: float, colour: str) -> str:
 WHOLE = {"serial": "serial", "async_tp": "async-TP", "pipelined": "pipelined", "fused": "fused", "tuned": "tuned"}
 """Variants that do the whole work, by the names people see."""
 NAMES = {"gemm": "gemm", "nccl": "nccl", **WHOLE}
-COLOURS = {"async_tp": "#9aa0a6", "fused": "#4c8bf5", "tuned": "#188038"}
+HOST = {"chunked": "chunked", "chunked_fp8": "chunked fp8", "chunked_int8": "chunked int8"}
+"""Variants that do the whole work where the link is not NVLink."""
+HOST_NAMES = {"gemm": "gemm", "nccl": "nccl", "serial": "serial", **HOST, "tuned": "tuned"}
+COLOURS = {
+    **{"async_tp": "#9aa0a6", "fused": "#4c8bf5", "chunked": "#4c8bf5", "chunked_fp8": "#a142f4"},
+    **{"chunked_int8": "#e37400", "tuned": "#188038"},
+}
 """Variants of which the overlap efficiency is shown."""
 SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
 CALL = ("<op", "<model", "<layer", "<direction", "m x n x k")
+
+
+def measured(rows: Sequence[Row]) -> dict[str, str]:
+    """The variants that ``rows`` have been measured for, by the names people see."""
+    known = HOST_NAMES if any(f"{name}_ms" in row for row in rows for name in HOST) else NAMES
+    return {name: shown for name, shown in known.items() if not rows or any(f"{name}_ms" in row for row in rows)}
 
 
 def efficiency(row: Row, variant: str) -> float | None:
@@ -89,7 +101,7 @@ def efficiency(row: Row, variant: str) -> float | None:
 
 def line(row: Row) -> str:
     """One call in one line."""
-    times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in NAMES.items())
+    times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in measured([row]).items())
     return (
         f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
         f"k={row['k']:<5} {times} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
@@ -99,22 +111,25 @@ def line(row: Row) -> str:
 
 def show_ops(summary: Row, file: IO[str] | None = None) -> None:
     """Print a summary of ``bench ops``; the fastest of the variants that do the whole work is bold."""
+    tp, rows = summary["tp"], summary["rows"]
+    names = measured(rows)
+    whole = [name for name in names if name not in ("gemm", "nccl")]
+    coloured = [name for name in COLOURS if name in names]
 
     def cells(row: Row) -> list[str | Text]:
-        fastest = min(row[f"{name}_ms"] for name in WHOLE if row[f"{name}_ms"] is not None)
-        times = {name: row[f"{name}_ms"] for name in NAMES}
+        times = {name: row[f"{name}_ms"] for name in names}
+        fastest = min(times[name] for name in whole if times[name] is not None)
         return [
             *_call(row),
-            *(Text(number(ms), "bold" if name in WHOLE and ms == fastest else "") for name, ms in times.items()),
-            *(number(efficiency(row, name), ".0%") for name in COLOURS),
+            *(Text(number(ms), "bold" if name in whole and ms == fastest else "") for name, ms in times.items()),
+            *(number(efficiency(row, name), ".0%") for name in coloured),
             row["tuned_choice"],
         ]
 
-    tp, rows = summary["tp"], summary["rows"]
     queues = connections(summary.get("environment"))
     _print_table(
         f"{tp} x {summary['device']}, {summary['link']}, tp = {tp}, {len(rows)} call(s)",
-        (*CALL, *NAMES.values(), *(f"E {NAMES[name]}" for name in COLOURS), "<choice"),
+        (*CALL, *names.values(), *(f"E {names[name]}" for name in coloured), "<choice"),
         map(cells, rows),
         "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
         multicast(summary.get("environment")) + (f"; {queues} for every method" if queues else ""),
@@ -160,7 +175,10 @@ def ops_svg(summary: Row) -> str:
     bottom = top + step * len(rows)
     shown = [name for name in COLOURS if any(row.get(f"{name}_ms") is not None for row in rows)]
     for i, name in enumerate(shown):
-        out += [_bar(left + 110 * i, 26, 10, 10, COLOURS[name]), _words(left + 110 * i + 15, 35, NAMES[name])]
+        out += [
+            _bar(left + 110 * i, 26, 10, 10, COLOURS[name]),
+            _words(left + 110 * i + 15, 35, {**NAMES, **HOST}[name]),
+        ]
     for tick in (-1.0, -0.5, 0.0, 0.5, 1.0):
         out.append(_line(x(tick), x(tick), top, bottom + 6, "#ddd"))
         out.append(_words(x(tick), bottom + 20, f"{tick:.0%}", 'text-anchor="middle"'))

@@ -145,6 +145,12 @@ class OpsOptions(Options):
         description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
         "after all else. 0: not at all.",
     )
+    link: Literal["nvlink", "p2p", "host"] | None = Field(
+        None, description="Use no stronger link than this; with host NCCL has no peer access either."
+    )
+    wire: Literal["exact", "fp8", "int8"] = Field(
+        "exact", description="Where the link is not NVLink, measure chunked with this wire as well."
+    )
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 

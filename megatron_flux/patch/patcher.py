@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_flux.comm import links
 from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.ops import backend_names, stats
 from megatron_flux.patch import te_seam, tuning
 from megatron_flux.patch.linears import CHOICE, TE_KINDS, LinearPatch
 from megatron_flux.patch.megatron_core import REPLACED, TE_REPLACED, checked_line, installed_megatron_core, te_layers
-from megatron_flux.settings import one_queue
+from megatron_flux.settings import LINKS, WIRES, one_queue
 
 logger = logging.getLogger("megatron_flux")
 
@@ -85,15 +86,17 @@ def patch(config: FluxConfig | None = None) -> None:
     ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
-        UserError: a backend that does not exist.
+        UserError: a backend, a link or a wire that does not exist.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global _installed
     if config is not None:
         _check_backends(config.backends)
+        _check_link(config)
     if _installed is not None:
         if config is not None and config != _installed.linears.config:
             _installed.linears.config = config
+            _want(config)
             _log("megatron_flux: already patched, now with %s", config)
         return
     line = checked_line()
@@ -117,6 +120,7 @@ def patch(config: FluxConfig | None = None) -> None:
         setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
     _installed = _Installed(replacements, linears)
+    _want(linears.config)
     total, backend = len(replacements), linears.config.backend
     _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
 
@@ -253,6 +257,18 @@ def set_backend(
 
 
 _LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
+
+
+def _check_link(config: FluxConfig) -> None:
+    if config.link is not None and config.link not in LINKS:
+        raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")
+    if config.wire not in WIRES:
+        raise UserError(f"unknown wire {config.wire!r}; use one of: {', '.join(WIRES)}")
+
+
+def _want(config: FluxConfig) -> None:
+    """It holds beyond :func:`unpatch`, for backwards that are still to come and for whoever patches again."""
+    links.want(links.Wanted(config.link, config.wire, config.strict))
 
 
 def _check_backends(backends: Backends, more: str = "") -> None:

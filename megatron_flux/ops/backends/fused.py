@@ -89,7 +89,7 @@ class FusedBackend:
         if reason is not None:
             return reason
         link = links.probe(group, x.device)
-        return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
+        return f"no peer access within the group: {link.reason}" if link.kind in ("none", "host") else None
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """Why ``auto`` leaves a group alone in which :meth:`why_not` finds no obstacle; None if it does not."""

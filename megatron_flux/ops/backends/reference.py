@@ -88,7 +88,7 @@ class PipelinedBackend:
         if x.dtype not in (torch.bfloat16, torch.float16):
             return f"it needs bf16 or fp16, x is {x.dtype}"
         link = links.probe(group, x.device)
-        return f"no peer access within the group: {link.reason}" if link.kind == "none" else None
+        return f"no peer access within the group: {link.reason}" if link.kind in ("none", "host") else None
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`; but the bias is added to the rounded result."""

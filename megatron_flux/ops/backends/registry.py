@@ -12,12 +12,14 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
+from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
+from megatron_flux.settings import WIRES
 
 logger = logging.getLogger("megatron_flux")
 
@@ -136,5 +138,7 @@ def _untested(backend: Any, x: torch.Tensor, group: dist.ProcessGroup) -> str | 
 
 
 _reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()
-for _backend in (_reference, _pipelined, _fused, TunedBackend(_reference, _pipelined, _fused)):
+_chunked = {wire: ChunkedBackend("chunked" if wire == "exact" else f"chunked_{wire}", wire) for wire in WIRES}
+_tuned = TunedBackend(_reference, _pipelined, _fused, _chunked)
+for _backend in (_reference, _pipelined, *_chunked.values(), _fused, _tuned):
     register_backend(_backend)

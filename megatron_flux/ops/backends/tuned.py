@@ -6,6 +6,8 @@ Contract
       fast as the fastest; of these the one is kept that is fastest when it runs by itself until the GPU has settled at
       its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
+    * Where a group's link is ``host``, candidates are ``reference`` and ``chunked``, and of the 8-bit wires the one
+      that was asked for (``FluxConfig(wire=...)``); plain gathers are measured and decided as well.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
@@ -28,19 +30,21 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives, links
+from megatron_flux.comm import collectives, links, transports
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.tuning_cache import describe
@@ -96,9 +100,19 @@ def _kind(call: OperatorCall) -> tuple[Any, ...]:
 
 
 def _key(call: OperatorCall, *, captured: bool) -> str:
-    link = links.probe(call.group, call.x.device).kind
+    link = _link(call.group, call.x.device)
     shape = (call.operator, call.m, call.n, call.k, call.x, call.transposed, call.group.size())
     return describe(*shape, link, captured=captured)
+
+
+def _link(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The link as a key has it: with the wire, where that is not ``exact``."""
+    kind, wire = links.probe(group, device).kind, links.wanted().wire
+    return f"{kind} wire={wire}" if kind == "host" and wire != EXACT else kind
+
+
+def _over_host(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return x.device.type == "cuda" and links.probe(group, x.device).kind == "host"
 
 
 def _words(call: OperatorCall) -> str:
@@ -115,9 +129,18 @@ class TunedBackend:
     needs_cuda = True
     automatic = True
 
-    def __init__(self, reference: ReferenceBackend, pipelined: PipelinedBackend | None, fused: FusedBackend) -> None:
-        """``fused`` also answers what this backend can run; None for ``pipelined`` leaves it out."""
+    def __init__(
+        self,
+        reference: ReferenceBackend,
+        pipelined: PipelinedBackend | None,
+        fused: FusedBackend,
+        chunked: Mapping[str, ChunkedBackend] | None = None,
+    ) -> None:
+        """``fused`` also answers what this backend can run; None for ``pipelined`` leaves it out. ``chunked``: by
+        wire.
+        """
         self.reference, self.pipelined, self.fused = reference, pipelined, fused
+        self.chunked = {backend.name: backend for backend in (chunked or {}).values()}
 
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
         """What was decided so far for ``group``; filled as shapes come."""
@@ -131,18 +154,20 @@ class TunedBackend:
         return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Whatever keeps ``fused`` from running."""
-        return self.fused.why_not(x, weight, group)
+        """Whatever keeps ``fused`` from running; nothing where the link is ``host``."""
+        return None if self.chunked and _over_host(x, group) else self.fused.why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """As of ``fused``."""
-        return self.fused.untested(x, group)
+        """As of ``fused``, where that may run."""
+        return None if self.chunked and _over_host(x, group) else self.fused.untested(x, group)
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         name, config = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
+        if name in self.chunked and not capturing(call.x):
+            return call.run(self.chunked[name])
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)
@@ -150,8 +175,10 @@ class TunedBackend:
     gemm_reduce_scatter = all_gather_gemm
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs."""
-        return self.fused.all_gather(call)
+        """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs. Over host
+        memory, where there are no fused ones, as measured.
+        """
+        return self.all_gather_gemm(call) if _over_host(call.x, call.group) else self.fused.all_gather(call)
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
@@ -160,7 +187,7 @@ class TunedBackend:
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         if call.weight is None:
-            return self.fused.prepare(call, shape)
+            return None if _over_host(call.x, call.group) else self.fused.prepare(call, shape)
         _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
         return None if config is None else self.fused.prepare(call, shape, config)
 
@@ -210,7 +237,7 @@ class TunedBackend:
         self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup
     ) -> dict[str, Any] | None:
         """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
-        link = links.probe(group, x.device).kind
+        link = _link(group, x.device)
         key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
         return self.decisions(group).answers.get(key)
 
@@ -240,16 +267,34 @@ class TunedBackend:
             ) from error
         if call.group.rank() == 0:
             logger.warning("megatron_flux: %s cannot run and is not considered (%s)", words, told)
-        self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
+        if name in self.chunked:
+            transports.renew(call.group)
+        else:
+            self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
+
+    def _ways_over_host(self, call: OperatorCall) -> dict[str, Callable[[], Any]]:
+        """``reference`` and whatever chunked backend can run the call; results are finished."""
+
+        def way(backend: Any) -> Callable[[], Any]:
+            return lambda: found.wait() if isinstance(found := call.run(backend), Pending) else found
+
+        ways = {"reference": way(self.reference)}
+        for name, backend in self.chunked.items() if not capturing(call.x) else ():
+            if (
+                backend.wire in (EXACT, links.wanted().wire)
+                and backend.why_not(call.x, call.weight, call.group) is None
+            ):
+                tried = self._tried(call, name, way(backend))
+                if tried is not None:
+                    ways[name] = tried
+        return ways
 
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
         limit = _seconds()
         if limit <= 0:
             return dict(_UNMEASURED)
         began = time.monotonic()
-        from megatron_flux.ops.launch import hopper_kernels, sm_count
-
         op, run, x, m, n, k, group = call.operator, call.run, call.x, call.m, call.n, call.k, call.group
         device, tp = x.device, group.size()
 
@@ -257,19 +302,25 @@ class TunedBackend:
             return timing.all_agree(time.monotonic() - began <= seconds, group, device)
 
         plans: dict[str, KernelConfig] = {}
-        timed: dict[str, Callable[[], Any]] = {"reference": lambda: run(self.reference)}
-        if self._may_pipeline(call) and not capturing(x):
-            way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
-            if way is not None:
-                timed["pipelined"] = way
-        for plan in candidates(op, m // tp, n, k, tp, sm_count(device), hopper_kernels(op, x, n)):
-            if not time_is_left(limit):
-                break
-            name = f"fused {plan.label()}"
-            way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
-            if way is not None:
-                timed[name], plans[name] = way, plan
-        alone = gemm_only(call)
+        timed: dict[str, Callable[[], Any]]
+        if _over_host(x, group):
+            timed = self._ways_over_host(call)
+        else:
+            from megatron_flux.ops.launch import hopper_kernels, sm_count
+
+            timed = {"reference": lambda: run(self.reference)}
+            if self._may_pipeline(call) and not capturing(x):
+                way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
+                if way is not None:
+                    timed["pipelined"] = way
+            for plan in candidates(op, m // tp, n, k, tp, sm_count(device), hopper_kernels(op, x, n)):
+                if not time_is_left(limit):
+                    break
+                name = f"fused {plan.label()}"
+                way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
+                if way is not None:
+                    timed[name], plans[name] = way, plan
+        alone = None if call.weight is None else gemm_only(call)
         if timing.all_agree(alone is not None, group, device) and alone is not None:
             timed["gemm"] = alone
         ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}

@@ -34,7 +34,7 @@ from megatron_flux.version import __version__
 
 logger = logging.getLogger("megatron_flux")
 
-BACKENDS = ("reference", "pipelined", "fused")  # what an answer may choose
+BACKENDS = ("reference", "pipelined", "fused", "chunked", "chunked_fp8", "chunked_int8")  # what an answer may choose
 
 
 def cache_path() -> Path:

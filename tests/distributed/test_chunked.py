@@ -1,0 +1,340 @@
+"""The chunked backends on processes: over the link through host memory and over send and receive, exact and 8-bit.
+
+Integers small enough that sums are exact in any order; results and workspaces begin as NaN; shapes are random.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import UserError, ops
+from megatron_flux.comm import host_memory, links, transports
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.host_link import HostLink
+from megatron_flux.comm.host_ring import Layout
+from megatron_flux.comm.send_recv import SendRecv
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops.backends.registry import get_backend
+from tests.distributed.data import integers, normals, relative_error, require_close
+from tests.distributed.pool import WorkerPool
+from tests.small_disk import small_disk
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+WAYS = ("one queue", "two lanes", "send and receive")
+OVER = pytest.mark.parametrize("way", WAYS)
+WIRES = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.01}
+"""Backends, and how far off results may be relative to the largest."""
+
+
+def use(way: str, group: dist.ProcessGroup) -> None:
+    """Let ``group`` have this transport, of small slots."""
+    if way == "send and receive":
+        made: Any = SendRecv(group)
+    else:
+        layout = Layout(group.size(), slot_bytes=900, shared_slots=3, pair_slots=3)
+        made = HostLink(group, CPU, layout, one_queue=way == "one queue")
+    state_of(group).transports[CPU] = made
+
+
+def poisoned() -> Any:
+    """Whatever a call allocates holds NaN."""
+    empty = torch.Tensor.new_empty
+
+    def full(self: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        made = empty(self, *shape, **options)
+        return made.fill_(0xFF) if made.dtype == torch.uint8 else made.fill_(float("nan"))
+
+    return mock.patch.object(torch.Tensor, "new_empty", full)
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts)
+
+
+def calls(
+    name: str, group: dist.ProcessGroup, seed: int, lead: tuple[int, ...], n: int, k: int, dtype: torch.dtype,
+    transposed: bool, tolerance: float,
+) -> None:  # fmt: skip
+    """All three operators, against the same in one process; ``lead``: of x, without tp in its first dimension."""
+    rank, tp = group.rank(), group.size()
+    exact = tolerance == 0
+    make = integers if exact else normals
+    weight = make(*((k, n) if transposed else (n, k)), seed=seed, dtype=dtype, **({"high": 1} if exact else {}))
+    wt = weight if transposed else weight.t()
+    x = make(*lead, k, seed=seed + 1 + rank, dtype=dtype, **({"high": 1} if exact else {}))
+    bias = make(n, seed=seed + 50, dtype=dtype)
+    with poisoned():
+        y, full = ops.all_gather_gemm(
+            x, weight, group, bias=bias, epilogue_bias=seed % 2 == 0, transposed=transposed, return_gathered=True,
+            backend=name,
+        )  # fmt: skip
+    want = gathered(x, group)
+    assert full.shape == want.shape
+    mine = slice(rank * lead[0], (rank + 1) * lead[0])
+    assert torch.equal(full[mine], want[mine]), "its own rows do not travel"
+    if exact:
+        assert torch.equal(full, want)
+    else:
+        assert relative_error(full, want) < tolerance
+    require_close("all_gather_gemm", y.float(), want.float() @ wt.float() + bias.float(), tolerance)
+    with poisoned():
+        only = ops.all_gather_gemm(x, weight, group, transposed=transposed, backend=name)
+    require_close("all_gather_gemm alone", only.float(), want.float() @ wt.float(), tolerance)
+    whole = make(lead[0] * tp, *lead[1:], k, seed=seed + 100 + rank, dtype=dtype, **({"high": 1} if exact else {}))
+    sums = whole.float() @ wt.float()
+    dist.all_reduce(sums, group=group)
+    with poisoned():
+        z = ops.gemm_reduce_scatter(whole, weight, group, bias=bias, transposed=transposed, backend=name)
+        again = ops.gemm_reduce_scatter(whole, weight, group, async_op=True, transposed=transposed, backend=name)
+    require_close("gemm_reduce_scatter", z.float(), sums[mine] + bias.float(), tolerance)
+    require_close("gemm_reduce_scatter async", again.wait().float(), sums[mine], tolerance)
+    with poisoned():
+        pending = ops.all_gather(x, group, backend=name)
+        between = ops.gemm_reduce_scatter(whole, weight, group, transposed=transposed, backend=name)
+    assert torch.equal(between, again.wait()), "the same call gives the same result"
+    assert relative_error(pending.wait(), want) <= tolerance if not exact else torch.equal(pending.wait(), want)
+
+
+def random_shapes(way: str, name: str, count: int) -> None:
+    group, tolerance = dist.group.WORLD, WIRES[name]
+    backend, rng = get_backend(name), random.Random(11)
+    use(way, group)
+    ops.stats.reset()
+    for seed in range(0, 1000 * count, 1000):
+        backend.pieces = rng.choice([None, 1, 2, 3])
+        lead = rng.choice([(rng.randrange(1, 40),), (rng.randrange(1, 9), rng.randrange(1, 4))])
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        if dtype == torch.bfloat16 and tolerance:
+            dtype = torch.float32  # torch's own rounding would be larger than what is looked for
+        calls(name, group, seed, lead, rng.randrange(1, 60), rng.choice([1, 7, 64, 128, 200, 300]) if tolerance
+              else rng.randrange(1, 60), dtype, rng.random() < 0.5, tolerance)  # fmt: skip
+    backend.pieces = None
+    assert {backend for _, backend in ops.stats.calls} == {name}, "nothing else has run"
+    state_of(group).transports.clear()
+
+
+@OVER
+def test_exact(world: WorkerPool, way: str) -> None:
+    world.run(random_shapes, way, "chunked", 8)
+
+
+@OVER
+@pytest.mark.parametrize("name", ["chunked_fp8", "chunked_int8"])
+def test_8_bit(world2: WorkerPool, way: str, name: str) -> None:
+    world2.run(random_shapes, way, name, 5)
+
+
+def late(way: str, name: str) -> None:
+    group = dist.group.WORLD
+    use(way, group)
+    get_backend(name).pieces = 2
+    for who in range(group.size()):
+        dist.barrier()
+        if group.rank() == who:
+            time.sleep(0.2)
+        calls(name, group, 1000 * who, (24,), 16, 32, torch.float32, False, WIRES[name])
+    get_backend(name).pieces = None
+    state_of(group).transports.clear()
+
+
+@OVER
+def test_late_ranks(world4: WorkerPool, way: str) -> None:
+    world4.run(late, way, "chunked")
+
+
+def two_groups(way: str) -> None:
+    """Crossed pairs: each rank is in two groups; a gather of one stays open over calls of the other."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    first, second = (group for group in pairs if rank in dist.get_process_group_ranks(group))
+    for group in (first, second):
+        use(way, group)
+    for seed in range(0, 3000, 1000):
+        x = integers(6, 10, seed=seed + rank)
+        pending = ops.all_gather(x, first, backend="chunked")
+        calls("chunked", second, seed, (5,), 8, 12, torch.float32, True, 0.0)
+        assert torch.equal(pending.wait(), gathered(x, first))
+        calls("chunked", first, seed + 500, (4, 2), 8, 12, torch.float32, False, 0.0)
+    for group in pairs:
+        if rank in dist.get_process_group_ranks(group):
+            dist.destroy_process_group(group)
+
+
+@OVER
+def test_two_groups(world4: WorkerPool, way: str) -> None:
+    world4.run(two_groups, way)
+
+
+def same_sums_on_every_run(name: str) -> None:
+    group = dist.group.WORLD
+    use("two lanes", group)
+    x, weight = normals(64, 96, seed=dist.get_rank()), normals(40, 96, seed=9)
+    found = []
+    for turn in range(4):
+        get_backend(name).pieces = 1 + turn % 2 if name == "chunked" else 2
+        if dist.get_rank() == turn:
+            time.sleep(0.05)
+        found.append(ops.gemm_reduce_scatter(x, weight, group, backend=name))
+    assert all(torch.equal(one, found[0]) for one in found[::2])
+    get_backend(name).pieces = None
+    state_of(group).transports.clear()
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_sums_have_one_order(world4: WorkerPool, name: str) -> None:
+    world4.run(same_sums_on_every_run, name)
+
+
+def overflow(name: str) -> None:
+    """What is not finite stays visible."""
+    group = dist.group.WORLD
+    use("one queue", group)
+    for bad in (float("inf"), float("nan")):
+        x = normals(4, 300, seed=dist.get_rank())
+        x[1, 140] = bad
+        full = ops.all_gather(x, group, backend=name).wait()
+        peer = full[4 * (1 - group.rank()) :][:4]
+        assert peer[1, 128:256].isnan().all()
+        assert peer.isnan().sum() == 128
+    state_of(group).transports.clear()
+
+
+@pytest.mark.parametrize("name", ["chunked_fp8", "chunked_int8"])
+def test_overflow_is_seen(world2: WorkerPool, name: str) -> None:
+    world2.run(overflow, name)
+
+
+def which_transport(asked: str | None) -> str:
+    group = dist.group.WORLD
+    state_of(group).transports.clear()
+    state_of(group).link = None
+    with mock.patch.dict(os.environ, {"MEGATRON_FLUX_LINK": asked} if asked else {}):
+        found = transports.transport_of(group, CPU)
+        calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
+        assert (transports.shared_bytes() > 0) == (found.kind == "host")
+    state_of(group).transports.clear()
+    state_of(group).link = None
+    return f"{found.kind} {links.probe(group, CPU).kind}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [(None, "send_recv none"), ("host", "host none"), ("none", "send_recv none")]
+)
+def test_the_link_decides_the_transport(world2: WorkerPool, asked: str | None, found: str) -> None:
+    assert world2.run(which_transport, asked) == [found, found]
+
+
+def asks_for(what: links.Wanted | str) -> str:
+    group = dist.group.WORLD
+    state_of(group).link = None
+    try:
+        with mock.patch.dict(os.environ, {"MEGATRON_FLUX_LINK": what} if isinstance(what, str) else {}):
+            if isinstance(what, links.Wanted):
+                links.want(what)
+            with pytest.raises(UserError) as caught:
+                transports.transport_of(group, CPU)
+    finally:
+        links.want(links.Wanted())
+        state_of(group).link = None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["p2p", links.Wanted(link="nvlink")], ids=["variable", "configuration"])
+def test_a_stronger_link_than_there_is(world2: WorkerPool, what: Any) -> None:
+    for said in world2.run(asks_for, what):
+        assert "asks for more than there is: this group's link is none (cpu tensors have no peer access)" in said
+        assert "\n" not in said
+
+
+def too_little(folder: Path) -> tuple[str, str]:
+    group = dist.group.WORLD
+    with mock.patch.object(host_memory, "FOLDER", folder):
+        links.want(links.Wanted(link="host"))
+        calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
+        kind = state_of(group).transports[CPU].kind
+        links.want(links.Wanted(link="host", strict=True))
+        with pytest.raises(UserError) as caught:
+            transports.transport_of(group, CPU)
+    links.want(links.Wanted())
+    return kind, str(caught.value)
+
+
+def test_too_little_shared_memory_is_send_and_receive_unless_strict(world2: WorkerPool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "shm", 8) as folder:
+        for kind, said in world2.run(too_little, folder):
+            assert kind == "send_recv"
+            assert "the link through host memory needs 37 MiB of shared memory for 2 ranks" in said, said
+
+
+def broken_off(way: str) -> None:
+    group = dist.group.WORLD
+    use(way, group)
+    x, weight = torch.ones(8, 4), torch.ones(6, 4)
+    with mock.patch.object(torch, "mm", side_effect=MemoryError("no"), autospec=True), pytest.raises(MemoryError):
+        ops.gemm_reduce_scatter(x, weight, group, backend="chunked")
+    with pytest.raises(OperatorError, match="a call of gemm_reduce_scatter was broken off here by MemoryError: no"):
+        ops.gemm_reduce_scatter(x, weight, group, backend="chunked")
+    transports.renew(group)
+    use(way, group)
+    calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
+    state_of(group).transports.clear()
+
+
+@OVER
+def test_an_exception_within_a_call_is_the_last_of_its_transport(world2: WorkerPool, way: str) -> None:
+    world2.run(broken_off, way)
+
+
+def interpreted() -> None:
+    """Triton's kernels against torch. Its interpreter rounds fp8 in a way of its own: only int8 is looked at."""
+    from megatron_flux.kernels import wire, wire_kernels
+
+    for rows, k, dtype in (
+        (3, 128, torch.float32),
+        (5, 300, torch.float16),
+        (40, 1, torch.float32),
+        (7, 16, torch.float32),
+    ):
+        x = normals(rows, k, seed=rows, dtype=dtype)
+        x[1] = 0.0
+        size = wire.nbytes("int8", rows, k, x.element_size())
+        data = torch.zeros(2, size, dtype=torch.uint8)
+        wire.encode("int8", x, data[0], {})
+        wire_kernels.encode(x, *wire.parts(data[1], "int8", rows, k), {})
+        here, there = wire.parts(data[0], "int8", rows, k), wire.parts(data[1], "int8", rows, k)
+        assert (here[0].int() - there[0].int()).abs().max() <= 1, "rounding of what lies in the middle"
+        assert torch.allclose(here[1], there[1], rtol=1e-6)
+        out, again = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+        wire.decode("int8", data[0], out, {})
+        wire_kernels.decode(*here, again, {})
+        assert torch.allclose(out, again, rtol=1e-6)
+        assert (out[1] == 0).all()
+        sums, others = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+        three = torch.stack([data[0], data[1], data[0]])
+        for rank in range(3):
+            wire.add("int8", three, x, rank, sums, {})
+            wire_kernels.add(*wire.parts(three, "int8", rows, k), x, rank, others, {})
+            assert torch.allclose(sums, others, rtol=1e-5, atol=1e-3)
+        exact = x.view(-1).view(torch.uint8).repeat(3, 1)
+        wire.add("exact", exact, x, 1, sums, {})
+        wire_kernels.add(exact.view(dtype).unflatten(-1, (rows, k)), None, x, 1, others, {})
+        assert torch.equal(sums, others)
+        assert torch.equal(sums, (3 * x.float()).to(dtype))
+
+
+def test_the_kernels_of_the_wire(world2: WorkerPool) -> None:
+    pytest.importorskip("triton")
+    world2.run(interpreted)

@@ -111,15 +111,21 @@ class ChunkedBackend:
         rows = self._cuts(mp, n * size)
         cuts = _bytes(wire, rows, n, size)
         transport, known = transport_of(group, x.device), _kernels(group)
+        # All memory before the call begins: peers would wait for one that ends in between.
         theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
+        sent = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
         y, own = x.new_empty(mp, n), x.new_empty(mp, n)
+        partial = None if wire == wires.EXACT else x.new_empty(max(b - a for a, b in itertools.pairwise(rows)), n)
         with unbroken(transport, call.operator):
             exchange = transport.exchange(call.operator, theirs, cuts)
             for peer, piece in exchange.steps:
                 first, last = rows[piece], rows[piece + 1]
-                part = x.new_empty(last - first, n)
+                block = sent[peer, cuts[piece] : cuts[piece + 1]]
+                part = block.view(x.dtype).view(-1, n) if partial is None else partial[: last - first]
                 _gemm(call, x[peer * mp + first : peer * mp + last], part)
-                exchange.send(self._sendable(part, known))
+                if partial is not None:
+                    wires.encode(wire, part, block, known)
+                exchange.send(block)
             _gemm(call, x[rank * mp : (rank + 1) * mp], own)
             exchange.wait()
             if wire == wires.EXACT:
@@ -134,13 +140,6 @@ class ChunkedBackend:
             return cuts_of(rows, width)
         count = max(1, min(self.pieces, rows))
         return [rows * piece // count for piece in range(count + 1)]
-
-    def _sendable(self, part: torch.Tensor, known: wires.Known) -> torch.Tensor:
-        if self.wire == wires.EXACT:
-            return part.view(-1).view(torch.uint8)
-        sent = part.new_empty(wires.nbytes(self.wire, *part.shape, part.element_size()), dtype=torch.uint8)
-        wires.encode(self.wire, part, sent, known)
-        return sent
 
 
 class _Gathered:

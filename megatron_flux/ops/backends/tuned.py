@@ -228,7 +228,7 @@ class TunedBackend:
             if found["ms"]:
                 collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
-            if self._may_pipeline(call) and found["ms"] and not used:
+            if self._may_pipeline(call) and found["ms"] and not used and not _over_host(call.x, group):
                 self.pipelined.release(group)
         answers[keys[0]] = found
         return found

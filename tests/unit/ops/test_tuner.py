@@ -23,6 +23,7 @@ from megatron_flux.ops.backends.tuning_cache import describe, store
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.settings import WIRES
 
 
 class Group:
@@ -288,3 +289,70 @@ def test_each_way_runs_by_itself_for_a_while(monkeypatch: pytest.MonkeyPatch) ->
     made.clear()
     timing.sustained({"endless": lambda: "endless"}, {"endless": 5000.0}, GROUP, torch.device("cpu"))
     assert made == [("endless", 1, 1)] * 2
+
+
+class Chunked(Recorder):
+    """One of the chunked backends."""
+
+    def __init__(self, name: str, wire: str, log: list[Any], reason: str | None = None) -> None:
+        super().__init__(name, log)
+        self.wire, self.reason = wire, reason
+
+    def why_not(self, *operands: Any) -> str | None:
+        return self.reason
+
+    def all_gather(self, call: OperatorCall) -> Pending:
+        self.log.append((self.name, None))
+        return Pending(call.x)
+
+
+@pytest.fixture
+def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
+    """A tuner whose group talks through host memory; candidates that come last are the fastest."""
+    monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("host", "asked for"))
+    monkeypatch.setattr(tuner, "_over_host", lambda x, group: True)
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
+    made = {wire: Chunked("chunked" if wire == "exact" else f"chunked_{wire}", wire, tuned.log) for wire in WIRES}
+    found = TunedBackend(tuned.reference, tuned.pipelined, tuned.fused, made)  # type: ignore[arg-type]
+    found.log = tuned.log
+    found.reference.all_gather = made["exact"].all_gather
+    return found
+
+
+def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBackend) -> None:
+    assert over_host.why_not(X, W, GROUP) is over_host.untested(X, GROUP) is None
+    assert call(over_host) == ("chunked", None)
+    assert gather(over_host, torch.zeros(6)) == ("chunked", None), "a bias is no obstacle"
+    OperatorCall("all_gather", X, None, GROUP).run(over_host).wait()
+    kept = tuning_cache.load(tuning_cache.cache_path())
+    assert [set(answer["ms"]) for answer in kept.values()] == [{"reference", "chunked"}] * 3
+    assert all(" tp=2 host | " in key for key in kept)
+    assert all(tuning_cache.usable(answer) for answer in kept.values())
+    assert over_host.prepare(OperatorCall("all_gather", X, None, GROUP), (16, 4)) is None
+    with captured_calls():
+        assert call(over_host) == ("reference", None), "it cannot be captured"
+
+
+def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(over_host) == ("chunked", None)
+    forget(over_host)
+    monkeypatch.setattr(tuner.links, "_wanted", tuner.links.Wanted(wire="fp8"))
+    assert call(over_host) == ("chunked_fp8", None), "what was kept for the exact wire is no answer"
+    assert sum("host wire=fp8" in key for key in tuning_cache.load(tuning_cache.cache_path())) == 1
+    forget(over_host)
+    tuning_cache.cache_path().unlink()
+    over_host.chunked["chunked_fp8"].reason = "not on this GPU"
+    assert call(over_host) == ("chunked", None)
+
+
+def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
+    over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed: list[Any] = []
+    monkeypatch.setattr(tuner.transports, "renew", renewed.append)
+    monkeypatch.setattr(over_host.chunked["chunked"], "gemm_reduce_scatter", lambda call: 1 / 0)
+    monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine, 1: mine})
+    assert call(over_host) == ("reference", None)
+    assert renewed == [GROUP]

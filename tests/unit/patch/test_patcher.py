@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 import megatron_flux
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
+from megatron_flux.comm import links
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import patcher
 from megatron_flux.patch.megatron_core import TE_REPLACED, te_layers
@@ -228,6 +229,30 @@ def test_report_is_for_json() -> None:
 
 def test_the_public_names_exist() -> None:
     assert [name for name in megatron_flux.__all__ if not hasattr(megatron_flux, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"link": "pigeon"}, "unknown link 'pigeon'; use one of: none, host, p2p, nvlink"),
+        ({"wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, fp8, int8"),
+    ],
+)
+def test_an_unknown_link_or_wire_is_refused_before_anything_changes(given: dict[str, str], said: str) -> None:
+    before = methods(), config(), links.wanted()
+    with pytest.raises(UserError, match=said):
+        patch(FluxConfig(**given))
+    assert (methods(), config(), links.wanted()) == before
+
+
+def test_link_and_wire_hold_from_the_patch_on() -> None:
+    try:
+        patch(FluxConfig(link="host", wire="int8", strict=True))
+        assert links.wanted() == links.Wanted("host", "int8", strict=True)
+        patch(FluxConfig())
+        assert links.wanted() == links.Wanted()
+    finally:
+        links.want(links.Wanted())
 
 
 @pytest.mark.parametrize("already", [False, True], ids=["stock", "patched"])

@@ -1,0 +1,368 @@
+"""Correctness of the chunked backends on real GPUs, through host memory: run under torchrun, prints a line per check.
+
+    python -m torch.distributed.run --nproc-per-node 4 tests/gpu/checks_host.py [--only NAMES] [--way host|send_recv]
+
+Stock's NCCL, which results are compared with, has no peer access either. Every check runs on all ranks and raises on
+the rank that sees the failure. Inputs are fresh and random; memory that results are allocated from begins as NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
+from megatron_flux import ops
+from megatron_flux.comm import links, transports
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.host_link import HostLink
+from megatron_flux.comm.host_ring import Layout
+from megatron_flux.errors import UserError
+from megatron_flux.kernels import wire
+from megatron_flux.ops.backends.registry import get_backend
+
+ERROR = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.012}
+"""How far off, relative to the norm, what an 8-bit wire gathers may be."""
+MIB = 1 << 20
+
+
+def poison() -> None:
+    """NaN into memory that results will be allocated from."""
+    torch.cuda.synchronize()
+    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    del spare
+
+
+def make(integer, dtype, *shape):
+    if integer:
+        return torch.randint(-1, 2, shape, device="cuda").to(dtype)
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def gathered(x, group):
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def scattered(y, group):
+    out = y.new_empty(y.shape[0] // group.size(), *y.shape[1:])
+    dist.reduce_scatter_tensor(out, y, group=group)
+    return out
+
+
+def error(got, want):
+    assert got.shape == want.shape
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=False, name="chunked", bias=False):
+    """All three operators; integers are exact."""
+    x, whole = make(integer, dtype, mp, k), make(integer, dtype, mp * group.size(), k)
+    w = make(integer, dtype, *((k, n) if transposed else (n, k)))
+    wt = w if transposed else w.t()
+    b = make(integer, dtype, n) if bias else None
+    # Everything that is compared with first: NCCL's kernels need not run beside what is tested.
+    full = gathered(x, group)
+    exact, torchs = full.float() @ wt.float(), full @ wt
+    if bias:
+        exact = exact + b.float()
+    sums, stock = scattered(whole.float() @ wt.float(), group), scattered(whole @ wt, group)
+    poison()
+    y, seen = ops.all_gather_gemm(
+        x, w, group, bias=b, epilogue_bias=bias, transposed=transposed, return_gathered=True, backend=name
+    )
+    pending = ops.all_gather(x, group, backend=name)
+    z = ops.gemm_reduce_scatter(whole, w, group, transposed=transposed, backend=name)
+    again = pending.wait()
+    off = error(seen, full)
+    if name == "chunked":
+        assert torch.equal(seen, full), "the gathered input differs"
+        assert torch.equal(again, full), "what was gathered by itself differs"
+    else:
+        assert off <= ERROR[name], f"gathered input: {off}"
+        assert torch.equal(again, seen), "two gathers differ"
+    ag, rs = error(y, exact), error(z, sums)
+    ag_torch, rs_torch = error(torchs, full.float() @ wt.float()), error(stock, sums)
+    if integer and name == "chunked":
+        assert ag == rs == 0, f"integers are not exact: {ag} {rs}"
+    slack = 1.5 * ERROR[name] + 1e-6
+    assert ag <= 2 * ag_torch + slack, f"all_gather_gemm error {ag} against torch's {ag_torch}"
+    assert rs <= 2 * rs_torch + slack, f"gemm_reduce_scatter error {rs} against torch's {rs_torch}"
+    said = f"gathered {off:.1e} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
+    return f"mp={mp} n={n} k={k} {dtype} {name} {said}"
+
+
+def shapes(group):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for transposed in (False, True):
+            for mp, n, k in ((256, 512, 384), (37, 100, 77), (1, 64, 64), (1024, 768, 4096)):
+                said = compare(group, mp, n, k, dtype, transposed, bias=transposed)
+    for mp, n, k in ((64, 128, 96), (512, 1024, 64)):
+        compare(group, mp, n, k, integer=True)
+    return said
+
+
+def large(group):
+    """Several pieces, every slot used many times."""
+    return compare(group, 8192 // group.size(), 4096, 12288)
+
+
+def on_the_wire(group):
+    said = []
+    for name in ("chunked_int8", "chunked_fp8"):
+        if get_backend(name).why_not(torch.empty(1, device="cuda"), None, group) is not None:
+            continue
+        for mp, n, k in ((256, 512, 384), (37, 100, 200), (1024, 768, 4096)):
+            said.append(compare(group, mp, n, k, name=name))
+    return "; ".join(said[2::3])
+
+
+def kernels_of_the_wire(group):
+    """Against torch on the CPU, to the bit but for what lies in the middle."""
+    differ = 0
+    for name in ("int8", "fp8"):
+        if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            continue
+        for rows, k in ((64, 512), (3, 300), (5, 16)):
+            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            x[0, 0], x[1] = 3e4, 0.0
+            size = wire.nbytes(name, rows, k, 2)
+            here, there = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8, device="cuda")
+            wire.encode(name, x.cpu(), here, {})
+            wire.encode(name, x, there, {})
+            a, b = wire.parts(here, name, rows, k), wire.parts(there.cpu(), name, rows, k)
+            assert torch.allclose(a[1], b[1], rtol=1e-5)
+            differ += int((a[0].view(torch.uint8) != b[0].view(torch.uint8)).sum())
+            assert (a[0].view(torch.uint8).int() - b[0].view(torch.uint8).int()).abs().remainder(255).max() <= 1
+            out, want = torch.empty_like(x), torch.empty(rows, k, dtype=torch.bfloat16)
+            wire.decode(name, there, out, {})
+            wire.decode(name, there.cpu(), want, {})
+            assert torch.allclose(out.cpu().float(), want.float(), rtol=1e-2)
+            x[2, 1] = float("inf")
+            wire.encode(name, x, there, {})
+            wire.decode(name, there, out, {})
+            assert out[2, :128].isnan().all()
+            assert not out[0].isnan().any()
+    return f"{differ} bytes rounded otherwise"
+
+
+def random_shapes(group, rounds=60):
+    numbers, pause = random.Random(5), random.Random(dist.get_rank())
+    for _ in range(rounds):
+        mp, n, k = numbers.randrange(1, 600), numbers.randrange(1, 700), numbers.randrange(1, 1500)
+        if pause.random() < 0.2:
+            torch.cuda._sleep(int(2e6))
+        if pause.random() < 0.2:
+            time.sleep(0.002)
+        compare(group, mp, n, k, integer=True)
+    return f"{rounds} rounds"
+
+
+def repeated(group):
+    """The same call many times without a pause: slots are used again at once."""
+    x, w = make(True, torch.bfloat16, 512, 4096), make(True, torch.bfloat16, 256, 4096)
+    whole, v = make(True, torch.bfloat16, 512 * group.size(), 256), make(True, torch.bfloat16, 4096, 256)
+    wants = []
+    for i in range(3):
+        wants.append((gathered(x + i, group), scattered((whole + i).float() @ v.t().float(), group)))
+    found = []
+    for i in range(60):
+        full = ops.all_gather_gemm(x + i % 3, w, group, return_gathered=True, backend="chunked")[1]
+        z = ops.gemm_reduce_scatter(whole + i % 3, v, group, backend="chunked")
+        found.append((i % 3, full, z))
+        if len(found) == 10:
+            for turn, full, z in found:
+                assert torch.equal(full, wants[turn][0])
+                assert error(z, wants[turn][1]) < 1e-2
+            found.clear()
+    return "60 rounds"
+
+
+def late(group):
+    """Each rank in turn is late: on the host, and on the device before, between and behind."""
+    for who in range(group.size()):
+        for device in (False, True):
+            if group.rank() == who:
+                torch.cuda._sleep(int(3e8)) if device else time.sleep(0.3)
+            compare(group, 512, 256, 4096, integer=True)
+            x = make(True, torch.bfloat16, 512, 4096)
+            want = gathered(x, group)
+            pending = ops.all_gather(x, group, backend="chunked")
+            if group.rank() == who:
+                torch.cuda._sleep(int(3e8))
+            full = pending.wait()
+            assert torch.equal(full, want)
+    return "host and device"
+
+
+def streams(group):
+    """Calls and waits on other streams than the one before."""
+    other = torch.cuda.Stream()
+    for _ in range(5):
+        x = make(True, torch.bfloat16, 256, 2048)
+        want = gathered(x, group)
+        pending = ops.all_gather(x, group, backend="chunked")
+        del x
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            full = pending.wait()
+            junk = [torch.full((256, 2048), 7.0, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+            compare(group, 64, 128, 96, integer=True)
+            assert torch.equal(full, want)
+        torch.cuda.current_stream().wait_stream(other)
+        compare(group, 64, 128, 96, integer=True)
+        del junk
+    return "two streams"
+
+
+def two_groups(group):
+    size = dist.get_world_size()
+    if size < 4:
+        return "left out: needs 4 ranks"
+    rank, half = dist.get_rank(), size // 2
+    pairs = [list(range(half)), list(range(half, size)), *([i, i + half] for i in range(half))]
+    made = [dist.new_group(ranks) for ranks in pairs]
+    first, second = (made[i] for i, ranks in enumerate(pairs) if rank in ranks)
+    for _ in range(10):
+        x = make(True, torch.bfloat16, 300, 1024)
+        want = gathered(x, first)
+        pending = ops.all_gather(x, first, backend="chunked")
+        compare(second, 128, 256, 512, integer=True)
+        assert torch.equal(pending.wait(), want)
+        compare(first, 128, 256, 512, integer=True)
+    return f"{len(pairs)} groups"
+
+
+def small_slots(group):
+    """Many turns of every ring."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = state_of(group).transports[device]
+    if not isinstance(before, HostLink):
+        return "left out: no slots"
+    state_of(group).transports[device] = HostLink(group, device, Layout(group.size(), 64 << 10, 3, 3))
+    try:
+        for _ in range(5):
+            compare(group, 512, 256, 2048, integer=True)
+    finally:
+        state_of(group).transports[device] = before
+    return "64 KiB"
+
+
+def captured(group):
+    """Refused, without harm to what follows."""
+    x, w = make(True, torch.bfloat16, 64, 64), make(True, torch.bfloat16, 64, 64)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            ops.gemm_reduce_scatter(x, w, group, backend="chunked")
+    except UserError as refused:
+        said = str(refused)
+    torch.cuda.synchronize()
+    compare(group, 64, 128, 96, integer=True)
+    return said
+
+
+def by_auto(group):
+    """The tuner decides between stock and chunked, and says so."""
+    x, w = make(False, torch.bfloat16, 8192 // group.size(), 4096), make(False, torch.bfloat16, 4096, 4096)
+    y = ops.all_gather_gemm(x, w, group)
+    assert error(y, gathered(x, group).float() @ w.t().float()) < 0.01
+    ops.all_gather(x, group).wait()
+    answers = [answer for _, answer in get_backend("tuned").all_answers()]
+    assert len(answers) == 2, "operator and gather"
+    assert all({"reference", "chunked"} <= set(answer["ms"]) for answer in answers), answers
+    return json.dumps([{"choice": answer["backend"], "ms": answer["ms"]} for answer in answers])
+
+
+def host_time(group):
+    """Milliseconds that a call of 8192 x 12288 keeps the host busy."""
+    x = torch.randn(8192 // group.size(), 12288, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(256, 12288, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(12288, 256, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16)
+    found = {}
+    for name, call in {
+        "all_gather": lambda: ops.all_gather(x, group, backend="chunked").wait(),
+        "all_gather_gemm": lambda: ops.all_gather_gemm(x, w, group, backend="chunked"),
+        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(a, v, group, backend="chunked"),
+    }.items():
+        times = []
+        for _ in range(8):
+            torch.cuda.synchronize()
+            dist.barrier(group=group)
+            torch.cuda.synchronize()
+            start, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
+            start.record()
+            call()
+            host = time.perf_counter() - began
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            torch.cuda.synchronize()
+            times.append((1e3 * host, start.elapsed_time(end)))
+        times = sorted(times[3:])
+        found[name] = f"host {times[2][0]:.2f} of {times[2][1]:.2f} ms"
+    return json.dumps(found)
+
+
+CHECKS = {
+    function.__name__: function
+    for function in (
+        kernels_of_the_wire, shapes, large, on_the_wire, small_slots, random_shapes, repeated, late, streams,
+        two_groups, captured, by_auto, host_time,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--way", choices=("host", "send_recv"), default="host")
+    args = parser.parse_args()
+    os.environ["MEGATRON_FLUX_LINK"] = "host" if args.way == "host" else "none"
+    os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+    faulthandler.dump_traceback_later(240, exit=True)
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
+    group = dist.group.WORLD
+    torch.manual_seed(1000 + rank)
+    assert links.probe(group, device).kind == os.environ["MEGATRON_FLUX_LINK"]
+    assert transports.transport_of(group, device).kind == args.way
+    for name, check in CHECKS.items():
+        if args.only and name not in args.only.split(","):
+            continue
+        if args.way != "host" and name == "by_auto":
+            continue
+        start = time.time()
+        try:
+            said, good = check(group), True
+            torch.cuda.synchronize()
+        except Exception as err:
+            said, good = f"{type(err).__name__}: {err}"[:1500], False
+        line = {"check": name, "way": args.way, "tp": group.size(), "ok": good, "said": said}
+        if rank == 0 or not good:
+            print(json.dumps({**line, "rank": rank, "seconds": round(time.time() - start, 2)}), flush=True)
+        if not good:
+            os._exit(1)
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("megatron_flux_host_")]
+    assert not left, left
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

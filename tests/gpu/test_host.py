@@ -1,0 +1,66 @@
+"""The chunked backends on real GPUs: every check of ``checks_host.py``, and what a dead rank does to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.gpu.test_fused import GPUS, HERE, TIMEOUT_S, environment, start
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, {GPUS} visible")]
+
+VICTIM = """
+import os, torch, torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.environ["MEGATRON_FLUX_LINK"] = "host"
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+from megatron_flux import ops
+x = torch.randn(size * 1024, 4096, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+for _ in range(2):
+    ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="chunked")
+torch.cuda.synchronize()
+dist.barrier()
+torch.cuda.synchronize()
+if rank == size - 1:
+    os.kill(os.getpid(), 9)
+ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="chunked")
+torch.cuda.synchronize()
+print("still alive")
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queues", ["1", "8"])
+@pytest.mark.parametrize("way", ["host", "send_recv"])
+def test_checks(way: str, queues: str) -> None:
+    size = next(n for n in (8, 4, 2) if n <= GPUS)
+    script = [str(HERE / "checks_host.py"), "--way", way]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *script]
+    env = {**environment(), "CUDA_DEVICE_MAX_CONNECTIONS": queues, "MEGATRON_FLUX_TIMEOUT_S": "60"}
+    done = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    assert all(line["ok"] for line in lines)
+
+
+def test_a_dead_rank_ends_the_others_and_leaves_nothing() -> None:
+    began = time.monotonic()
+    survivor, victim = start(VICTIM)
+    said = "".join(part or "" for part in survivor.communicate(timeout=120))
+    victim.communicate()
+    assert victim.returncode == -9
+    assert survivor.returncode not in (0, None)
+    assert time.monotonic() - began < 60 + TIMEOUT_S
+    assert f"gemm_reduce_scatter timed out after {TIMEOUT_S} s waiting for peer rank 1 (tp rank 1), shard " in said, (
+        said
+    )
+    assert "still alive" not in said
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("megatron_flux_host_")]

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flux import nvml
+from megatron_flux import nvml, settings
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import FluxError
@@ -73,8 +73,8 @@ def link() -> dict[str, Any]:
     """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
 
     ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or ``p2p``
-    as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and ``peer_access``: ordered
-    pairs of GPUs, and those with peer access.
+    as in :mod:`megatron_flux.comm.links`, or a weaker one where that is asked for; ``reason``: why it is not
+    ``nvlink``; ``pairs`` and ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
     count = _gpu_count()
     if count < 2:
@@ -88,6 +88,9 @@ def link() -> dict[str, Any]:
         found = Link("p2p", f"{without} of {pairs} pairs of GPUs without NVLink") if without else Link("nvlink", "")
     if peers < pairs:
         found = Link("host", "not every pair of GPUs has peer access")
+    asked = settings.link()
+    if asked is not None and links.KINDS.index(asked) < links.KINDS.index(found.kind):
+        found = Link(asked, f"MEGATRON_FLUX_LINK asks for it, there is {found.kind}")
     return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
 
 
@@ -153,8 +156,8 @@ def examine() -> dict[str, Any]:
         notes.append("no TransformerEngine: attention is Megatron's unfused one, with memory quadratic in the sequence")
     if count > 1 and connected["kind"] == "host":
         notes.append(
-            "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
-            "and GEMMs"
+            f"some GPUs use no peer access ({connected['reason']}): their traffic goes through host memory; auto "
+            "measures chunked against stock's collectives and GEMMs there, and runs the faster"
         )
     if count > 1 and connected["kind"] == "p2p":
         notes.append(

@@ -338,3 +338,29 @@ def interpreted() -> None:
 def test_the_kernels_of_the_wire(world2: WorkerPool) -> None:
     pytest.importorskip("triton")
     world2.run(interpreted)
+
+
+def layers(way: str) -> None:
+    """A column- and a row-parallel layer, forward and backward, against stock's collectives: equal to the bit."""
+    from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+
+    group, rank = dist.group.WORLD, dist.get_rank()
+    use(way, group)
+    found = {}
+    for backend in ("chunked", "reference"):
+        x = integers(6, 2, 8, seed=rank, high=1).requires_grad_()
+        first = integers(10, 8, seed=10 + rank, high=1).requires_grad_()
+        second = integers(8, 10, seed=20 + rank, high=1).requires_grad_()
+        bias = integers(10, seed=30 + rank, high=1).requires_grad_()
+        hidden = column_parallel_linear(x, first, bias, group, backend=backend)
+        y = row_parallel_linear(hidden, second, group, backend=backend)
+        y.backward(integers(*y.shape, seed=40 + rank, high=1))
+        found[backend] = [y.detach(), x.grad, first.grad, second.grad, bias.grad]
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)
+    state_of(group).transports.clear()
+
+
+@OVER
+def test_layers_over_it(world: WorkerPool, way: str) -> None:
+    world.run(layers, way)

@@ -51,6 +51,19 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert cells.endswith(" - - 2.875 2.767 - 70% 89% pipelined")
 
 
+def test_a_run_over_host_memory_has_columns_of_its_own() -> None:
+    stored = json.loads((STORED / "summary.json").read_text())
+    first = {key: value for key, value in stored["rows"][0].items() if not key.startswith(("async", "pipel", "fused"))}
+    stored |= {"link": "host", "wire": "fp8", "rows": [{**first, "chunked_ms": 2.5, "chunked_fp8_ms": 2.25}]}
+    lines = printed(report.show_ops, stored)
+    for name in ("serial", "chunked", "chunked fp8", "tuned", "E chunked", "E chunked fp8", "E tuned"):
+        assert f" {name} " in lines[2]
+    assert not any(name in lines[2] for name in ("async", "pipelined", "fused"))
+    assert " 2.500 2.250 " in row(lines, "gpt3-175b")
+    assert "chunked fp8 2.250" in report.line(stored["rows"][0])
+    assert ">chunked fp8</text>" in report.ops_svg(stored)
+
+
 def test_what_stood_in_is_named_in_table_and_picture() -> None:
     stored = json.loads((STORED.parent / "stand-in-8-h200x2" / "m8192" / "summary.json").read_text())
     lines = printed(report.show_ops, stored)

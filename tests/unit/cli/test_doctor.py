@@ -11,7 +11,7 @@ import torch
 
 from megatron_flux.cli import main as cli
 from megatron_flux.comm import links as topology
-from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.errors import UnsupportedVersionError, UserError
 from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.megatron_core import LAYERS, TE_LAYERS
 from megatron_flux.telemetry import environment
@@ -108,7 +108,6 @@ def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (True, "nvlink", None),
         (True, "p2p", "no NVLink between all GPUs (why): auto runs stock's collectives and GEMMs"),
-        (False, "nvlink", "host memory, and flux runs stock's collectives and GEMMs"),
     ],
 )
 def test_where_auto_runs_stock(
@@ -118,3 +117,17 @@ def test_where_auto_runs_stock(
     notes = " ".join(environment.examine()["notes"])
     assert ("runs stock's" in notes) is (words is not None)
     assert words is None or words in notes
+
+
+def test_a_weaker_link_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 4)
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "host")
+    found = environment.examine()
+    assert found["link"]["kind"] == "host"
+    assert "(MEGATRON_FLUX_LINK asks for it, there is nvlink): their traffic goes through" in " ".join(found["notes"])
+    gpus(monkeypatch, 4, peer_access=False)
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "nvlink")
+    assert environment.link()["reason"] == "not every pair of GPUs has peer access"
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "pigeon")
+    with pytest.raises(UserError, match="MEGATRON_FLUX_LINK must be one of none, host, p2p, nvlink, not 'pigeon'"):
+        environment.link()

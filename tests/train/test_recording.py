@@ -43,7 +43,7 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            words(sys.executable, corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
+            words(warm_python, corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
         )
         try:
             deadline = time.monotonic() + 300

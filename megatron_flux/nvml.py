@@ -37,8 +37,7 @@ class Reading(NamedTuple):
     memory_clock_mhz: float | None
     power_w: float | None
     temperature_c: float | None
-    throttle: int
-    """NVML's bits; :func:`throttle_reasons` names them."""
+    throttle: int  # NVML's bits; :func:`throttle_reasons` names them
 
 
 @cache
@@ -187,6 +186,14 @@ def of_device(device: torch.device) -> Gpu:
     if device.type != "cuda":
         raise LookupError("this run is on the CPU")
     return Gpu(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def found_behind(device: torch.device) -> Gpu | None:
+    """As :func:`of_device`, and None where that raises."""
+    try:
+        return of_device(device)
+    except LookupError:
+        return None
 
 
 class Glance:

@@ -76,7 +76,8 @@ class WorkloadBench:
                     self._capture(arm, results[arm.name])
             samples = interleave(
                 {arm.name: (arm.step, arm.active) for arm in arms}, self.group, self.collectives, self.device,
-                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=_gpu(self.device),
+                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline,
+                gpu=nvml.found_behind(self.device),
             )  # fmt: skip
             rows = [self._row(arm, samples[arm.name], results) for arm in arms]
             complete(rows)
@@ -246,14 +247,6 @@ class WorkloadBench:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _gpu(device: torch.device) -> nvml.Gpu | None:
-    """The GPU of this rank, where NVML tells of it."""
-    try:
-        return nvml.of_device(device)
-    except LookupError:
-        return None
 
 
 def _product(gradient: torch.Tensor) -> torch.Tensor:

@@ -58,11 +58,6 @@ class Resolved:
     run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
 
-    @property
-    def name(self) -> str:
-        """The job's name in the queue and in file names."""
-        return f"{self.job.name}-{self.mode}"
-
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
     """Combine and check: ``settings`` win over the job's options, and those over the profile's.

@@ -234,7 +234,7 @@ class WorkloadBench:
         """The rank's part of the input, and a gradient of the output small enough for many accumulations."""
         w, tp = self.workload, self.group.size()
         generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())
-        shape = (w.seq // tp, w.micro_batch, w.sizes.hidden)
+        shape = (w.seq // tp, w.micro_batch, w.shape.hidden_size)
         dtype = layer_arms.dtype_of(self.device)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_()
         dy = torch.randn(shape, generator=generator, device=self.device, dtype=dtype) * 1e-2

@@ -16,16 +16,22 @@ import torch.distributed as dist
 
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, Workload
-from megatron_flux.bench.shapes import Model
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.train.presets import PRESETS, ModelShape
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
+
+def small(preset: str, heads: int) -> ModelShape:
+    sizes = {"hidden_size": 64, "num_attention_heads": heads, "num_query_groups": 4, "ffn_hidden_size": 96}
+    return PRESETS[preset].shape.model_copy(update=sizes)
+
+
 SMALL = {
-    "gelu": Model(hidden=64, heads=4, groups=4, head_dim=16, ffn=96, gated=False),
-    "swiglu": Model(hidden=64, heads=8, groups=4, head_dim=8, ffn=96, gated=True),
+    "gelu": small("gpt3-175b", heads=4),
+    "swiglu": small("llama2-70b", heads=8),
 }
 
 

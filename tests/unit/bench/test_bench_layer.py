@@ -90,9 +90,9 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], tp: int, said: st
 
 def test_memory_is_that_of_one_set_of_weights() -> None:
     # 12 h^2 weights per GPT layer.
-    assert GPT.parameters_per_rank(8) == 4 * 12 * 12288**2 // 8
+    assert GPT.shape.layer_weights == 12 * 12288**2
     one, two, three = (GPT.memory_gb(8, blocks) for blocks in (1, 2, 3))
-    weights = GPT.parameters_per_rank(8) / 1e9
+    weights = 4 * GPT.shape.layer_weights / 8 / 1e9
     assert two == three == pytest.approx(one + 2 * weights)
     assert 6 * weights < one < 9 * weights
 

@@ -156,14 +156,13 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
     import torch.distributed as dist
 
     from megatron_flux.bench.layer_steps import interleave
-    from megatron_flux.bench.process_group import Collectives
 
     order: list[str] = []
     arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
     samples = interleave(
         arms,
         dist.group.WORLD,
-        Collectives(30.0),
+        dist.group.WORLD,
         torch.device("cpu"),
         rounds=rounds,
         burst=2,
@@ -190,12 +189,11 @@ def clocks() -> list[float | None]:
     import torch.distributed as dist
 
     from megatron_flux.bench.layer_steps import interleave
-    from megatron_flux.bench.process_group import Collectives
 
     found = interleave(
         {"a": (lambda: time.sleep(0.05), nullcontext)},
         dist.group.WORLD,
-        Collectives(30.0),
+        dist.group.WORLD,
         torch.device("cpu"),
         rounds=3,
         burst=2,
@@ -248,14 +246,14 @@ def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> N
 def attempt(fails_on: int) -> tuple[Any, Any]:
     import torch.distributed as dist
 
-    from megatron_flux.bench.process_group import Collectives
+    from megatron_flux.bench import process_group
 
     def action() -> str:
         if dist.get_rank() == fails_on:
             raise ValueError("no\n luck")
         return "done"
 
-    return Collectives(30.0).attempt(action)
+    return process_group.attempt(action, dist.group.WORLD)
 
 
 def test_what_fails_on_one_rank_is_left_out_on_all(world2: WorkerPool) -> None:

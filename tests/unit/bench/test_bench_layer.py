@@ -117,7 +117,7 @@ def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
         "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
     }
     agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
-    return row(GPT, made, samples, agreement, **more)
+    return row(GPT, made, samples, agreement, more.get("breakdown", {}), more.get("trace"))
 
 
 @pytest.fixture

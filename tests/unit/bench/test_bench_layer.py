@@ -44,7 +44,7 @@ def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
     said = "NVLink multicast off (NCCL_NVLS_ENABLE 0), TE's userbuffers without it too (UB_SKIPMC 1)"
     assert said in text.getvalue()
     assert FUSED_WAITS in " ".join(text.getvalue().split())
-    assert said.replace("'", "&#x27;") in report.layers_svg(found)
+    assert said.replace("'", "&#39;") in report.layers_svg(found)
     assert "without the waiting inside fused kernels" in report.layers_svg(found)
     found["environment"]["NCCL_NVLS_ENABLE"] = None
     assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in report.layers_svg(found)

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.errors import FluxError, StorageError, UserError, one_line
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_access import MUST_MATCH, check_fits, held, instead
@@ -115,13 +116,14 @@ def load(trainer: Trainer, folder: Path) -> None:
     config = trainer.config
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
-    if config.checksums:
-        wrong = checkpoint_folder.changed_files(checkpoint)
-        if wrong is None and dist.get_rank() == 0:
-            logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
-        if wrong:
+    listed = _on_first_rank(lambda: checkpoint_folder.read_checksums(checkpoint)) if config.checksums else None
+    if listed is not None:
+        mine = checkpoint_folder.compare_share(checkpoint, listed, dist.get_rank(), dist.get_world_size())
+        if wrong := sorted(line for lines in of_all_ranks(mine, dist.group.WORLD) for line in lines):
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
+    elif config.checksums and dist.get_rank() == 0:
+        logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
     with trainer.turn():
         _load(trainer, checkpoint, config)
 

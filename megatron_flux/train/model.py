@@ -74,10 +74,8 @@ def layer_spec(config: RunConfig) -> tuple[Any, type]:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(), TENorm
-    layer, norm = (
-        gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.shape.normalization),
-        SequenceParallelNorm,
-    )
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.shape.normalization)
+    norm: type = SequenceParallelNorm
     if config.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
@@ -90,12 +88,10 @@ def layer_spec(config: RunConfig) -> tuple[Any, type]:
 def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
     """Build this rank's pipeline stage, in the run's precision, on the run's device."""
     shape, (layer, final_norm) = config.shape, layer_spec(config)
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm
-    )
+    layers = [layer] * get_num_layers_to_build(mcore_config)
     model = GPTModel(
         config=mcore_config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=shape.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -110,13 +106,6 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
         if config.cuda_graph_impl == "local":
             torch.cuda.synchronize()  # megatron-core has changed the stream while the layers were built
     return Float16Module(mcore_config, model) if config.precision == "bf16" else model
-
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside DDP and Float16Module."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 class CudaGraphs:

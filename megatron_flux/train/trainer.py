@@ -84,15 +84,15 @@ class Trainer:
 
     def close(self) -> None:
         """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
-        self._synchronize()
+        torch.cuda.synchronize()
         self._graphs.release()
 
     def step(self) -> LocalStep:
         """:meth:`advance`, timed between two moments at which the device is idle."""
-        self._synchronize()
+        torch.cuda.synchronize()  # on CPUs, megatron_flux.train.shims have nothing to wait for
         start = time.perf_counter()
         losses, grad_norm, lr = self.advance()
-        self._synchronize()
+        torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         total = tokens = 0.0
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -142,10 +142,6 @@ class Trainer:
         )
         scheduler.step(increment=0)
         return optimizer, scheduler
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:

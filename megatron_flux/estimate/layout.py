@@ -198,7 +198,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
         rows = seq // run.tp if config.sequence_parallel else seq
         inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
     # Megatron's own buffers, which it allocates on the current device, are meta tensors too.
-    with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("meta")):
+    with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("meta")):
         output = model(tokens, tokens, mask)
         output.sum().backward()
     for name, parameter in model.named_parameters():

@@ -122,12 +122,8 @@ class StepProfiler:
         if self._failed:
             return
         path = trace_file(self.folder, self._rank)
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(raw))
-            trace = json.loads(raw.read_text())
+        trace = exported(profiler, path)
         trace["traceEvents"] = _within_steps(trace["traceEvents"])
-        trace["traceName"] = path.name  # it was the temporary file's full path
         trace["flux"] = {
             "rank": self._rank,
             "host": socket.gethostname(),
@@ -153,6 +149,16 @@ def _within_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def trace_file(folder: Path, rank: int) -> Path:
     """Where a rank's trace lies in an arm's folder."""
     return folder / "trace" / f"rank{rank:05d}.json.gz"
+
+
+def exported(profiler: profile, path: Path) -> dict[str, Any]:
+    """What was recorded, as a Chrome trace by the name of ``path``."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text())
+    trace["traceName"] = path.name  # it was the temporary file's full path
+    return trace
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:

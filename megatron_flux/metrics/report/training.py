@@ -24,6 +24,10 @@ NOT_RECORDED = "Not recorded"
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """What can be compared between arms: waiting for peers is in one of the three, whichever arm it is."""
 
+OWN_MEMORY = (
+    "Peak memory is each arm's own on the rank with the most: what torch's allocator held for it, and workspaces in "
+    "symmetric memory, without what NCCL and CUDA themselves take; on CPUs arms share that of their processes."
+)
 REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."
 WAITS_COUNT = "Exposed: the time beyond the GEMM alone, which has what fused kernels wait for their peers."
 
@@ -46,20 +50,17 @@ PER_RANK = {
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
-    speedups = figures.block_speedups(arms, summary["speedup_ci95"], summary["speedup"])
     found = [(label, text) for label, text in table.findings(summary) if label != "fallback to stock"]
     parts = [
-        Part("comparison", "Comparison", table=Table(table.rows(summary), table.HEAD)),
+        Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table([*found, *(("damage", problem) for problem in run.problems)])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
-        Part("speed-ups", "Speed-up, block by block", *speedups),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
         *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
-        Part("memory", "Peak memory", *figures.peak_memory(summary["arms"], summary["notes"])),
         _ranks(arms),
         *_gpus(arms),
         _throttling(arms),
@@ -106,8 +107,7 @@ def _breakdown(run: Run) -> Part:
         source = str(one.get("source", "?")).upper()
         about.append(f"{arm}: {which} of rank {one.get('rank', '?')}, timeline of the {source}.")
     about += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
-    names = [name for name, _ in figures.TIME_PARTS.values()]
-    names += [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
+    names = [*figures.TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
     drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
     rows = [row for row in zip(names, *columns, strict=True) if row[0] in drawn]
     caption = f"¹ Communication beside which nothing else ran. {FUSED_WAITS} {' '.join(about)}"

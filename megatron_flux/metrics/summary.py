@@ -119,12 +119,14 @@ def largest(differences: Sequence[tuple[int, float]]) -> float | None:
     return float(np.max([difference for _, difference in differences])) if differences else None
 
 
-def overlap_efficiency(time: float | None, gemm: float, serial: float) -> float | None:
+def overlap_efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:
     """FLUX's overlap efficiency (arXiv 2406.06858), all times in one unit: 1 is GEMM alone, 0 is both in turn.
 
-    None where the time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
+    None where a time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
     """
-    return None if time is None or serial <= gemm else (serial - time) / (serial - gemm)
+    if time is None or gemm is None or serial is None or serial <= gemm:
+        return None
+    return (serial - time) / (serial - gemm)
 
 
 def summarize(

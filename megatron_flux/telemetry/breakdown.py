@@ -109,7 +109,7 @@ def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
 
 
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
-    """``breakdown.json`` of the trace of ``rank``; its fields are described in :mod:`megatron_flux.metrics.schema`.
+    """``breakdown.json`` of the trace of ``rank``; its fields are described in ``metrics/schema.md``.
 
     ``steps``: first and last iteration in the trace, which has the ranges above; ValueError where it has no step.
     """

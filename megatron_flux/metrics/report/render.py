@@ -128,8 +128,8 @@ def _rendered(template: str, **values: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    options["autoescape"] = template.endswith(".html.j2")
-    environment = Environment(loader=PackageLoader("megatron_flux.metrics"), **options)
+    loader = PackageLoader("megatron_flux.metrics")
+    environment = Environment(loader=loader, autoescape=template.endswith(".html.j2"), **options)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.filters["md"] = escaped
     return environment.get_template(template).render(values)

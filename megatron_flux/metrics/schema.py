@@ -69,8 +69,8 @@ not show what a fused one waits for."""
 BREAKDOWN_PARTS = ("gemm", "fused", "attention", "norm", "optimizer", "other", "communication_exposed", "idle")
 
 
-def problem(record: Any) -> str | None:
-    """What is wrong with a decoded record, in a few words, or None if it follows the schema."""
+def problem(record: Any, after: int = 0) -> str | None:
+    """What is wrong with a decoded record, in a few words; None if it follows the schema and iteration ``after``."""
     if not isinstance(record, dict):
         return f"a record is a JSON object, this is a {type(record).__name__}"
     version = record.get("schema", 1)
@@ -85,6 +85,8 @@ def problem(record: Any) -> str | None:
         expected, right = KINDS[field.kind]
         if not right(value):
             return f"{field.name!r} is {value!r}, expected {expected}"
-    if record["iteration"] < 1:
-        return f"'iteration' is {record['iteration']}, iterations count from 1"
-    return None
+    if (iteration := record["iteration"]) > after:
+        return None
+    if after:
+        return f"iteration {iteration} after iteration {after}"
+    return f"'iteration' is {iteration}, iterations count from 1"

@@ -122,7 +122,7 @@ def _load(path: Path) -> Run:
         )
     for arm, tail in tails.items():
         tail.poll()
-        problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
+        problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.problems()]
     arms = {arm: tail.records for arm, tail in tails.items()}
     breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.

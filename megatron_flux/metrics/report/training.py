@@ -16,7 +16,7 @@ from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_p
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import Record, timed
-from megatron_flux.metrics.table import CROSS, MINUS, UNKNOWN, counted, memory, milliseconds, percent, shown
+from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
 """How the caption of a part begins whose data the run does not have: such parts become one table."""
@@ -31,11 +31,18 @@ OWN_MEMORY = (
 REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."
 WAITS_COUNT = "Exposed: the time beyond the GEMM alone, which has what fused kernels wait for their peers."
 
-SAME_STATE_SINCE = 3
-"""The schema version from which calls are compared with times from the state that training has put the GPU in."""
-EARLIER = "an earlier version compared with times from another state of the GPU"
-
 TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
+SAME_STATE_SINCE = 3
+"""The schema version from which calls are compared with times from the state that training has put the device in."""
+EARLIER = dict.fromkeys((*TIMES[1:], "e_overlap")) | {
+    "withheld": "an earlier version compared with times from another state of the device"
+}
+ACTIVITY = {
+    "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,.0f}".format),
+    "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,.0f}".format),
+    "received from peers": ("flux/bytes_received", memory),
+    "calls left to stock": ("flux/fallback_calls", "{:,.0f}".format),
+}
 GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
 PER_RANK = {
     "step_ms": ("step (ms)", "{:.1f}".format),
@@ -50,10 +57,10 @@ PER_RANK = {
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
-    found = [(label, text) for label, text in table.findings(summary) if label != "fallback to stock"]
+    damage = [("damage", problem) for problem in run.problems]
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table([*found, *(("damage", problem) for problem in run.problems)])),
+        Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
@@ -64,7 +71,6 @@ def chapter(run: Run, id_: str) -> Chapter:
         _ranks(arms),
         *_gpus(arms),
         _throttling(arms),
-        _fallbacks(run),
     ]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
     if missing:
@@ -114,15 +120,6 @@ def _breakdown(run: Run) -> Part:
     return Part("time", title, figure, caption, Table(rows, head=("ms per step", *found)))
 
 
-def _fallbacks(run: Run) -> Part:
-    title, reasons = "Calls left to stock Megatron", Counter(run.summary["flux_fallbacks"]).most_common()
-    rows = [(reason, f"{calls:,}") for reason, calls in reasons]
-    caption = "" if reasons else "None: every patched layer ran flux in every step."
-    if not run.arms["flux"]:
-        caption = "The flux arm has no records."
-    return Part("fallbacks", title, caption=caption, table=Table(rows, ("reason", "calls")) if rows else None)
-
-
 def _efficiency(flux: Sequence[Record]) -> Part | None:
     if not flux:
         return None
@@ -134,10 +131,10 @@ def _efficiency(flux: Sequence[Record]) -> Part | None:
         why = REPLAYED if replayed else "no step of this run sampled its operators."
         return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {why}")
     seen: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    on_gpu = any(record.get("flux/gpu") for record in flux)
     for record in samples:
+        earlier = record.get("schema", 1) < SAME_STATE_SINCE
         for call in record["flux/calls"]:
-            seen[_key(call)].append(_sound(call, record, on_gpu=on_gpu))
+            seen[_key(call)].append(call | EARLIER if earlier and call.get("gemm_ms") else call)
     values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
     drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
     method = {"flux": ("flux", figures.SYMBOLS["flux"], list(drawn.values()))}
@@ -152,21 +149,13 @@ def _efficiency(flux: Sequence[Record]) -> Part | None:
         (
             " ".join(key[:2]) + (f", {key[2]}" if key[2:] else ""),
             str(seen[key][-1].get("calls", UNKNOWN)),
-            *(_ms(_median(call.get(name) for call in seen[key])) for name in TIMES),
+            *(shown(_median(call.get(name) for call in seen[key]), milliseconds) for name in TIMES),
             shown(value, percent),
         )
         for key, value in values.items()
     ]
     head = ("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E")
     return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", Table(cells, head))
-
-
-def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:
-    """``call``; without a comparison that an earlier version made with times from another state of the GPU."""
-    gpu = on_gpu or call.get("source") == "tuner"
-    if record.get("schema", 1) >= SAME_STATE_SINCE or not gpu or not call.get("gemm_ms"):
-        return call
-    return {**call, **dict.fromkeys((*TIMES[1:], "e_overlap")), "withheld": EARLIER}
 
 
 def _key(call: dict[str, Any]) -> tuple[str, ...]:
@@ -186,20 +175,11 @@ def _median(values: Iterable[Any]) -> float | None:
     return float(np.median(known)) if known else None
 
 
-def _ms(value: float | None) -> str:
-    return shown(value, milliseconds).replace("-", MINUS)
-
-
 def _activity(flux: Sequence[Record]) -> Part:
     if not flux:
         return Part("operators", "Flux operators", caption="The flux arm has no records.")
-    last, whole = flux[-1], "{:,.0f}".format
-    pairs = [
-        ("all_gather_gemm calls", shown(last.get("flux/all_gather_gemm_calls"), whole)),
-        ("gemm_reduce_scatter calls", shown(last.get("flux/gemm_reduce_scatter_calls"), whole)),
-        ("received from peers", shown(last.get("flux/bytes_received"), memory)),
-        ("calls left to stock", shown(last.get("flux/fallback_calls"), whole)),
-    ]
+    last = flux[-1]
+    pairs = [(name, shown(last.get(field), form)) for name, (field, form) in ACTIVITY.items()]
     if last.get("flux/wait_timeouts") is not None:
         pairs.append(("waits that ran into their limit", f"{last['flux/wait_timeouts']:,}"))
     if (cost := _median(record.get("flux/metrics_ms") for record in flux)) is not None:
@@ -214,7 +194,7 @@ def _choices(flux: Sequence[Record]) -> Part | None:
         plan, times = _mapping(_mapping(choice).get("plan")), _mapping(_mapping(choice).get("ms"))
         text = " ".join(f"{name}={value}" for name, value in plan.items())
         best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
-        rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), _ms(best)))
+        rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), shown(best, milliseconds)))
     return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None
 
 

@@ -37,8 +37,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Part]:
 def test_everything_that_was_recorded_is_shown(full: dict[str, Part]) -> None:
     drawn = [name for name, part in full.items() if part.figure is not None]
     assert drawn == [
-        *("step-times", "speed-ups", "loss", "loss-difference", "grad-norm", "grad-norm-difference"),
-        *("time", "e-overlap", "memory", "ranks", "sm-clock-mhz-min", "power-w-max"),
+        *("step-times", "loss", "loss-difference", "grad-norm", "grad-norm-difference"),
+        *("time", "e-overlap", "ranks", "sm-clock-mhz-min", "power-w-max"),
     ]
     assert "missing" not in full
 

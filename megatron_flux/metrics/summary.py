@@ -173,10 +173,7 @@ def summarize(
 
 
 def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
-    """Figures of one arm; medians over timed steps, losses over all, the most memory ever, warm-up and tuning included.
-
-    ``shared``: the other arm was trained in the same processes.
-    """
+    """Medians over timed steps, losses over all, the most memory ever; ``shared``: both arms were in one process."""
     steps = timed(records)
     diverged = [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
     sizes: list[tuple[int | None, int | None, int | None]] = []

@@ -238,11 +238,6 @@ def choices() -> dict[str, dict[str, Any]]:
     }
 
 
-def choices_made() -> int:
-    """How many there are."""
-    return len(_tuner().all_answers())
-
-
 def _tuner() -> TunedBackend:
     backend = get_backend(TunedBackend.name)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself

@@ -7,6 +7,7 @@ import os
 import platform
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -53,11 +54,6 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def device_kind() -> str:
-    """``cuda`` where torch sees a GPU, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def device_name() -> str:
     """The first GPU's name, or the processor's. Makes no CUDA context where NVML can be asked."""
     if torch.cuda.is_available():
@@ -76,30 +72,20 @@ def link() -> dict[str, Any]:
     as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and ``peer_access``: ordered
     pairs of GPUs, and those with peer access.
     """
-    count = _gpu_count()
+    count = torch.cuda.device_count()
     if count < 2:
         return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
     pairs = count * (count - 1)
     seen = nvml.pairs()
-    if seen is None or len(seen) != pairs:
-        peers, found = _link_by_cuda(count)
-    else:
+    if seen is not None and len(seen) == pairs:
         peers, without = sum(peer for peer, _ in seen), sum(not linked for _, linked in seen)
         found = Link("p2p", f"{without} of {pairs} pairs of GPUs without NVLink") if without else Link("nvlink", "")
+    else:
+        peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(count), 2))
+        found = links.between(list(range(count)))
     if peers < pairs:
         found = Link("host", "not every pair of GPUs has peer access")
     return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
-
-
-def _link_by_cuda(count: int) -> tuple[int, Link]:
-    """Pairs with peer access, and the link if all have it."""
-    gpus = range(count)
-    peers = sum(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
-    return peers, links.between(list(gpus))
-
-
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 _JOB = {
@@ -129,7 +115,7 @@ def examine() -> dict[str, Any]:
 
     ``problems`` keep flux from running; ``notes`` say what is missing but not needed.
     """
-    installed, count, connected = versions(), _gpu_count(), link()
+    installed, count, connected = versions(), torch.cuda.device_count(), link()
     problems: list[str] = []
     notes: list[str] = []
     would_patch: list[str] = []

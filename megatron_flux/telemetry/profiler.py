@@ -27,6 +27,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import socket
 import statistics
 import tempfile
@@ -121,7 +122,7 @@ class StepProfiler:
     def _write(self, profiler: profile) -> None:
         if self._failed:
             return
-        path = trace_file(self.folder, self._rank)
+        path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(raw))
@@ -144,15 +145,9 @@ class StepProfiler:
 def _within_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events that belong to steps: recording, measuring and waiting for a turn go on between them."""
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and str(e["name"]).startswith(STEP)]
-    if not steps:
-        return events
-    begin, end = min(start for start, _ in steps), max(end for _, end in steps)
+    begin = min((start for start, _ in steps), default=-math.inf)
+    end = max((end for _, end in steps), default=math.inf)
     return [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
-
-
-def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank's trace lies in an arm's folder."""
-    return folder / "trace" / f"rank{rank:05d}.json.gz"
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:

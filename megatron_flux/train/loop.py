@@ -178,7 +178,7 @@ def _summary(config: RunConfig) -> dict[str, Any]:
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
     """Print the table, then write ``summary.json`` and ``report.html``; a StorageError where that fails."""
     summary = summary or _summary(config)
-    metrics.print_summary(summary, sys.stdout)
+    metrics.print_summary(summary)
     try:
         metrics.write_summary(config.out / "summary.json", summary)
         report = metrics.write_report(config.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import Any
 
@@ -23,7 +24,8 @@ def comparison(**changes: Any) -> dict[str, Any]:
 def piped(summary: dict[str, Any], encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    print_summary(summary, file)
+    with contextlib.redirect_stdout(file):
+        print_summary(summary)
     file.flush()
     return raw.getvalue().decode(encoding)
 

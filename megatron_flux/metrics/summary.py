@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.schema import SCHEMA_VERSION
 
@@ -254,17 +253,3 @@ def verdict(summary: Mapping[str, Any]) -> str:
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` atomically, indented, as strict JSON; UserError where it cannot be written."""
     strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")
-
-
-def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a ``summary.json``; UserError where it is missing, damaged, no summary, or of a newer schema."""
-    summary = strict_json.read_json_object(path)
-    if "arms" not in summary or "schema_version" not in summary:
-        raise UserError(f"{path} is not a summary of this program; name a folder written by megatron-flux compare")
-    version = summary["schema_version"]
-    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
-        raise UserError(
-            f"{path} has schema version {version}, this program reads 1 to {SCHEMA_VERSION}; "
-            "use the megatron-flux version that wrote it"
-        )
-    return summary

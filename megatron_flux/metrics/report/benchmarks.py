@@ -30,7 +30,6 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
     """Overlap efficiency of every method per call, and the times behind it."""
     rows = run.summary["rows"]
     queues = run.summary.get("async_tp_connections")
-    methods = METHODS | ({OWN: (f"torch async-TP, {queues} queues", "other", "circle")} if queues else {})
     caption = "Median over rounds of the slowest rank, all methods interleaved in one run; n and k are the rank's own."
     if queues:
         caption += (
@@ -47,8 +46,11 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
             names = [label(_call(row, "\n")).replace("\n", "<br>") for row in calls]
             points = {
                 name: (colour, symbol, [_efficiency(row, key) for row in calls])
-                for key, (name, colour, symbol) in methods.items()
+                for key, (name, colour, symbol) in METHODS.items()
             }
+            if queues:
+                values = [_efficiency(row.get(OWN) or {}, "async_tp_ms") for row in calls]
+                points[f"torch async-TP, {queues} queues"] = ("other", "circle", values)
             times = [
                 (
                     _call(row, " "),
@@ -67,11 +69,8 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
 
 
 def _efficiency(row: Row, method: str) -> float | None:
-    if method == OWN:
-        own = row.get(OWN)
-        return _efficiency(own, "async_tp_ms") if isinstance(own, Mapping) else None
-    time = row.get(method)
-    return overlap_efficiency(time if finite(time) else None, row["gemm_ms"], row["serial_ms"])
+    times = (row.get(name) for name in (method, "gemm_ms", "serial_ms"))
+    return overlap_efficiency(*(time if finite(time) else None for time in times))
 
 
 def _call(row: Row, separator: str) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.metrics import JsonlRecorder, strict_json
-from megatron_flux.metrics.recorder import MAX_PROBLEMS, RecordTail
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import MAX_PROBLEMS, JsonlRecorder, RecordTail
 from tests.unit.metrics.metrics_records import record, sampled_record
 
 

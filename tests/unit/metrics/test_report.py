@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import write_report
+from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.report.figures import MAX_BANDS, step_times
 from megatron_flux.metrics.report.render import DARK, LIGHT, Chapter, Part, html, painted
 from megatron_flux.metrics.report.run import load

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.metrics import print_summary, summarize, verdict
+from megatron_flux.metrics.summary import summarize, verdict
+from megatron_flux.metrics.table import print_summary
 from tests.unit.metrics.metrics_records import Record, interleaved
 
 REASON = "column layer: a reason [bold]with markup[/bold] that is longer than eighty columns, " + "and longer " * 10

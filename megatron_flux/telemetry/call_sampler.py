@@ -75,7 +75,7 @@ class Sampler:
         """``interval`` 0 is never. Without ``operators`` their calls are not timed and every field of a sample is null:
         where CUDA graphs replay calls, those few that they do not would pass for all.
         """
-        self.interval = interval
+        self._interval = interval
         self.reading: nvml.Reading | None = None
         """Of ``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
         self._operators, self._gpu, self._seconds = operators, gpu, 0.0
@@ -83,14 +83,10 @@ class Sampler:
         self._rounds: dict[Call, list[Baseline]] = defaultdict(list)
         self._sampling = False
 
-    def due(self, iteration: int) -> bool:
-        """Whether ``iteration`` (from 1) is one that is sampled."""
-        return self.interval > 0 and iteration % self.interval == 0
-
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """The context of one step; each lasts about as long as the one before."""
-        self._sampling, self.reading = self.due(iteration), None
+        """The context of one step, ``iteration`` from 1; each lasts about as long as the one before."""
+        self._sampling, self.reading = self._interval > 0 and iteration % self._interval == 0, None
         glance = nvml.Glance(self._gpu, self._seconds / 2) if self._sampling and self._gpu is not None else None
         began = time.perf_counter()
         try:
@@ -208,12 +204,9 @@ def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> d
         "backend": _backend(call),
         "calls": calls,
         "time_ms": taken,
-        "gemm_ms": baseline.gemm_ms,
-        "serial_ms": baseline.serial_ms,
+        **baseline._asdict(),
         "exposed_ms": exposed,
         "e_overlap": _efficiency(exposed, baseline.gemm_ms, baseline.serial_ms),
-        "source": baseline.source,
-        "sm_clock_mhz": baseline.sm_clock_mhz,
         "withheld": why,
     }
 

@@ -88,6 +88,14 @@ def link() -> dict[str, Any]:
     return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
 
 
+_SLOW_LINKS = {
+    "host": "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
+    "and GEMMs",
+    "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs; fused kernels run there by name "
+    "only (backend fused or tuned), have not been tried, and hang where the platform has no atomics between GPUs over "
+    "PCIe",
+}
+
 _JOB = {
     "id": "SLURM_JOB_ID",
     "name": "SLURM_JOB_NAME",
@@ -137,17 +145,8 @@ def examine() -> dict[str, Any]:
         notes.append("no GPU: training runs on the CPU over gloo, in fp32; right, but slow")
     elif installed["transformer-engine"] is None:
         notes.append("no TransformerEngine: attention is Megatron's unfused one, with memory quadratic in the sequence")
-    if count > 1 and connected["kind"] == "host":
-        notes.append(
-            "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
-            "and GEMMs"
-        )
-    if count > 1 and connected["kind"] == "p2p":
-        notes.append(
-            f"no NVLink between all GPUs ({connected['reason']}): auto runs stock's collectives and GEMMs; fused "
-            "kernels run there by name only (backend fused or tuned), have not been tried, and hang where the platform "
-            "has no atomics between GPUs over PCIe"
-        )
+    if connected["kind"] in _SLOW_LINKS:
+        notes.append(_SLOW_LINKS[connected["kind"]].format(connected["reason"]))
     if installed["apex wgrad kernel"] is None and count:
         notes.append("no Apex kernel for gradient accumulation fusion: torch's addmm does the same")
     return {

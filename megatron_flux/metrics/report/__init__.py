@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import benchmarks, render, training
 from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
@@ -47,10 +46,6 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     chapters, title = make_chapters(load_all(paths))
     if lead is not None:
         chapters[0] = replace(chapters[0], parts=[lead, *chapters[0].parts])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; choose a folder that can be written") from error
     page = strict_json.write_text(out / "report.html", render.html(chapters, title))
     pictures = render.write_pictures(chapters, out) if png else {}
     text = strict_json.write_text(out / "report.md", render.markdown(chapters, pictures))

@@ -112,7 +112,7 @@ class Sampler:
             for _ in range(_rounds_at_once(call.device)):
                 rounds = self._rounds[call]
                 if len(rounds) < ROUNDS and NO_MEMORY not in rounds:
-                    rounds.append(_measure(call, self._gpu, gemm_first=len(rounds) % 2 == 1))
+                    rounds.append(_measure(call, self._gpu, len(rounds) % 2 == 1))
         clock = None if self.reading is None else self.reading.sm_clock_mhz
         return overlap(times, {call: _medians(self._rounds[call]) for call in times}, clock)
 
@@ -242,7 +242,7 @@ def _rounds_at_once(device: torch.device) -> int:
     return 1 if device.type == "cuda" else ROUNDS
 
 
-def _measure(call: Call, gpu: nvml.Gpu | None, *, gemm_first: bool) -> Baseline:
+def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
     """A round of ``call`` on random operands of its shape. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
     operands = _operands(call)

@@ -133,7 +133,7 @@ def linears(job: Job) -> list[dict[str, Any]]:
     does without a tuner, as differences from its defaults; the tuner tries others too.
     """
     tp, found = job.run.tp, []
-    cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.sizes[0], job.tokens, way, tp)]
+    cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.run.shape, job.tokens, way, tp)]
     for case in cases if tp > 1 else ():
         gathers, rows = case.op == "all_gather_gemm", case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
-from megatron_flux.bench.shapes import layer_cases
+from megatron_flux.bench.shapes import layer_activations, layer_cases, working_memory
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import step
 from megatron_flux.estimate.job import PlanOptions, device
@@ -114,12 +114,10 @@ def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
     for row in layers.rows:
         if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
             continue
-        model, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
-        count = step.layer_parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
-        total = row["layers"] * (6 * count + step.layer_activations(model, tokens, tp)) + step.working_memory(
-            model, tokens, tp
-        )
-        total += step.flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
+        shape, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
+        total = row["layers"] * (6 * step.layer_parameters(shape, tp) + layer_activations(shape, tokens, tp))
+        total += working_memory(shape, tokens, tp)
+        total += step.flux_workspace(tokens, shape.hidden_size) if row["arm"] == "flux_te" else 0
         measured, predicted = row["peak_memory_gb"], total / 1e9
         found = {"workload": f"{row['model']} {row['seq']} x {row['micro_batch']}", "arm": row["arm"]}
         checks.append(found | {"measured_gb": measured, "predicted_gb": predicted, "error": predicted / measured - 1})

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
-from megatron_flux.bench.shapes import Case, Model
+from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.train.presets import device_peak
+from megatron_flux.train.presets import ModelShape, device_peak
 
 
 @dataclass(frozen=True)
@@ -284,9 +284,10 @@ class MeasuredLayers:
                 found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
         return found
 
-    def ms(self, arm: str, *sizes: Model | int) -> float | None:
+    def ms(self, arm: str, shape: ModelShape, *sizes: int) -> float | None:
         """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured."""
-        rows = [arms for (name, *of), arms in self.workloads().items() if (LAYER_MODELS[name], *of, self.tp) == sizes]
+        wanted, all_rows = (shape.layer, *sizes), self.workloads().items()
+        rows = [arms for (name, *of), arms in all_rows if (LAYER_MODELS[name].layer, *of, self.tp) == wanted]
         names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
         return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
 

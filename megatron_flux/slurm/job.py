@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import BaseModel, Field
 
-from megatron_flux.bench.shapes import MODELS, Model
+from megatron_flux.bench.shapes import MODELS
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Value, seconds, validated
 from megatron_flux.train import config
@@ -266,6 +266,6 @@ def _tune_words(resolved: Resolved) -> list[str] | None:
     tuned = run.backend == "tuned" or (run.backend == "auto" and profile.link == "nvlink")
     if not (profile.tune and tuned and resolved.mode != "baseline" and run.device == "cuda" and run.tp in (2, 4, 8)):
         return None
-    tokens, layer = run.micro_batch_size * run.shape.seq_length, Model.of(run.shape)
+    tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
     own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]
-    return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model == layer), None)
+    return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model.layer == layer), None)

@@ -123,12 +123,8 @@ class StepProfiler:
         if self._failed:
             return
         path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(raw))
-            trace = json.loads(raw.read_text())
+        trace = exported(profiler, path)
         trace["traceEvents"] = _within_steps(trace["traceEvents"])
-        trace["traceName"] = path.name  # it was the temporary file's full path
         trace["flux"] = {
             "rank": self._rank,
             "host": socket.gethostname(),
@@ -148,6 +144,16 @@ def _within_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     begin = min((start for start, _ in steps), default=-math.inf)
     end = max((end for _, end in steps), default=math.inf)
     return [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
+
+
+def exported(profiler: profile, path: Path) -> dict[str, Any]:
+    """What was recorded, as a Chrome trace by the name of ``path``."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text())
+    trace["traceName"] = path.name  # it was the temporary file's full path
+    return trace
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:

@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, Workload, resolve
-from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.train.presets import PRESETS
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
-SMALL = Model(hidden=64, heads=8, groups=8, head_dim=16, ffn=128, gated=True)
+SMALL = PRESETS["tiny"].shape.model_copy(update={"activation": "swiglu", "bias": False, "normalization": "RMSNorm"})
 
 
 def opened(size: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise, product
+from itertools import product
 from typing import Any
 
 from megatron_flux.metrics.report.render import Figure
@@ -21,8 +21,6 @@ Drawn = tuple[Figure | None, str]
 
 MAX_POINTS = 2000
 """Points of a trace beyond which a page gets slow."""
-MAX_BANDS = 400
-"""More block bands than this are thinner than a pixel, and slow."""
 LOW, HIGH = -1.0, 1.5
 """Overlap efficiencies beyond these are drawn at the edge: one far away would leave no room for the others."""
 
@@ -131,7 +129,7 @@ def difference(arms: Arms, name: str) -> Drawn:
 
 
 def step_times(arms: Arms) -> Drawn:
-    """Step time (ms) over the order of execution, blocks as bands behind the points, warm-up as open markers."""
+    """Step time (ms) over the order of execution, warm-up as open markers."""
     steps = _in_order(arms)
     times = [1000 * record["iteration-time"] for records in arms.values() for record in timed(records)]
     times = [time for time in times if math.isfinite(time)]
@@ -156,26 +154,13 @@ def step_times(arms: Arms) -> Drawn:
     low, high = min(times), max(shown)
     pad = 0.08 * (high - low) or 0.05 * high
     above = sum(1000 * record["iteration-time"] > high for _, record in steps)
-    blocks = [(arm, len(list(block))) for (_, arm), block in groupby((record["block"], arm) for arm, record in steps)]
-    ends = pairwise(accumulate((0.5, *(length for _, length in blocks))))
-    bands = [
-        {
-            **{"type": "rect", "layer": "below", "line": {"width": 0}},
-            **{"x0": x0, "x1": x1, "y0": 0, "y1": 1, "yref": "paper"},
-            # Two shades, since A B B A puts blocks of one arm side by side.
-            **{"fillcolor": f"var(--{arm})", "opacity": (0.18, 0.1)[number % 2]},
-        }
-        for number, ((arm, _), (x0, x1)) in enumerate(zip(blocks, ends, strict=True))
-    ]
-    bands = bands if len(bands) <= MAX_BANDS else []
     caption = _sentences(
-        "Shaded bands are the interleaved blocks." if bands else "",
         f"Open markers are {uncounted} steps, left out of all statistics"
         + (f"; above the axis: {above}." if above else "."),
         *remarks,
     )
-    layout = {"yaxis": {"range": [low - pad, high + pad]}, "shapes": bands}
-    return _figure(traces, "step in order of execution", "step time (ms)", **layout), caption
+    axis = {"range": [low - pad, high + pad]}
+    return _figure(traces, "step in order of execution", "step time (ms)", yaxis=axis), caption
 
 
 def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:

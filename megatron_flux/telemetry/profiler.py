@@ -186,21 +186,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One Chrome trace of several ranks' traces; times count from the first event of any."""
+    """One Chrome trace of several ranks' traces, in the time of the first one."""
     shifts = clock_shifts_ns([trace["flux"] for trace in traces])
     starts = [float(trace.get("baseTimeNanoseconds", 0)) + shifts[trace["flux"]["host"]] for trace in traces]
-    first = min(
-        start + 1e3 * float(event["ts"])
-        for start, trace in zip(starts, traces, strict=True)
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X"
-    )
     about = {
         "ranks": [trace["flux"]["rank"] for trace in traces],
         "steps": traces[0]["flux"]["steps"],
         "clock_shifts_us": {host: shift / 1e3 for host, shift in shifts.items()},
     }
-    moved = (_moved(trace, (start - first) / 1e3) for start, trace in zip(starts, traces, strict=True))
+    moved = (_moved(trace, (start - starts[0]) / 1e3) for start, trace in zip(starts, traces, strict=True))
     events = [event for events in moved for event in events]
     return {"traceName": MERGED, "displayTimeUnit": "ms", "flux": about, "traceEvents": events}
 

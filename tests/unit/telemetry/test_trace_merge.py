@@ -43,7 +43,7 @@ def test_hosts_are_aligned_by_their_barriers() -> None:
     ]
     merged = merge(traces)
     begun = {e["pid"]: e["ts"] for e in merged["traceEvents"] if e["ph"] == "X"}
-    assert list(begun.values()) == [0.0, 3.0, 1000.0]
+    assert list(begun.values()) == [100.0, 103.0, 1100.0]
     assert len(begun) == 3
     assert len({e["id"] for e in merged["traceEvents"] if e["ph"] == "s"}) == 3
     names = [e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"]

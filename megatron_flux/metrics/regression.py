@@ -29,7 +29,6 @@ _LOSS_SETTINGS = (
     *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )
 
-_HEAD = ("quantity", "then", "now", "change", "band", "state")
 _UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
 
 
@@ -44,7 +43,7 @@ class Bands(NamedTuple):
 class Checked(NamedTuple):
     """One quantity of both runs; a row of the table."""
 
-    label: str
+    quantity: str
     then: str
     now: str
     change: str
@@ -72,17 +71,18 @@ class Result:
         known = sum(one.state != _UNCHECKED for one in self.checked)
         if not self.left:
             return f"against {self.name}: {known} of {known} quantities within their bands"
-        listed = ", ".join(f"{one.label} {one.change} (band {one.band})" for one in self.left)
+        listed = ", ".join(f"{one.quantity} {one.change} (band {one.band})" for one in self.left)
         return f"against {self.name}: {len(self.left)} of {known} quantities left their bands: {listed}"
 
     def part(self) -> Part:
         """For the report."""
-        return Part("against", "Against earlier results", caption=self.verdict, table=Table(self.checked, _HEAD))
+        table = Table(self.checked, Checked._fields)
+        return Part("against", "Against earlier results", caption=self.verdict, table=table)
 
     def show(self) -> None:
         """Print table, notes and verdict to standard output."""
         notes = [(f"note: {note}", "yellow") for note in self.notes]
-        print_table(_HEAD, self.checked, [*notes, (self.verdict, "bold")])
+        print_table(Checked._fields, self.checked, [*notes, (self.verdict, "bold")])
 
 
 def parse_checks(text: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from megatron_flux.metrics.report.render import Figure
-from megatron_flux.metrics.summary import Record, counts, relative_differences, timed
+from megatron_flux.metrics.summary import Record, counts, relative_differences
 from megatron_flux.metrics.table import MINUS, counted, finite
 
 Arms = Mapping[str, Sequence[Record]]
@@ -130,17 +130,16 @@ def difference(arms: Arms, name: str) -> Drawn:
 
 def step_times(arms: Arms) -> Drawn:
     """Step time (ms) over the order of execution, warm-up as open markers."""
-    steps = _in_order(arms)
-    times = [1000 * record["iteration-time"] for records in arms.values() for record in timed(records)]
-    times = [time for time in times if math.isfinite(time)]
+    steps = [(arm, record, 1000 * record["iteration-time"]) for arm, record in _in_order(arms)]
+    times = [time for _, record, time in steps if counts(record) and math.isfinite(time)]
     if not times:
         return None, "No step was timed: there are no records, or warm-up steps only."
-    uncounted = "warm-up or profiled" if any(record.get("profiled") for _, record in steps) else "warm-up"
+    uncounted = "warm-up or profiled" if any(record.get("profiled") for _, record, _ in steps) else "warm-up"
     traces, remarks = [], []
     for arm, counting in product(arms, (True, False)):
         every = [
-            (x, 1000 * record["iteration-time"], record["iteration"], record["block"])
-            for x, (of, record) in enumerate(steps, 1)
+            (x, time, record["iteration"], record["block"])
+            for x, (of, record, time) in enumerate(steps, 1)
             if of == arm and counts(record) is counting
         ]
         points, left_out = _thinned(every)
@@ -150,10 +149,9 @@ def step_times(arms: Arms) -> Drawn:
             hover = f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
             traces.append(_trace(name, arm, points, hover, symbol, size=7))
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
-    shown = [time for _, record in steps if (time := 1000 * record["iteration-time"]) <= 1.25 * max(times)]
-    low, high = min(times), max(shown)
+    low, high = min(times), max(time for *_, time in steps if time <= 1.25 * max(times))
     pad = 0.08 * (high - low) or 0.05 * high
-    above = sum(1000 * record["iteration-time"] > high for _, record in steps)
+    above = sum(time > high for *_, time in steps)
     caption = _sentences(
         f"Open markers are {uncounted} steps, left out of all statistics"
         + (f"; above the axis: {above}." if above else "."),

@@ -64,7 +64,6 @@ def chapter(run: Run, id_: str) -> Chapter:
         *(part for make in (_efficiency, _choices) if (part := make(arms["flux"])) is not None),
         _ranks(arms),
         *_gpus(arms),
-        _throttling(arms),
     ]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
     if missing:
@@ -211,33 +210,27 @@ def _rank_table(arms: Arms) -> Table | None:
 
 
 def _gpus(arms: Arms) -> list[Part]:
-    """Clocks and power, which explain noise."""
+    """Clocks, power and what held clocks down, which explain noise."""
+    throttled = {
+        arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
+        for arm, records in arms.items()
+    }
+    if not any(throttled.values()):
+        runs = (_mapping(record.get("flux/run")) for records in arms.values() for record in records)
+        why = next((run["gpu_source"] for run in runs if run.get("gpu_source")), "no step of this run sampled its GPUs")
+        return [Part("gpus", "Clocks, power and throttling", caption=f"{NOT_RECORDED}: {why}.")]
     parts = []
     for name, title in GPU.items():
         plot, caption = figures.samples(arms, title, lambda record, name=name: (record.get("flux/gpu") or {}).get(name))
         if plot is not None:
             parts.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, f"Over all ranks' GPUs, {caption}"))
-    return parts or [Part("gpus", "Clocks and power", caption=_no_gpus(arms))]
-
-
-def _no_gpus(arms: Arms) -> str:
-    runs = (record.get("flux/run") for records in arms.values() for record in records)
-    why = next((run["gpu_source"] for run in map(_mapping, runs) if run.get("gpu_source")), None)
-    return f"{NOT_RECORDED}: {why or 'no step of this run sampled its GPUs'}."
-
-
-def _throttling(arms: Arms) -> Part:
-    sampled = {
-        arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
-        for arm, records in arms.items()
-    }
-    reasons = sorted({reason for samples in sampled.values() for sample in samples for reason in sample})
+    reasons = sorted({reason for samples in throttled.values() for sample in samples for reason in sample})
     rows = [
-        (reason, *(f"{sum(1 for s in samples if s.get(reason))} of {len(samples)}" for samples in sampled.values()))
+        (reason, *(f"{sum(1 for s in samples if s.get(reason))} of {len(samples)}" for samples in throttled.values()))
         for reason in reasons
     ]
-    caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
-    if not reasons:
-        samples = sum(map(len, sampled.values()))
-        caption = f"None in {counted(samples, 'sample')}." if samples else _no_gpus(arms)
-    return Part("throttling", "Throttling", caption=caption, table=Table(rows, ("reason", *sampled)) if rows else None)
+    caption = f"None in {counted(sum(map(len, throttled.values())), 'sample')}."
+    if rows:
+        caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
+    held = Table(rows, ("reason", *throttled)) if rows else None
+    return [*parts, Part("throttling", "Throttling", caption=caption, table=held)]

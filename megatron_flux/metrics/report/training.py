@@ -16,7 +16,7 @@ from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_p
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import Record, timed
-from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, milliseconds, percent, shown
+from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
 """How the caption of a part begins whose data the run does not have: such parts become one table."""
@@ -36,6 +36,14 @@ SAME_STATE_SINCE = 3
 """The schema version from which calls are compared with times from the state that training has put the device in."""
 EARLIER = dict.fromkeys((*TIMES[1:], "e_overlap")) | {
     "withheld": "an earlier version compared with times from another state of the device"
+}
+ACTIVITY = {
+    "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,.0f}".format),
+    "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,.0f}".format),
+    "received from peers": ("flux/bytes_received", memory),
+    "calls left to stock": ("flux/fallback_calls", "{:,.0f}".format),
+    "waits that ran into their limit": ("flux/wait_timeouts", "{:,.0f}".format),
+    "recording (ms)": ("flux/metrics_ms", milliseconds),
 }
 GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
 PER_RANK = {
@@ -61,7 +69,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
-        *(part for make in (_efficiency, _choices) if (part := make(arms["flux"])) is not None),
+        *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
         _ranks(arms),
         *_gpus(arms),
     ]
@@ -166,6 +174,14 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _median(values: Iterable[Any]) -> float | None:
     known = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return float(np.median(known)) if known else None
+
+
+def _activity(flux: Sequence[Record]) -> Part:
+    if not flux:
+        return Part("operators", "Flux operators", caption="The flux arm has no records.")
+    rows = [(label, shown(flux[-1].get(field), form)) for label, (field, form) in ACTIVITY.items()]
+    unseen = "" if flux[-1].get("flux/all_gather_gemm_calls") is not None else REPLAYED
+    return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(rows))
 
 
 def _choices(flux: Sequence[Record]) -> Part | None:

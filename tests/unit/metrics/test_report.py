@@ -208,7 +208,7 @@ NOT_RECORDED = {
 def test_no_empty_plots_but_a_sentence(tmp_path: Path) -> None:
     missing = captions(write_run(tmp_path, {"baseline": [], "flux": []}, INFO))
     curves = {"loss", "loss-difference", "grad-norm", "grad-norm-difference"}
-    assert curves | {"step-times"} <= set(missing)
+    assert curves | {"step-times", "operators"} <= set(missing)
     assert all(caption for caption in missing.values())
 
 

@@ -123,6 +123,8 @@ def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
     shown = parts(chapter(load(full_run(tmp_path / "run", arms)), "run1"))
     missing = dict(shown["missing"].table.rows)
     assert "CUDA graphs" in missing["Overlap efficiency per operator"]
+    assert "CUDA graphs" in shown["operators"].caption
+    assert [cell for _, cell in shown["operators"].table.rows[:4]] == ["\u2014"] * 4
 
 
 def test_ranks_and_throttling(tmp_path: Path, full: dict[str, Part]) -> None:

@@ -26,7 +26,7 @@ LOW, HIGH = -1.0, 1.5
 
 SYMBOLS = {"baseline": "circle", "flux": "diamond"}
 # Curves of the two arms usually lie on each other: a wide pale band with a thin line on it shows both.
-_STYLES = {"baseline": {"width": 7, "opacity": 0.45}, "flux": {"width": 2, "opacity": 1}}
+_STYLES: dict[str, Any] = {"baseline": {"width": 7, "opacity": 0.45}, "flux": {"width": 2, "opacity": 1}}
 
 
 def _figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
@@ -53,7 +53,7 @@ def _trace(
         [None if isinstance(value, float) and not finite(value) else value for value in values]
         for values in zip(*points, strict=True)
     )
-    drawn = {"type": "scatter", "name": name, "x": x, "y": y, "hovertemplate": f"{hover}<extra></extra>"}
+    drawn: Figure = {"type": "scatter", "name": name, "x": x, "y": y, "hovertemplate": f"{hover}<extra></extra>"}
     drawn["marker"] = {"color": f"var(--{colour})"} | ({"symbol": symbol, "size": size} if symbol else {})
     if "type" not in more:
         drawn |= {"mode": "markers", "line": {"color": f"var(--{colour})", "width": more.pop("width", 2)}}
@@ -101,7 +101,7 @@ def curves(arms: Arms, name: str, unit: str) -> Drawn:
         points, left_out = _thinned([(record["iteration"], record[name]) for record in records])
         lost = sum(not math.isfinite(record[name]) for record in records)
         if lost < len(records):
-            style = {"mode": "lines" if len(records) > 1 else "markers", **_STYLES[arm]}
+            style: Figure = {"mode": "lines" if len(records) > 1 else "markers", **_STYLES[arm]}
             traces.append(_trace(arm, arm, points, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", **style))
         said.append(f"The {arm} {name} is not finite in {counted(lost)}." if lost else "")
         said.append(left_out if records else f"The {arm} arm has no records.")
@@ -121,7 +121,7 @@ def difference(arms: Arms, name: str) -> Drawn:
         same = f"The {name} is identical in {counted(len(known))} of {len(differences)}."
         return None, _sentences(same if known else "", caption)
     points, left_out = _thinned(differences)
-    style = {"mode": "lines+markers" if len(known) < 100 else "lines", "showlegend": False}
+    style: Figure = {"mode": "lines+markers" if len(known) < 100 else "lines", "showlegend": False}
     drawn = _trace("relative difference", "text", points, "%{y:.2e}<br>iteration %{x}", SYMBOLS["flux"], 5, **style)
     axis = {"tickformat": ".1e", "rangemode": "tozero"}
     made = _figure([drawn], "iteration", "relative difference (1)", yaxis=axis, height=280)
@@ -237,10 +237,10 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
     )
     least, most = max(min(every), LOW), min(max(every), HIGH)
     axis = {"range": [100 * min(least, 0) - 8, 100 * max(most, 1) + 8], "nticks": 5, "tickfont": {"size": 11}}
-    dashed = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
+    dashed: Figure = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
     dashed["line"] = {"width": 1, "dash": "dash", "color": "var(--quiet)"}
     height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
     row_axis = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
-    layout = {"xaxis": axis, "yaxis": row_axis, "height": height}
+    layout: Figure = {"xaxis": axis, "yaxis": row_axis, "height": height}
     layout["shapes"] = [dashed | {"x0": x, "x1": x} for x in (0, 100)]
     return _figure(traces, "overlap efficiency (%)", "", **layout), caption

@@ -31,8 +31,7 @@ ROOM_GB = 6.0  # memory to leave to CUDA's context, NCCL and fragmentation
 
 def predict_options(options: PlanOptions) -> dict[str, Any]:
     """:func:`predict` for what was asked on the command line: the user's figures in the place of the table's."""
-    calls = read_ops(options.ops) if options.ops else None
-    layers = read_layers(options.layers) if options.layers else None
+    calls, layers = read_ops(options.ops), read_layers(options.layers)
     found = calls or layers
     job = resolve(options, found.device if found else None)
     for measured, option in ((calls, "--ops"), (layers, "--layers")):

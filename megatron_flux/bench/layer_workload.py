@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,9 +67,7 @@ class WorkloadBench:
         """Time the arms until the :func:`time.monotonic` of ``deadline``: rows, skipped arms, the raw rounds."""
         self._seed()
         self.x, self.dy = self._input()
-        gpu = None
-        with suppress(LookupError):  # NVML tells nothing of it
-            gpu = nvml.of_device(self.device)
+        gpu = nvml.found_behind(self.device)
         with ExitStack() as stack:
             arms = self._arms(stack)
             results = {arm.name: self._observe(arm) for arm in arms}

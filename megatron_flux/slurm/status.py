@@ -91,10 +91,8 @@ def repetitions(root: Path) -> list[Repetition]:
         iterations = {arm: records[0]["iteration"] if records else 0 for arm, records in last.items()}
         steps = read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None
         state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
-        starts = sorted(
-            (path for path in (folder / "logs").glob("*") if path.name.isdigit()), key=lambda p: int(p.name)
-        )
-        logs = starts[-1] if starts else None
+        starts = {int(path.name): path for path in (folder / "logs").glob("*") if path.name.isdigit()}
+        logs = starts[max(starts)] if starts else None
         found.append(Repetition(folder, index, iterations, steps, state, len(starts), logs))
     return sorted(found, key=lambda one: (int(one.index) if one.index.isdigit() else -1, one.index))
 

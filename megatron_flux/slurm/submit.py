@@ -69,13 +69,14 @@ def directive(script: str, name: str) -> str:
 
 
 class Changes(Checked):
-    """Options of sbatch that win over a resumed script's."""
+    """Options of sbatch that win over a script's."""
 
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
     time: Duration | None = None
     exclude: NodeList | None = None
+    dependency: queue.Dependency | None = None
 
 
 class Resumption(NamedTuple):

@@ -266,12 +266,7 @@ def _rounds_at_once(device: torch.device) -> int:
     return 1 if device.type == "cuda" else ROUNDS
 
 
-@cache
-def _gpu(device: torch.device) -> nvml.Gpu | None:
-    try:
-        return nvml.of_device(device)
-    except LookupError:
-        return None
+_gpu = cache(nvml.found_behind)
 
 
 def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] | None:

@@ -171,11 +171,14 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     def to(out: Path) -> LayerConfig:
         return config.model_copy(update={"out": out})
 
-    description = {
-        "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks), 1) for w in config.workloads},
-        "started": folder.started(),
-        "command": folder.command_line(),
-    }
+    def describe(out: Path) -> dict[str, Any]:
+        return {
+            "config": to(out).model_dump(mode="json"),
+            "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks), 1) for w in config.workloads},
+            "started": folder.started(),
+            "command": folder.command_line(),
+        }
+
     if not dry_run:
         rank.set_environment()
     start.benchmark(
@@ -183,7 +186,7 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
         module,
         f"tp {config.tp}",
         config.tp,
-        describe=lambda out: description | {"config": to(out).model_dump(mode="json")},
+        describe=describe,
         argument=lambda out: to(out).model_dump_json(),
         out=given.out,
         overwrite=given.overwrite,

@@ -65,7 +65,7 @@ def logged_to(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handler.addFilter(rank.OncePerMessage())  # what takes turns patches and unpatches in every round
+    handler.addFilter(rank.once_per_message())  # what takes turns patches and unpatches in every round
     logger.addHandler(handler)
     try:
         yield

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -180,7 +181,6 @@ def _check_stage(rank: int, job: Job, stage: int) -> dict[str, Any]:
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The stage's model on meta tensors and its output, after a forward and a backward."""
     from megatron_flux.train import model as building
-    from megatron_flux.train.shims import replaced
     from megatron_flux.train.trainer import seed_everything
 
     run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
@@ -188,7 +188,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     config = building.transformer_config(run)
     config.perform_initialization = False  # pages that are never written take no memory
     model = building.build_model(run, config).to("meta")
-    inner = building.unwrap(model)
+    inner = getattr(model, "module", model)  # in a Float16Module where it is bf16
     for layer in inner.decoder.layers:
         layer.self_attention.core_attention = _NoAttention()
     seq, batch, h = run.shape.seq_length, run.micro_batch_size, run.shape.hidden_size
@@ -198,7 +198,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
         rows = seq // run.tp if config.sequence_parallel else seq
         inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
     # Megatron's own buffers, which it allocates on the current device, are meta tensors too.
-    with replaced(torch.cuda, current_device=lambda: torch.device("meta")):
+    with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("meta")):
         output = model(tokens, tokens, mask)
         output.sum().backward()
     for name, parameter in model.named_parameters():

@@ -97,12 +97,10 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
     """Build this rank's pipeline stage, in the run's precision, on the run's device."""
     shape = config.shape
     layer, final_norm = layer_spec(config.transformer_impl, shape, config.device)
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm
-    )
+    layers = [layer] * get_num_layers_to_build(mcore_config)
     model = GPTModel(
         config=mcore_config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=shape.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -117,13 +115,6 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
         if config.cuda_graph_impl == "local":
             torch.cuda.synchronize()  # megatron-core has changed the stream while the layers were built
     return Float16Module(mcore_config, model) if config.precision == "bf16" else model
-
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside DDP and Float16Module."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 class CudaGraphs:

@@ -34,7 +34,8 @@ import torch.distributed as dist
 from pydantic import Field
 
 from megatron_flux.bench.shapes import Options
-from megatron_flux.metrics import read_records, strict_json
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, RESAMPLES
 from megatron_flux.telemetry.call_sampler import ROUNDS
 from megatron_flux.train.config import RunConfig

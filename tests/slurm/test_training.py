@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from megatron_flux.cli.slurm import JobOptions, scripts
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe

@@ -51,17 +51,13 @@ class Repetition:
     """One run of a job."""
 
     folder: Path
+    run: Path  # the run folder
     index: str
     iterations: dict[str, int]  # the last recorded step of each arm that has begun
     steps: int | None  # what it trains to; None before it has begun
     state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
     logs: Path | None  # of the newest start
-
-    @property
-    def run(self) -> Path:
-        """The run folder."""
-        return self.folder / "run"
 
 
 def split(root: Path) -> tuple[str, str]:
@@ -94,7 +90,7 @@ def repetitions(root: Path) -> list[Repetition]:
         state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
         starts = {int(path.name): path for path in (folder / "logs").glob("*") if path.name.isdigit()}
         logs = starts[max(starts)] if starts else None
-        found.append(Repetition(folder, index, iterations, steps, state, len(starts), logs))
+        found.append(Repetition(folder, run, index, iterations, steps, state, len(starts), logs))
     return sorted(found, key=lambda one: (int(one.index) if one.index.isdigit() else -1, one.index))
 
 

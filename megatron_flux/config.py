@@ -13,12 +13,9 @@ STOCK = "stock"
 class Backends(NamedTuple):
     """Operator backends of one layer, by direction."""
 
-    forward: str
-    """all_gather_gemm of a column-parallel layer, gemm_reduce_scatter of a row-parallel one."""
-    dgrad: str
-    """The other way round."""
-    wgrad: str
-    """The gather of what wgrad multiplies, where dgrad has not gathered it already; the GEMM is cuBLAS's."""
+    forward: str  # all_gather_gemm of a column-parallel layer, gemm_reduce_scatter of a row-parallel one
+    dgrad: str  # the other way round
+    wgrad: str  # the gather of what wgrad multiplies, where dgrad has not gathered it already; the GEMM is cuBLAS's
 
     @classmethod
     def of(cls, backend: str | Backends) -> Backends:

@@ -14,17 +14,13 @@ import torch
 
 from megatron_flux.errors import OperatorError
 
-MAP_BYTES = 128
-"""Size of a ``CUtensorMap``."""
+MAP_BYTES = 128  # size of a ``CUtensorMap``
 
-_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
-"""``CUtensorMapDataType``."""
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ``CUtensorMapDataType``
 _L2_PROMOTION_128B = 2
 _INVALID_CONTEXT = 201
-_ANYWHERE = 4
-"""``CU_MEMORYTYPE_UNIFIED``."""
-_CAPTURING = 1
-"""``CU_STREAM_CAPTURE_STATUS_ACTIVE``."""
+_ANYWHERE = 4  # ``CU_MEMORYTYPE_UNIFIED``
+_CAPTURING = 1  # ``CU_STREAM_CAPTURE_STATUS_ACTIVE``
 
 _P, _I, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
 _ARGUMENTS = {

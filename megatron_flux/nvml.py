@@ -14,9 +14,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import permutations
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pynvml
@@ -37,36 +37,27 @@ class Reading(NamedTuple):
     memory_clock_mhz: float | None
     power_w: float | None
     temperature_c: float | None
-    throttle: int
-    """NVML's bits; :func:`throttle_reasons` names them."""
+    throttle: int  # NVML's bits; :func:`throttle_reasons` names them
 
 
 @cache
-def _library() -> ModuleType | str:
-    """The initialised binding, or why it cannot be used. Initialised once for the life of the process."""
+def why_not() -> str | None:
+    """Why NVML cannot be asked here, or None if it can: it is then initialised, for the life of the process."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return f"NVML cannot be used: {error}"
-    return pynvml
-
-
-def why_not() -> str | None:
-    """Why NVML cannot be asked here, or None if it can."""
-    found = _library()
-    return found if isinstance(found, str) else None
+    return None
 
 
 def source() -> str:
     """``NVML, driver 570.124.06``, or why there are no readings."""
-    found = _library()
-    return found if isinstance(found, str) else f"NVML, driver {_text(found.nvmlSystemGetDriverVersion())}"
+    return why_not() or f"NVML, driver {pynvml.nvmlSystemGetDriverVersion()}"
 
 
 def names() -> list[str] | None:
     """Names of the GPUs that CUDA would see (``CUDA_VISIBLE_DEVICES``), None without NVML."""
-    found = _library()
-    return None if isinstance(found, str) else [_text(found.nvmlDeviceGetName(gpu)) for gpu in _visible(found)]
+    return None if why_not() else [pynvml.nvmlDeviceGetName(gpu) for gpu in _visible()]
 
 
 def pairs() -> list[tuple[bool, ...]] | None:
@@ -79,25 +70,24 @@ def linked(uuids: Sequence[str]) -> bool | None:
 
     CUDA need not see them: a process that was given one GPU can ask for its peers'.
     """
-    found = _connections(lambda nvml: [nvml.nvmlDeviceGetHandleByUUID(_full(uuid)) for uuid in uuids], _P2P_NVLINK)
+    found = _connections(lambda: [_handle(uuid) for uuid in uuids], _P2P_NVLINK)
     return None if found is None else all(nvlink for (nvlink,) in found)
 
 
-def _connections(handles: Callable[[ModuleType], list[Any]], *kinds: int) -> list[tuple[bool, ...]] | None:
-    nvml = _library()
-    if isinstance(nvml, str):
+def _connections(handles: Callable[[], list[Any]], *kinds: int) -> list[tuple[bool, ...]] | None:
+    if why_not():
         return None
     try:
         return [
-            tuple(nvml.nvmlDeviceGetP2PStatus(a, b, kind) == nvml.NVML_P2P_STATUS_OK for kind in kinds)
-            for a, b in permutations(handles(nvml), 2)
+            tuple(pynvml.nvmlDeviceGetP2PStatus(a, b, kind) == pynvml.NVML_P2P_STATUS_OK for kind in kinds)
+            for a, b in permutations(handles(), 2)
         ]
-    except nvml.NVMLError:
+    except pynvml.NVMLError:
         return None
 
 
-def _full(uuid: str) -> str:
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+def _handle(uuid: str) -> Any:
+    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
 
 
 class Gpu:
@@ -105,27 +95,24 @@ class Gpu:
 
     def __init__(self, uuid: str) -> None:
         """``uuid`` as torch has it, with or without its prefix; LookupError, with why, where NVML cannot tell of it."""
-        found = _library()
-        if isinstance(found, str):
-            raise LookupError(found)
-        self._nvml = found
+        if why := why_not():
+            raise LookupError(why)
         try:
-            self._handle = found.nvmlDeviceGetHandleByUUID(_full(uuid))
-        except found.NVMLError as error:
+            self.handle = _handle(uuid)
+        except pynvml.NVMLError as error:
             raise LookupError(f"NVML does not know GPU {uuid}: {error}") from error
 
     def read(self) -> Reading:
         """The GPU now. Takes up to some milliseconds, depending on the driver."""
-        nvml = self._nvml
         power = self._ask("PowerUsage")
         throttle = self._ask("CurrentClocksEventReasons")
         if throttle is None:  # its name before driver 535
             throttle = self._ask("CurrentClocksThrottleReasons")
         return Reading(
-            sm_clock_mhz=self._ask("ClockInfo", nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask("ClockInfo", nvml.NVML_CLOCK_MEM),
+            sm_clock_mhz=self._ask("ClockInfo", pynvml.NVML_CLOCK_SM),
+            memory_clock_mhz=self._ask("ClockInfo", pynvml.NVML_CLOCK_MEM),
             power_w=None if power is None else power / 1e3,
-            temperature_c=self._ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=self._ask("Temperature", pynvml.NVML_TEMPERATURE_GPU),
             throttle=int(throttle or 0),
         )
 
@@ -147,19 +134,19 @@ class Gpu:
         None where the GPU or its driver has no such account.
         """
         try:
-            _, _, pending, failed = self._nvml.nvmlDeviceGetRemappedRows(self._handle)
-        except self._nvml.NVMLError:
+            _, _, pending, failed = pynvml.nvmlDeviceGetRemappedRows(self.handle)
+        except pynvml.NVMLError:
             return None
         return {"pending": bool(pending), "failed": bool(failed)}
 
     def bus_id(self) -> str:
         """Its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""
-        return _text(self._nvml.nvmlDeviceGetPciInfo(self._handle).busId)
+        return pynvml.nvmlDeviceGetPciInfo(self.handle).busId
 
     def _ask(self, what: str, *arguments: Any) -> float | None:
         try:
-            return float(getattr(self._nvml, f"nvmlDeviceGet{what}")(self._handle, *arguments))
-        except (AttributeError, self._nvml.NVMLError):  # an old binding, an old driver or another kind of GPU
+            return float(getattr(pynvml, f"nvmlDeviceGet{what}")(self.handle, *arguments))
+        except pynvml.NVMLError:  # an old driver or another kind of GPU
             return None
 
 
@@ -171,33 +158,26 @@ class XidWatch:
     """
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
-        """Watch ``gpus``."""
-        self._nvml = gpus[0]._nvml if gpus else None
-        if self._nvml is None:
-            return
         try:
-            self._set = self._nvml.nvmlEventSetCreate()
+            self._set = pynvml.nvmlEventSetCreate()
             for gpu in gpus:
-                self._nvml.nvmlDeviceRegisterEvents(gpu._handle, self._nvml.nvmlEventTypeXidCriticalError, self._set)
-        except self._nvml.NVMLError as error:
+                pynvml.nvmlDeviceRegisterEvents(gpu.handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
+        except pynvml.NVMLError as error:
             raise LookupError(f"NVML tells of no Xid errors: {error}") from error
 
     def seen(self) -> list[tuple[str, int]]:
         """``(bus id, Xid)`` of each error since the watch began; ends the watch."""
-        nvml = self._nvml
-        if nvml is None:
-            return []
         found = []
         try:
             # An error that comes again and again must not keep this here.
             while len(found) < _MOST_XIDS:
-                event = nvml.nvmlEventSetWait_v2(self._set, 0)
-                found.append((_text(nvml.nvmlDeviceGetPciInfo(event.device).busId), int(event.eventData)))
-        except nvml.NVMLError as error:
-            if getattr(error, "value", None) != nvml.NVML_ERROR_TIMEOUT:
+                event = pynvml.nvmlEventSetWait_v2(self._set, 0)
+                found.append((pynvml.nvmlDeviceGetPciInfo(event.device).busId, int(event.eventData)))
+        except pynvml.NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_TIMEOUT:
                 raise LookupError(f"NVML stopped telling of Xid errors: {error}") from error
         finally:
-            nvml.nvmlEventSetFree(self._set)
+            pynvml.nvmlEventSetFree(self._set)
         return found
 
 
@@ -206,6 +186,14 @@ def of_device(device: torch.device) -> Gpu:
     if device.type != "cuda":
         raise LookupError("this run is on the CPU")
     return Gpu(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def found_behind(device: torch.device) -> Gpu | None:
+    """As :func:`of_device`, and None where that raises."""
+    try:
+        return of_device(device)
+    except LookupError:
+        return None
 
 
 class Glance:
@@ -243,23 +231,17 @@ def _reasons() -> dict[int, str]:
     return found
 
 
-def _visible(nvml: ModuleType) -> list[Any]:
+def _visible() -> list[Any]:
     """Handles of the GPUs in ``CUDA_VISIBLE_DEVICES``, in its order; like CUDA, up to the first that is not there."""
-    count = nvml.nvmlDeviceGetCount()
+    count = pynvml.nvmlDeviceGetCount()
     given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     handles: list[Any] = []
-    for word in filter(None, map(str.strip, given.split(","))):
-        try:
+    with suppress(pynvml.NVMLError):
+        for word in filter(None, map(str.strip, given.split(","))):
             if word.startswith(("GPU-", "MIG-")):
-                handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
+                handles.append(_handle(word))
             elif word.isdigit() and int(word) < count:
-                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
+                handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(word)))
             else:
-                return handles
-        except nvml.NVMLError:
-            return handles
+                break
     return handles
-
-
-def _text(value: str | bytes) -> str:  # older bindings answer in bytes
-    return value.decode() if isinstance(value, bytes) else value

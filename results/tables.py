@@ -9,6 +9,7 @@ a script of its own.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -382,6 +383,34 @@ def stand_in(folder: str) -> str:
     )
 
 
+def before_after(folder: str) -> str:
+    """Calls, then layers, before and after a change; the raw rounds alternate with those of the host."""
+
+    def placed(row: dict[str, Any], side: str) -> list[float]:
+        # On a warmer GPU, which whoever runs second in a round has, long calls take up to a tenth longer.
+        pairs = [*zip(row[side], row["first"], strict=True)]
+        return [median(time for time, first in pairs if (first == side) is place) for place in (True, False)]
+
+    def cells(row: dict[str, Any], digits: int) -> list[str]:
+        before, after = placed(row, "before"), placed(row, "after")
+        ratio = math.prod(a / b for a, b in zip(after, before, strict=True)) ** 0.5
+        return [f"{fmean(before):.{digits}f}", f"{fmean(after):.{digits}f}", f"{ratio:.3f}"]
+
+    tables = []
+    for name, digits in (("operators", (3, 1)), ("layers", (2, 0))):
+        rows = [json.loads(line) for line in (HERE / folder / f"{name}.jsonl").read_text().splitlines()]
+        lines = []
+        for time, host in zip(rows[::2], rows[1::2], strict=True):
+            if name == "operators":
+                what = f"{time['model']} {time['layer']} {time['direction']}, {time['op']}"
+            else:
+                what = f"{time['model']} {time['seq']} {X} {time['micro_batch']}, {time['spec']}"
+            lines.append((what, *cells(time, digits[0]), *cells(host, digits[1])))
+        heads = [name, "ms before", "ms after", "ratio", "host \u00b5s before", "host \u00b5s after", "ratio"]
+        tables.append(table(heads, lines))
+    return "\n".join(tables)
+
+
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
     "layer-h200x4-more": tp4_more,
@@ -390,6 +419,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "power-h200": lambda folder: energy(f"{folder}/energy.jsonl"),
     "parity-h200x4-dp": lambda folder: parity(f"{folder}/curves.json"),
     "megatron-graphs-h200x4": graphs,
+    "refactor-h200x2": before_after,
 }
 
 

@@ -21,35 +21,32 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_flux.bench import report
+from megatron_flux.bench import process_group, report
 from megatron_flux.bench.layer_config import LayerConfig
 from megatron_flux.bench.layer_workload import WorkloadBench
-from megatron_flux.bench.process_group import Collectives, logged_to
-from megatron_flux.comm import links
+from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank
-from megatron_flux.run.folder import CONFIG
-from megatron_flux.telemetry import environment
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")
 
 
-def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
 
-    The first rank writes ``summary.json``, ``rounds.jsonl`` and the traces into ``out`` (made if missing), and calls
-    ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
+    The first rank writes ``summary.json``, ``rounds.jsonl``, ``plot.svg`` and the traces into the run folder, and
+    calls ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
         UserError: a GPU run without a CUDA device.
@@ -60,61 +57,51 @@ def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -
         raise UserError("bench layer measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     group = parallel_state.get_tensor_model_parallel_group()
-    collectives = Collectives(config.timeout)
-    first = collectives.first
+    # gloo, because a barrier of NCCL is a kernel: it would show in traces and in the first step timed after it.
+    ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
+    first = ranks.rank() == 0
     say = log if first else lambda _: None
     summary: dict[str, Any] = {
-        "device": environment.device_name(),
-        "tp": group.size(),
-        "link": links.probe(group, device).kind,
-        "versions": environment.versions(),
+        **process_group.machine(group, links.probe(group, device)),
         "config": config.model_dump(mode="json"),
-        "environment": environment.switches(),
         "rows": [],
         "skipped": [],
     }
-    if first:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "rounds.jsonl").unlink(missing_ok=True)
+    raw: list[dict[str, Any]] = []
     began = time.monotonic()
     with gradient_accumulation_fusion():
         for index, workload in enumerate(config.workloads):
             deadline = None
             if config.seconds is not None:
-                if collectives.decided(time.monotonic() - began > config.seconds):
+                late = time.monotonic() - began > config.seconds
+                if collectives.of_all_ranks(late, ranks)[0]:
                     say(f"stopped after {config.seconds:g} s, before {workload.label}")
                     break
                 # An equal share of the time for each; what one leaves over is the next one's.
                 deadline = began + config.seconds * (index + 1) / len(config.workloads)
             say(f"{workload.label}: {workload.layers} layers, tp {group.size()}")
-            bench = WorkloadBench(workload, config, group, collectives, device, out, say)
+            bench = WorkloadBench(
+                workload, config, group, ranks, device, lambda text, of=workload: say(f"{of.label} {text}")
+            )
             rows, skipped, rounds = bench.run(deadline)
             summary["rows"] += rows
             summary["skipped"] += skipped
+            raw += rounds
             if first:
-                with (out / "rounds.jsonl").open("a") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in rounds)
-                (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+                process_group.write(config.out, summary, raw, report.layers_svg(summary))
     return summary
 
 
-def work(folder: str) -> None:
-    """Measure on this rank what the run folder's ``config.json`` says."""
-    out = Path(folder)
-    measure(LayerConfig.model_validate(json.loads((out / CONFIG).read_text())["config"]), out)
-
-
-def measure(config: LayerConfig, out: Path) -> None:
-    """:func:`run` on this rank, from process groups to the picture, the log and the printed table."""
+def work(text: str) -> None:
+    """Measure on this rank what a :class:`LayerConfig` as JSON says; the first one prints the table."""
+    config = LayerConfig.model_validate_json(text)
     rank.set_environment()
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
 
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    with logged_to(out / "log.txt"), cpu_shims(), process_groups(config):
-        summary = run(config, out, log=logger.info)
+    log = config.out / "log.txt"
+    with process_group.logged_to(log), cpu_shims(), process_groups(config):
+        summary = run(config, log=logger.info)
         if rank.is_first():
-            (out / "plot.svg").write_text(report.layers_svg(summary))
-            with (out / "log.txt").open("a", encoding="utf-8") as file:
-                report.show_layers(summary, file)
-            report.show_layers(summary)
+            process_group.show(report.show_layers, summary, log)

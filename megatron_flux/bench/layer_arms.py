@@ -36,7 +36,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
 from megatron_flux import FluxConfig, ops, patched, report
 from megatron_flux.bench.layer_config import Workload
@@ -44,7 +43,6 @@ from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import NotHereError
 from megatron_flux.errors import FluxError
 from megatron_flux.train.measurements import workspace_bytes
-from megatron_flux.train.shims import SequenceParallelNorm
 
 BlockKind = Literal["te", "te_ub", "local"]
 
@@ -87,11 +85,7 @@ def why_not(arm: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return "TransformerEngine needs a GPU"
-    return None if _have_transformer_engine() else "TransformerEngine is not installed"
-
-
-def _have_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+    return None if importlib.util.find_spec("transformer_engine") else "TransformerEngine is not installed"
 
 
 def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backend: str) -> Arm:
@@ -153,7 +147,7 @@ def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
     before, _ = torch.cuda.mem_get_info()
     try:
         te.initialize_ub(
-            [workload.tokens, workload.sizes.hidden],
+            [workload.tokens, workload.shape.hidden_size],
             tp,
             quantization_modes=[te.UserBufferQuantizationMode.NONE],
             dtype=torch.bfloat16,
@@ -178,53 +172,29 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
 
     Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone.
     """
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import init_method_normal
 
-    m, on_gpu = workload.sizes, device.type == "cuda"
+    from megatron_flux.train.model import layer_options, layer_spec
+
+    shape = workload.shape
     config = TransformerConfig(
-        num_layers=workload.layers,
-        hidden_size=m.hidden,
-        num_attention_heads=m.heads,
-        num_query_groups=m.groups,
-        kv_channels=m.head_dim,
-        ffn_hidden_size=m.ffn,
+        **layer_options(shape, device.type),
         # Every linear hands on about the size it was given, whatever the width, so that each counts in the result and
         # a wrong one is seen; without the usual shrinking with depth of those before a residual.
-        init_method_std=m.hidden**-0.5,
-        output_layer_init_method=init_method_normal(m.hidden**-0.5),
-        normalization="RMSNorm" if m.gated else "LayerNorm",
-        gated_linear_unit=m.gated,
-        activation_func=F.silu if m.gated else F.gelu,
-        add_bias_linear=not m.gated,
+        init_method_std=shape.hidden_size**-0.5,
+        output_layer_init_method=init_method_normal(shape.hidden_size**-0.5),
         tensor_model_parallel_size=tp,
         sequence_parallel=True,
         params_dtype=dtype_of(device),
-        bf16=on_gpu,
+        bf16=device.type == "cuda",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=True,
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         tp_comm_overlap=kind == "te_ub",
     )
-    if kind == "local":
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
-        norm: type = SequenceParallelNorm
-        if on_gpu and _have_transformer_engine():
-            from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
-
-            # As in the other arms, so that the arms differ in their linears alone.
-            norm = TENorm
-            layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    else:
-        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    layer, _ = layer_spec("local" if kind == "local" else "transformer_engine", shape, device.type)
     layers = TransformerBlockSubmodules(layer_specs=[layer] * workload.layers)
     # No norm behind the last layer: the figures are per layer.
     return TransformerBlock(config, layers, post_layer_norm=False).to(device)

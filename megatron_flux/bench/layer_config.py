@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_flux.bench.shapes import MODELS, Model, Options, named
+from megatron_flux.bench.shapes import MODELS, Options, check_divides, layer_activations, named, working_memory
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
+from megatron_flux.train.presets import ModelShape
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
 """Those that run unless others are asked for; see :mod:`megatron_flux.bench.layer_arms`."""
 ON_REQUEST = ("flux_local_own_gather", "flux_te_own_gather", "busy_floor")
 
 TINY = "tiny"
-LAYER_MODELS = {**MODELS, TINY: Model(hidden=512, heads=8, groups=8, head_dim=64, ffn=1024, gated=True)}
+LAYER_MODELS = {
+    **MODELS,
+    TINY: MODELS["llama-70b"].model_copy(
+        update={"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 8, "ffn_hidden_size": 1024}
+    ),
+}
 """The operator benchmark's models, and one that proves in seconds that a machine can run the benchmark."""
 
 
@@ -29,9 +35,9 @@ class Workload(Options):
     layers: int
 
     @property
-    def sizes(self) -> Model:
-        """Sizes of one layer."""
-        return LAYER_MODELS[self.model]
+    def shape(self) -> ModelShape:
+        """Of a model of these layers alone."""
+        return LAYER_MODELS[self.model].model_copy(update={"num_layers": self.layers, "seq_length": self.seq})
 
     @property
     def tokens(self) -> int:
@@ -43,25 +49,16 @@ class Workload(Options):
         """For people, and for file names."""
         return f"{self.model}-{self.seq}x{self.micro_batch}"
 
-    def parameters_per_rank(self, tp: int) -> int:
-        """Elements of all layers' linear weights on one rank; norms and biases do not count."""
-        m = self.sizes
-        attention = m.hidden * m.head_dim * (2 * m.heads + 2 * m.groups)
-        mlp = m.hidden * m.ffn * (3 if m.gated else 2)
-        return self.layers * (attention + mlp) // tp
-
     def memory_gb(self, tp: int, blocks: int) -> float:
         """About how much GPU memory the arms need together, in GB (1e9 bytes).
 
         Weights (bf16) and main gradients (fp32) are shared by all arms; a further block of layers holds its own weights
-        only until it is given the shared ones. Activations are of one step: what is saved per token, and whole-sequence
-        temporaries.
+        only until it is given the shared ones. Activations are of one step.
         """
-        m = self.sizes
-        weights = self.parameters_per_rank(tp) * (6 + (2 if blocks > 1 else 0))
-        saved = 2 * (4 * m.hidden + (2 * m.heads + 2 * m.groups) * m.head_dim + m.ffn * (3 if m.gated else 2)) / tp
-        whole = 2 * 4 * max(m.hidden, m.ffn * 2 // tp)
-        return (weights + self.tokens * (saved * self.layers + whole)) / 1e9
+        shape = self.shape
+        weights = self.layers * shape.layer_weights // tp * (6 + (2 if blocks > 1 else 0))
+        saved = self.layers * layer_activations(shape, self.tokens, tp)
+        return (weights + saved + working_memory(shape, self.tokens, tp)) / 1e9
 
 
 WORKLOADS = (
@@ -114,10 +111,9 @@ class LayerConfig(_Measuring):
     device: Literal["cuda", "cpu"] = "cuda"
     """The command always says cuda: a CPU proves that the benchmark works and measures nothing."""
 
-    @property
-    def pp(self) -> int:
-        """Pipeline-parallel size: with ``tp`` and ``timeout`` the process groups of a training of one stage."""
-        return 1
+    out: Path = Path()
+    pp: ClassVar[int] = 1
+    """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
 
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:
@@ -137,7 +133,7 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     changes = options.model_dump(include={"seq", "micro_batch", "layers"}, exclude_none=True)
     chosen = [w.model_copy(update=changes) for model in models for w in WORKLOADS if w.model == model]
     for workload in chosen:
-        workload.sizes.check_divides(workload.label, tp, **{"tokens a sequence": workload.seq})
+        check_divides(workload.label, workload.shape, tp, **{"tokens a sequence": workload.seq})
     measuring = options.model_dump(include=set(_Measuring.model_fields))
     # With --seq and --micro-batch two workloads of a model may be one.
     return LayerConfig(workloads=tuple(dict.fromkeys(chosen)), arms=tuple(arms), tp=tp, **measuring)

@@ -8,9 +8,6 @@ that breaks one of these raises while it is captured, and the benchmark runs it 
 from __future__ import annotations
 
 import gc
-import gzip
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -23,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_flux import nvml
 from megatron_flux.bench.layer_arms import Step
-from megatron_flux.bench.process_group import Collectives
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.ops import timing
 from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.telemetry.profiler import exported, write_trace
 
 WARMUP_STEPS = 3
 
@@ -40,7 +38,7 @@ what held any GPU's clock down at that moment."""
 def interleave(
     arms: Mapping[str, Runnable],
     group: dist.ProcessGroup,
-    collectives: Collectives,
+    ranks: dist.ProcessGroup,
     device: torch.device,
     *,
     rounds: int,
@@ -61,7 +59,7 @@ def interleave(
 
     def barrier() -> None:
         nonlocal began, glance
-        collectives.barrier()
+        dist.barrier(group=ranks)
         glance = nvml.Glance(gpu, half[running]) if gpu is not None and running in half else None
         began = time.perf_counter()
 
@@ -89,23 +87,21 @@ def interleave(
         burst,
         around=around,
         barrier=barrier,
-        go_on=lambda: not collectives.decided(deadline is not None and time.monotonic() > deadline),
+        go_on=lambda: not of_all_ranks(deadline is not None and time.monotonic() > deadline, ranks)[0],
     )
-    samples: dict[str, Samples] = {}
-    ranks = collectives.all(seen)
+    by_rank, samples = of_all_ranks(seen, ranks), {}
     for name, one in found.items():
-        own = samples[name] = {
+        clocks, reasons = [], []
+        for readings in zip(*(readings[name] for readings in by_rank), strict=True):
+            known = [reading for reading in readings if reading is not None]
+            clocks.append(min((r.sm_clock_mhz for r in known if r.sm_clock_mhz is not None), default=None))
+            reasons.append(sorted({reason for r in known for reason in nvml.throttle_reasons(r.throttle)}))
+        samples[name] = {
             "step_ms": one.ms,
             "host_ms": one.first_host_ms,
-            "sm_clock_mhz": [],
-            "throttle_reasons": [],
+            "sm_clock_mhz": clocks,
+            "throttle_reasons": reasons,
         }
-        for readings in zip(*(readings[name] for readings in ranks), strict=True):
-            known = [reading for reading in readings if reading is not None]
-            clocks = [reading.sm_clock_mhz for reading in known if reading.sm_clock_mhz is not None]
-            own["sm_clock_mhz"].append(min(clocks, default=None))
-            reasons = {reason for reading in known for reason in nvml.throttle_reasons(reading.throttle)}
-            own["throttle_reasons"].append(sorted(reasons))
     return samples
 
 
@@ -151,20 +147,16 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
             step()
             torch.cuda.synchronize()
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "trace.json"
-        with profile(
-            activities=[ProfilerActivity.CUDA],
-            # The first step under a profiler pays for its start.
-            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            on_trace_ready=lambda p: p.export_chrome_trace(str(raw)),
-        ) as profiler:
-            for _ in range(2):
-                step()
-                torch.cuda.synchronize()
-                profiler.step()
-        trace = json.loads(raw.read_text())
-    trace["traceName"] = path.name  # it was the temporary file's full path
-    with gzip.open(path, "wt", compresslevel=6) as file:
-        json.dump(trace, file)
-    return trace
+    traces: list[dict[str, Any]] = []
+    with profile(
+        activities=[ProfilerActivity.CUDA],
+        # The first step under a profiler pays for its start.
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=lambda done: traces.append(exported(done, path)),
+    ) as profiler:
+        for _ in range(2):
+            step()
+            torch.cuda.synchronize()
+            profiler.step()
+    write_trace(path, traces[0])
+    return traces[0]

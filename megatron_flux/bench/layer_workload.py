@@ -1,7 +1,7 @@
 """One workload of ``bench layer``: its arms built, warmed up, checked, timed and traced.
 
 Every rank takes the same way through this module: what one rank cannot do, all leave out
-(:meth:`megatron_flux.bench.process_group.Collectives.attempt`).
+(:func:`megatron_flux.bench.process_group.attempt`).
 
 Whether two arms compute the same is seen from output, input gradient and weight gradients of one step, over all ranks.
 Arms share weights and input, so results can be subtracted. Two correct arms differ by rounding alone: other GEMM
@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.bench.layer_config import LayerConfig, Workload
 from megatron_flux.bench.layer_steps import WARMUP_STEPS, Samples, capture, interleave, trace_step
 from megatron_flux.bench.no_communication import FLOORS
-from megatron_flux.bench.process_group import Collectives
-from megatron_flux.comm import group_state
+from megatron_flux.bench.process_group import attempt
+from megatron_flux.comm import collectives, group_state
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry import breakdown
 from megatron_flux.train.measurements import forget_dummy_gradients
@@ -55,9 +54,9 @@ class WorkloadBench:
     workload: Workload
     config: LayerConfig
     group: dist.ProcessGroup
-    collectives: Collectives
+    ranks: dist.ProcessGroup
+    """All, for what hosts tell each other."""
     device: torch.device
-    out: Path
     say: Callable[[str], None]
     skipped: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -68,6 +67,7 @@ class WorkloadBench:
         """Time the arms until the :func:`time.monotonic` of ``deadline``: rows, skipped arms, the raw rounds."""
         self._seed()
         self.x, self.dy = self._input()
+        gpu = nvml.found_behind(self.device)
         with ExitStack() as stack:
             arms = self._arms(stack)
             results = {arm.name: self._observe(arm) for arm in arms}
@@ -75,8 +75,8 @@ class WorkloadBench:
                 for arm in arms:
                     self._capture(arm, results[arm.name])
             samples = interleave(
-                {arm.name: (arm.step, arm.active) for arm in arms}, self.group, self.collectives, self.device,
-                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=_gpu(self.device),
+                {arm.name: (arm.step, arm.active) for arm in arms}, self.group, self.ranks, self.device,
+                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=gpu,
             )  # fmt: skip
             rows = [self._row(arm, samples[arm.name], results) for arm in arms]
             complete(rows)
@@ -92,7 +92,7 @@ class WorkloadBench:
         """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
         self.weights.clear()
         self._synchronize()
-        self.collectives.barrier()  # nobody uses another's memory any more
+        dist.barrier(group=self.ranks)  # nobody uses another's memory any more
         for floor in FLOORS.values():
             floor.clear()
         forget_dummy_gradients()
@@ -108,7 +108,7 @@ class WorkloadBench:
         if self.device.type == "cuda":
             kinds = {layer_arms.block_of(name) for name in wanted}
             need = self.workload.memory_gb(self.group.size(), len(kinds))
-            free = min(self.collectives.all(torch.cuda.mem_get_info()[0] / 1e9))
+            free = min(collectives.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.ranks))
             if need > free:
                 short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers"
                 reasons |= dict.fromkeys(wanted, short)
@@ -118,17 +118,17 @@ class WorkloadBench:
             if reason is None:
                 kind = layer_arms.block_of(name)
                 if kind not in blocks:
-                    blocks[kind] = self.collectives.attempt(partial(self._build, kind, stack))
+                    blocks[kind] = attempt(partial(self._build, kind, stack), self.ranks)
                 block, reason = blocks[kind]
                 if block is not None:
                     arm = layer_arms.make(name, block, self.x, self.dy, self.config.backend)
-                    _, reason = self.collectives.attempt(partial(self._warm_up, arm))
+                    _, reason = attempt(partial(self._warm_up, arm), self.ranks)
             if reason is None:
                 arms.append(arm)
-                self._tell(f"{name}: ready")
+                self.say(f"{name}: ready")
             else:
                 self.skipped.append({**self.workload.model_dump(), "arm": name, "reason": reason})
-                self._tell(f"{name}: skipped: {reason}")
+                self.say(f"{name}: skipped: {reason}")
         return arms
 
     def _build(self, kind: layer_arms.BlockKind, stack: ExitStack) -> torch.nn.Module:
@@ -168,7 +168,7 @@ class WorkloadBench:
     def _capture(self, arm: Arm, eager: Result) -> None:
         """Replace the arm's step by a graph, where that can be done and gives the same result."""
         with arm.active():
-            replay, reason = self.collectives.attempt(lambda: capture(arm.step))
+            replay, reason = attempt(lambda: capture(arm.step), self.ranks)
         if replay is not None:
             difference = self._compare(self._observe(Arm(arm.name, replay, nullcontext)), eager)
             if difference["ok"]:
@@ -176,7 +176,7 @@ class WorkloadBench:
             else:
                 reason = f"the graph's result differs from the eager one: {difference}"
         arm.facts |= {"cuda_graph": reason is None, "cuda_graph_reason": reason}
-        self._tell(f"{arm.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
+        self.say(f"{arm.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
 
     def _row(self, arm: Arm, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
         reference = "te" if "te" in results else next(iter(results))
@@ -184,16 +184,16 @@ class WorkloadBench:
         if arm.training:
             agreement = {"with": reference, **self._compare(results[arm.name], results[reference])}
             if not agreement["ok"]:
-                self._tell(f"{arm.name}: does NOT agree with {reference}: {agreement}")
-        parts: dict[str, Any] = {}
+                self.say(f"{arm.name}: does NOT agree with {reference}: {agreement}")
+        parts, name = {}, None
         if self.config.trace and self.device.type == "cuda":
             name = f"trace-{self.workload.label}-{arm.name}.json.gz"
             self._synchronize()
-            self.collectives.barrier()
+            dist.barrier(group=self.ranks)
             with arm.active():
-                trace = trace_step(arm.step, self.out / name if self.collectives.first else None)
-            parts = {"breakdown": breakdown.of_layers(trace, self.workload.layers) if trace else {}, "trace": name}
-        return row(self.workload, arm, samples, agreement, **parts)
+                trace = trace_step(arm.step, self.config.out / name if self.ranks.rank() == 0 else None)
+            parts = breakdown.of_layers(trace, self.workload.layers) if trace else {}
+        return row(self.workload, arm, samples, agreement, parts, name)
 
     def _observe(self, arm: Arm) -> Result:
         """Run one step of ``arm`` on zeroed main gradients. A collective call."""
@@ -220,7 +220,8 @@ class WorkloadBench:
 
     def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
         squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
-        return [s**0.5 for s in self.collectives.sum(squares.tolist())]
+        by_rank = collectives.of_all_ranks(squares.tolist(), self.ranks)
+        return [math.fsum(column) ** 0.5 for column in zip(*by_rank, strict=True)]
 
     def _seed(self) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -234,26 +235,15 @@ class WorkloadBench:
         """The rank's part of the input, and a gradient of the output small enough for many accumulations."""
         w, tp = self.workload, self.group.size()
         generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())
-        shape = (w.seq // tp, w.micro_batch, w.sizes.hidden)
+        shape = (w.seq // tp, w.micro_batch, w.shape.hidden_size)
         dtype = layer_arms.dtype_of(self.device)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_()
         dy = torch.randn(shape, generator=generator, device=self.device, dtype=dtype) * 1e-2
         return x, dy
 
-    def _tell(self, text: str) -> None:
-        self.say(f"{self.workload.label} {text}")
-
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _gpu(device: torch.device) -> nvml.Gpu | None:
-    """The GPU of this rank, where NVML tells of it."""
-    try:
-        return nvml.of_device(device)
-    except LookupError:
-        return None
 
 
 def _product(gradient: torch.Tensor) -> torch.Tensor:
@@ -269,10 +259,9 @@ def row(
     workload: Workload,
     arm: Arm,
     samples: Samples,
-    agreement: Mapping[str, Any] | None,
-    *,
-    breakdown: Mapping[str, float] | None = None,
-    trace: str | None = None,
+    agreement: dict[str, Any] | None,
+    breakdown: dict[str, float],
+    trace: str | None,
 ) -> dict[str, Any]:
     """One arm's row, without what compares it with others (:func:`complete` adds that)."""
     low, median, high = (round(value / workload.layers, 4) for value in quartiles(samples["step_ms"]))
@@ -291,9 +280,9 @@ def row(
         "host_ms_per_step": round(quartiles(samples["host_ms"])[1], 3),
         "sm_clock_mhz": quartiles(clocks)[1] if clocks else None,
         "throttle_reasons": sorted({reason for reasons in samples["throttle_reasons"] for reason in reasons}),
-        "breakdown": dict(breakdown or {}),
+        "breakdown": breakdown,
         "trace": trace,
-        "agreement": None if agreement is None else dict(agreement),
+        "agreement": agreement,
         **arm.facts,
         "peak_memory_gb": None if peak is None else round(peak, 3),
     }

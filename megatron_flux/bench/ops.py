@@ -41,7 +41,6 @@ from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.run import folder, rank
-from megatron_flux.telemetry import environment
 
 LINK_BYTES = 64 << 20
 WARMUP_CALLS = 3
@@ -150,27 +149,21 @@ def run(
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
     """
-    device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype])
-    out, first = wanted.out, dist.get_rank() == 0
+    device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype], host=True)
+    first = dist.get_rank() == 0
     say = log if first else lambda _: None
     rate = _host_rate(group, device) if link.kind == "host" else _link_rate(group, device)
     summary: dict[str, Any] = {
-        "device": environment.device_name(),
-        "tp": group.size(),
-        "link": link.kind,
+        **process_group.machine(group, link),
         **({"wire": wanted.wire} if link.kind == "host" else {}),
         "link_gb_per_s": round(rate, 1),
-        "versions": environment.versions(),
-        "environment": environment.switches(),
         "command": folder.command_line(),
         "rounds": wanted.rounds,
         "burst": wanted.burst,
         "rows": [],
     }
     say(f"{len(cases)} calls on {group.size()} x {summary['device']}, {link.kind}, {rate:.0f} GB/s a rank")
-    if first:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "rounds.jsonl").unlink(missing_ok=True)
+    rounds: list[dict[str, Any]] = []
     began, seconds = time.monotonic(), wanted.seconds
     for number, case in enumerate(cases, 1):
         if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group, device):
@@ -179,11 +172,9 @@ def run(
         row, raw = _case(case, wanted, group, device, link.kind, rate)
         summary["rows"].append(row)
         say(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {report.line(row)}")
+        rounds.append({**asdict(case), "ms": raw})
         if first:
-            with (out / "rounds.jsonl").open("a") as file:
-                file.write(json.dumps({**asdict(case), "ms": raw}) + "\n")
-            (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-            (out / "plot.svg").write_text(report.ops_svg(summary))
+            process_group.write(wanted.out, summary, rounds, report.ops_svg(summary))
         torch.cuda.empty_cache()
     return summary
 
@@ -303,9 +294,6 @@ def work(text: str) -> None:
     with process_group.logged_to(log), process_group.opened() as group:
         second = wanted.command == "async-TP"
         summary = add_async_tp(wanted, group) if second else run(wanted, wanted.cases(), group, logger.info)
-        show = report.show_async_tp if second else report.show_ops
         if rank.is_first():
-            show(summary)
-            with log.open("a", encoding="utf-8") as file:
-                show(summary, file)
+            process_group.show(report.show_async_tp if second else report.show_ops, summary, log)
             logger.info("summary, rounds, plot and log: %s", wanted.out)

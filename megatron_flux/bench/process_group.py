@@ -1,22 +1,23 @@
-"""The ranks that a benchmark runs on: process group, what must be so before it, decisions of all ranks, the log."""
+"""The ranks that a benchmark runs on: process group, what must be so before it, decisions of all ranks, its folder."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
+from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import rank
+from megatron_flux.telemetry import environment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,8 +25,11 @@ logger = logging.getLogger("megatron_flux")
 _T = TypeVar("_T")
 
 
-def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[torch.device, links.Link]:
-    """The device of this rank and the link of ``group``, which can run the fused backend, or is ``host``; collective.
+def checked(
+    command: str, group: dist.ProcessGroup, dtype: torch.dtype, *, host: bool = False
+) -> tuple[torch.device, links.Link]:
+    """The device of this rank and the link of ``group``, which can run the fused backend; collective. ``host``: a link
+    through host memory will do as well.
 
     Raises:
         UserError: no CUDA device, or the reason why the fused backend cannot run.
@@ -34,7 +38,7 @@ def checked(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple
         raise UserError(f"{command} measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device())
     link = links.probe(group, device)
-    if link.kind == "host":
+    if host and link.kind == "host":
         return device, link
     probe = torch.empty(8, 8, dtype=dtype, device=device)
     reason = get_backend("fused").why_not(probe, probe, group)
@@ -67,7 +71,7 @@ def logged_to(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handler.addFilter(rank.OncePerMessage())  # what takes turns patches and unpatches in every round
+    handler.addFilter(rank.once_per_message())  # what takes turns patches and unpatches in every round
     logger.addHandler(handler)
     try:
         yield
@@ -83,50 +87,43 @@ class NotHereError(Exception):
     """Something cannot be measured on this machine or with these packages; the message says why."""
 
 
-class Collectives:
-    """What all ranks of the world decide alike, over a gloo group beside the one that is measured.
+def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | None, str | None]:
+    """Run ``action`` on all ``ranks``: its result, or the first failing rank's reason on all of them."""
+    result, mine = None, None
+    try:
+        result = action()
+    except (NotHereError, UserError) as error:
+        mine = (True, str(error))
+    except Exception as error:  # whatever an arm raises is the reason why it is left out
+        mine = (False, f"{type(error).__name__}: {error}")
+    for number, found in enumerate(collectives.of_all_ranks(mine, ranks)):
+        if found is not None:
+            said = " ".join(found[1].split())[:500]
+            return None, said if found[0] else f"rank {number}: {said}"
+    return result, None
 
-    gloo, because a barrier of NCCL is a kernel: it would show in traces and in the first step timed after it.
-    """
 
-    def __init__(self, timeout: float) -> None:
-        """Make the gloo group, whose collectives fail after ``timeout`` seconds; itself a collective call."""
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self.first = dist.get_rank() == 0
+def machine(group: dist.ProcessGroup, link: links.Link) -> dict[str, Any]:
+    """What a summary says of where it was measured."""
+    return {
+        "device": environment.device_name(),
+        "tp": group.size(),
+        "link": link.kind,
+        "versions": environment.versions(),
+        "environment": environment.switches(),
+    }
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(group=self.group)
 
-    def decided(self, value: _T) -> _T:
-        """The first rank's value, on all ranks."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+def write(out: Path, summary: dict[str, Any], rounds: list[dict[str, Any]], picture: str) -> None:
+    """Leave what was measured so far in ``out``: ``summary.json``, ``rounds.jsonl`` and ``plot.svg``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / "plot.svg").write_text(picture)
 
-    def all(self, value: _T) -> list[_T]:
-        """Every rank's value, in rank order."""
-        found: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(found, value, group=self.group)
-        return found
 
-    def sum(self, values: list[float]) -> list[float]:
-        """Element by element the sum of all ranks' values."""
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
-        return total.tolist()
-
-    def attempt(self, action: Callable[[], _T]) -> tuple[_T | None, str | None]:
-        """Run ``action`` on all ranks: its result, or the first failing rank's reason on all of them."""
-        result, mine = None, None
-        try:
-            result = action()
-        except (NotHereError, UserError) as error:
-            mine = (True, str(error))
-        except Exception as error:  # whatever an arm raises is the reason why it is left out
-            mine = (False, f"{type(error).__name__}: {error}")
-        for number, found in enumerate(self.all(mine)):
-            if found is not None:
-                said = " ".join(found[1].split())[:500]
-                return None, said if found[0] else f"rank {number}: {said}"
-        return result, None
+def show(print_tables: Callable[..., None], summary: dict[str, Any], log: Path) -> None:
+    """Print the tables of ``summary``, into ``log`` as well."""
+    print_tables(summary)
+    with log.open("a", encoding="utf-8") as file:
+        print_tables(summary, file)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from itertools import groupby
 from typing import IO, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -44,31 +44,9 @@ def _print_table(title: str, head: Sequence[str], rows: Cells, *notes: str, file
         console.print(note, soft_wrap=True)
 
 
-def _drawing(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-            'font-size="11">',
-            '<defs><pattern id="hatched" width="5" height="5" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><rect width="2.5" height="5" fill="#c5221f"/></pattern></defs>',
-            _bar(0, 0, width, height, "white"),
-            _words(8, 18, title, 'font-size="14"'),
-            *parts,
-            "</svg>\n",
-        )
-    )
-
-
-def _words(x: float, y: float, text: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(text)}</text>'
-
-
-def _bar(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{fill}"/>'
-
-
-def _line(x1: float, x2: float, y1: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1}" y2="{y2}" stroke="{colour}"/>'
+_PICTURES = Environment(
+    loader=PackageLoader("megatron_flux.bench"), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+)
 
 
 # Operators.
@@ -166,34 +144,18 @@ def _call(row: Row) -> list[str]:
 
 def ops_svg(summary: Row) -> str:
     """Bars of overlap efficiency, a group per call; values beyond the axis are cut and written out."""
-    left, width, top, step, bar, low, high = 300, 560, 50, 40, 10, -1.0, 1.2
-
-    def x(value: float) -> float:
-        return left + (min(max(value, low), high) - low) / (high - low) * width
-
-    rows, out = summary["rows"], []
-    bottom = top + step * len(rows)
+    low, high, rows = -1.0, 1.2, summary["rows"]
     shown = [name for name in COLOURS if any(row.get(f"{name}_ms") is not None for row in rows)]
-    for i, name in enumerate(shown):
-        out += [
-            _bar(left + 110 * i, 26, 10, 10, COLOURS[name]),
-            _words(left + 110 * i + 15, 35, {**NAMES, **HOST}[name]),
-        ]
-    for tick in (-1.0, -0.5, 0.0, 0.5, 1.0):
-        out.append(_line(x(tick), x(tick), top, bottom + 6, "#ddd"))
-        out.append(_words(x(tick), bottom + 20, f"{tick:.0%}", 'text-anchor="middle"'))
-    for i, row in enumerate(rows):
-        y = top + step * i
-        op = row["op"].split("_")[0]
-        out.append(_words(8, y + 20, f"{op} {row['model']} {row['layer']} {row['direction']} m={row['m']}"))
-        for j, name in enumerate(shown):
-            e, at = efficiency(row, name), y + 3 + j * (bar + 1)
-            if e is not None:
-                a, b = sorted((x(0), x(e)))
-                out.append(_bar(a, at, max(b - a, 1), bar, COLOURS[name]))
-                out.append(_words(left + width + 8, at + 9, f"{e:.0%}", f'fill="{COLOURS[name]}"'))
-    title = f"Overlap efficiency, {summary['device']}, tp = {summary['tp']}"
-    return _drawing(left + width + 90, bottom + 30, title, out)
+    calls = []
+    for row in rows:
+        call = f"{row['op'].split('_')[0]} {row['model']} {row['layer']} {row['direction']} m={row['m']}"
+        calls.append((call, [(COLOURS[name], efficiency(row, name)) for name in shown]))
+    return _PICTURES.get_template("ops.svg.j2").render(
+        summary,
+        calls=calls,
+        methods={({**NAMES, **HOST})[name]: COLOURS[name] for name in shown},
+        along=lambda value: (min(max(value, low), high) - low) / (high - low),
+    )
 
 
 # Choices of the tuner.
@@ -318,30 +280,17 @@ def _conditions(summary: Row) -> str:
 
 def layers_svg(summary: Row) -> str:
     """Bars of ms per layer, one group per workload; the hatched part is exposed communication (rank 0's trace)."""
-    left, width, step, y = 190, 520, 22, 60
     note = f"exposed communication (one traced step; {WITHOUT_WAITS}). Whiskers: quartiles. "
     note += "floor skips all communication: not a training run."
-    out = [_bar(8, 26, 16, 10, "url(#hatched)"), _words(30, 35, note), _words(30, 50, _conditions(summary))]
-    for title, rows in _by_workload(summary):
-        scale = width / max(row["ms_per_layer_high"] for row in rows)
-        y += step
-        out.append(_words(8, y - 4, title, 'font-weight="bold"'))
-        for row in rows:
-            arm, ms = row["arm"], row["ms_per_layer"]
-            low, high = (left + row[f"ms_per_layer_{end}"] * scale for end in ("low", "high"))
-            exposed = row["breakdown"].get("communication_exposed_ms", 0.0)
-            faster = "" if row["speedup_vs_te"] is None or arm == "te" else f"  {row['speedup_vs_te']:.2f}x"
-            out += [
-                _words(left - 8, y + 12, _label(row), 'text-anchor="end"'),
-                _bar(left, y, ms * scale, 16, ARM_COLOURS.get(arm, FLUX_COLOUR)),
-                _bar(left, y, exposed * scale, 16, "url(#hatched)"),
-                _line(low, high, y + 8, y + 8, "black"),
-                _words(high + 8, y + 12, f"{ms:.2f} ms{faster}"),
-            ]
-            y += step
-        y += 14
-    device = f"{summary['device']}, tp = {summary['tp']}, {summary['link']}"
-    return _drawing(left + width + 190, y + 8, f"Forward and backward, ms per layer: {device}", out)
+    return _PICTURES.get_template("layers.svg.j2").render(
+        summary,
+        workloads=_by_workload(summary),
+        note=note,
+        conditions=_conditions(summary),
+        label=_label,
+        colours=ARM_COLOURS,
+        flux_colour=FLUX_COLOUR,
+    )
 
 
 def _title(row: Row) -> str:

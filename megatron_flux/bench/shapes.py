@@ -15,42 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_flux.errors import UserError
 from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
 
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of one transformer layer (whole model, before tensor parallelism)."""
-
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    gated: bool
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> Model:
-        """One layer of ``shape``."""
-        return cls(
-            hidden=shape.hidden_size,
-            heads=shape.num_attention_heads,
-            groups=shape.num_query_groups,
-            head_dim=shape.hidden_size // shape.num_attention_heads,
-            ffn=shape.ffn_hidden_size,
-            gated=shape.activation == "swiglu",
-        )
-
-    def check_divides(self, name: str, tp: int, **more: int) -> None:
-        """Refuse sizes, and ``more`` of them by their names, that ``tp`` does not divide."""
-        sizes = {"heads": self.heads, "key/value heads": self.groups, "MLP columns": self.ffn}
-        for what, size in {**sizes, **more}.items():
-            if size % tp:
-                raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another --nproc")
-
-
 MODELS = {
-    "gpt3-175b": Model.of(PRESETS["gpt3-175b"].shape),
-    "llama-70b": Model.of(PRESETS["llama2-70b"].shape),
-    "llama-405b": Model.of(LLAMA3_405B),
+    "gpt3-175b": PRESETS["gpt3-175b"].shape,
+    "llama-70b": PRESETS["llama2-70b"].shape,
+    "llama-405b": LLAMA3_405B,
 }
 LAYERS = ("qkv", "proj", "fc1", "fc2")
 DIRECTIONS = ("forward", "dgrad")
@@ -79,6 +47,18 @@ class Case:
         return (tp - 1) * (self.m // tp) * width * element
 
 
+def check_divides(name: str, shape: ModelShape, tp: int, **more: int) -> None:
+    """Refuse sizes of ``shape``, and ``more`` of them by their names, that ``tp`` does not divide."""
+    sizes = {
+        "heads": shape.num_attention_heads,
+        "key/value heads": shape.num_query_groups,
+        "MLP columns": shape.ffn_hidden_size,
+    }
+    for what, size in {**sizes, **more}.items():
+        if size % tp:
+            raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another --nproc")
+
+
 def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) -> list[Case]:
     """All calls of the chosen models.
 
@@ -88,26 +68,38 @@ def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) 
     found = []
     for name in models:
         for m in tokens:
-            MODELS[name].check_divides(name, tp, tokens=m)
+            check_divides(name, MODELS[name], tp, tokens=m)
             for direction in directions:
                 found += layer_cases(name, MODELS[name], m, direction, tp)
     return found
 
 
-def layer_cases(name: str, model: Model, m: int, direction: str, tp: int) -> list[Case]:
+def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -> list[Case]:
     """The four calls of one layer in one direction, sizes unchecked: QKV and FC1 gather, proj and FC2 scatter.
 
     In dgrad it is the other way round.
     """
-    qkv = (model.heads + 2 * model.groups) * model.head_dim
-    widths = (qkv, model.heads * model.head_dim, model.ffn * (2 if model.gated else 1), model.ffn)
+    hidden = shape.hidden_size
+    widths = (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size)
     found = []
     for layer, width in zip(LAYERS, widths, strict=True):
         if (layer in ("qkv", "fc1")) == (direction == "forward"):
-            found.append(Case("all_gather_gemm", name, layer, direction, m, width // tp, model.hidden))
+            found.append(Case("all_gather_gemm", name, layer, direction, m, width // tp, hidden))
         else:
-            found.append(Case("gemm_reduce_scatter", name, layer, direction, m, model.hidden, width // tp))
+            found.append(Case("gemm_reduce_scatter", name, layer, direction, m, hidden, width // tp))
     return found
+
+
+def layer_activations(shape: ModelShape, tokens: int, tp: int) -> float:
+    """Bytes that a layer keeps of a micro-batch of ``tokens`` on one rank, without dropout and recomputation."""
+    attention = 2 * (shape.qkv_size + 2 * shape.hidden_size)
+    mlp = 2 * (shape.hidden_size + shape.fc1_size + shape.ffn_hidden_size)
+    return tokens * (4 * shape.hidden_size + attention + mlp) / tp
+
+
+def working_memory(shape: ModelShape, tokens: int, tp: int) -> float:
+    """Bytes of whole-sequence temporaries: two tensors, one of them with its gradient in the making."""
+    return 8 * tokens * max(shape.hidden_size, 2 * shape.ffn_hidden_size // tp)
 
 
 # What a user may say.

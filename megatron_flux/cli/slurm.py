@@ -96,11 +96,13 @@ def submit(
     """Submit a job, and one after it that collects its results."""
     from megatron_flux.slurm import queue
     from megatron_flux.slurm import submit as submission
+    from megatron_flux.slurm.profile import validated
 
     script, collecting = scripts(options)
     runs = runs.absolute()
     exported = submission.environment(runs)
-    own = queue.after(queue.checked_dependency(dependency)) if dependency is not None else []
+    given = validated(submission.Changes, "submit", {"dependency": dependency}).dependency
+    own = queue.after(given) if given is not None else []
     if dry_run:
         for text, words, file in (
             (script, own, "job.sbatch\n"),

@@ -8,13 +8,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_flux.bench.shapes import Model
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.rates import DEVICES, Device
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.config import resolve as resolve_run
 from megatron_flux.train.options import CheckpointOptions, ShapeOptions, TrainOptions
-from megatron_flux.train.presets import PRESETS
+from megatron_flux.train.presets import PRESETS, ModelShape
 
 MAX_GPUS = 16_384
 
@@ -71,11 +70,6 @@ class Job:
     device: Device
 
     @property
-    def gpus(self) -> int:
-        """All GPUs."""
-        return self.run.world_size
-
-    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.run.shape.seq_length * self.run.micro_batch_size
@@ -86,14 +80,14 @@ class Job:
         return self.run.shape.num_layers // self.run.pp
 
     @property
-    def sizes(self) -> tuple[Model, int, int, int]:
-        """One layer's sizes as the benchmarks have them, sequence, micro-batch and tp."""
-        return Model.of(self.run.shape), self.run.shape.seq_length, self.run.micro_batch_size, self.run.tp
+    def sizes(self) -> tuple[ModelShape, int, int, int]:
+        """Shape, sequence, micro-batch and tp."""
+        return self.run.shape, self.run.shape.seq_length, self.run.micro_batch_size, self.run.tp
 
     @property
     def tp_in_node(self) -> bool:
         """Whether every tensor-parallel group is in one node: ranks are numbered tp first, then dp, then pp."""
-        return self.gpus <= self.gpus_per_node or self.gpus_per_node % self.run.tp == 0
+        return self.run.world_size <= self.gpus_per_node or self.gpus_per_node % self.run.tp == 0
 
     @property
     def peers_in_node(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,19 +44,19 @@ def check(job: Job) -> dict[str, Any]:
     linears that ran flux and their ``calls`` in one forward and backward. A :class:`FluxError` names a rank and stage
     that cannot be built or run.
     """
-    if job.gpus > MAX_RANKS:
+    if job.run.world_size > MAX_RANKS:
         raise UserError(
-            f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.gpus}; lower --gpus: "
-            "more data parallelism repeats the same groups"
+            f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.run.world_size}; "
+            "lower --gpus: more data parallelism repeats the same groups"
         )
     ranks, stages = [], []
-    for rank in range(job.gpus):
+    for rank in range(job.run.world_size):
         with _world(rank, job):
             ranks.append(seen := _rank(rank, job))
             if seen["places"]["tp"] == seen["places"]["dp"] == 0:
                 stages.append(_check_stage(rank, job, seen["places"]["pp"]))
     found = {"ranks": ranks, "stages": stages, "linears": linears(job), "problems": problems(job, ranks)}
-    return {"gpus": job.gpus, "sizes": _sizes(job), "device": job.device.key, **found}
+    return {"gpus": job.run.world_size, "sizes": _sizes(job), "device": job.device.key, **found}
 
 
 def _sizes(job: Job) -> dict[str, int]:
@@ -70,7 +71,7 @@ def _world(rank: int, job: Job) -> Iterator[None]:
 
     if dist.is_initialized():
         raise UserError("this process has process groups already; check the topology in a process of its own")
-    dist.init_process_group("fake", rank=rank, world_size=job.gpus, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=job.run.world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(job.run.tp, job.run.pp, create_gloo_process_groups=False)
         yield
@@ -118,11 +119,11 @@ def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
             found.append(f"rank {view['rank']}, tp group {list(view['groups']['tp'])}: on more than one node")
     for kind in sizes:
         covered = sorted(member for group in {view["groups"][kind] for view in ranks} for member in group)
-        if covered != list(range(job.gpus)):
+        if covered != list(range(job.run.world_size)):
             found.append(f"the {kind} groups do not cover every rank once")
     places = {tuple(view["places"].values()) for view in ranks}
-    if len(places) != job.gpus:
-        found.append(f"{job.gpus} ranks have {len(places)} different places in tp x pp x dp")
+    if len(places) != job.run.world_size:
+        found.append(f"{job.run.world_size} ranks have {len(places)} different places in tp x pp x dp")
     return found
 
 
@@ -133,7 +134,7 @@ def linears(job: Job) -> list[dict[str, Any]]:
     does without a tuner, as differences from its defaults; the tuner tries others too.
     """
     tp, found = job.run.tp, []
-    cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.sizes[0], job.tokens, way, tp)]
+    cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.run.shape, job.tokens, way, tp)]
     for case in cases if tp > 1 else ():
         gathers, rows = case.op == "all_gather_gemm", case.m // tp
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
@@ -180,7 +181,6 @@ def _check_stage(rank: int, job: Job, stage: int) -> dict[str, Any]:
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The stage's model on meta tensors and its output, after a forward and a backward."""
     from megatron_flux.train import model as building
-    from megatron_flux.train.shims import replaced
     from megatron_flux.train.trainer import seed_everything
 
     run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
@@ -188,7 +188,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     config = building.transformer_config(run)
     config.perform_initialization = False  # pages that are never written take no memory
     model = building.build_model(run, config).to("meta")
-    inner = building.unwrap(model)
+    inner = getattr(model, "module", model)  # in a Float16Module where it is bf16
     for layer in inner.decoder.layers:
         layer.self_attention.core_attention = _NoAttention()
     seq, batch, h = run.shape.seq_length, run.micro_batch_size, run.shape.hidden_size
@@ -198,7 +198,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
         rows = seq // run.tp if config.sequence_parallel else seq
         inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
     # Megatron's own buffers, which it allocates on the current device, are meta tensors too.
-    with replaced(torch.cuda, current_device=lambda: torch.device("meta")):
+    with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("meta")):
         output = model(tokens, tokens, mask)
         output.sum().backward()
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
-from megatron_flux.bench.shapes import layer_cases
+from megatron_flux.bench.shapes import layer_activations, layer_cases, working_memory
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import step
 from megatron_flux.estimate.job import PlanOptions, device
@@ -28,10 +28,9 @@ LARGEST_SPEEDUP_ERROR = 0.015  # of flux's speed-up there
 
 def validate_options(options: PlanOptions) -> dict[str, Any]:
     """:func:`validate` for what was asked on the command line; files that cannot be used are a :class:`UserError`."""
-    calls = read_ops(options.ops) if options.ops else None
-    if not options.layers:
+    calls, layers = read_ops(options.ops), read_layers(options.layers)
+    if layers is None:
         raise UserError("--validate needs measured layers; give --layers with a summary.json of bench layer")
-    layers = read_layers(options.layers)
     gpu = device(options.device) if options.device else (calls or layers).device
     return validate(Rates(device=gpu, calls=calls), layers)
 
@@ -114,12 +113,10 @@ def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
     for row in layers.rows:
         if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
             continue
-        model, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
-        count = step.layer_parameters(model, tp, bias=not model.gated, norms=1 if model.gated else 2)
-        total = row["layers"] * (6 * count + step.layer_activations(model, tokens, tp)) + step.working_memory(
-            model, tokens, tp
-        )
-        total += step.flux_workspace(tokens, model.hidden) if row["arm"] == "flux_te" else 0
+        shape, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
+        total = row["layers"] * (6 * step.layer_parameters(shape, tp) + layer_activations(shape, tokens, tp))
+        total += working_memory(shape, tokens, tp)
+        total += step.flux_workspace(tokens, shape.hidden_size) if row["arm"] == "flux_te" else 0
         measured, predicted = row["peak_memory_gb"], total / 1e9
         found = {"workload": f"{row['model']} {row['seq']} x {row['micro_batch']}", "arm": row["arm"]}
         checks.append(found | {"measured_gb": measured, "predicted_gb": predicted, "error": predicted / measured - 1})

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_flux.bench.layer_config import LAYER_MODELS
-from megatron_flux.bench.shapes import Case, Model
+from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.train.presets import device_peak
+from megatron_flux.train.presets import ModelShape, device_peak
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,10 @@ class Rates:
         return Pair(nbytes, gemm, collective, gemm + collective, min(fused, gemm + collective))
 
 
-def read_ops(paths: list[Path]) -> MeasuredCalls:
+def read_ops(paths: list[Path]) -> MeasuredCalls | None:
     """Read summaries of ``bench ops``; a :class:`UserError` for files of different GPUs, or without whole calls."""
+    if not paths:
+        return None
     calls, devices, names = [], [], ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
     for path in paths:
         summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *names))
@@ -284,15 +286,18 @@ class MeasuredLayers:
                 found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
         return found
 
-    def ms(self, arm: str, *sizes: Model | int) -> float | None:
+    def ms(self, arm: str, shape: ModelShape, *sizes: int) -> float | None:
         """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured."""
-        rows = [arms for (name, *of), arms in self.workloads().items() if (LAYER_MODELS[name], *of, self.tp) == sizes]
+        wanted, all_rows = (shape.layer, *sizes), self.workloads().items()
+        rows = [arms for (name, *of), arms in all_rows if (LAYER_MODELS[name].layer, *of, self.tp) == wanted]
         names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
         return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
 
 
-def read_layers(paths: list[Path]) -> MeasuredLayers:
+def read_layers(paths: list[Path]) -> MeasuredLayers | None:
     """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
+    if not paths:
+        return None
     rows, kinds, seen = [], {}, {}
     for path in paths:
         summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))

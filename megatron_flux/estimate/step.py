@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_flux.bench.shapes import Case, Model, layer_cases
+from megatron_flux.bench import shapes
+from megatron_flux.bench.shapes import Case, layer_cases, working_memory
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.rates import MeasuredLayers, Pair, Rates
-from megatron_flux.train.presets import step_flops
+from megatron_flux.train.presets import ModelShape, step_flops
 
 BYTES_PER_LOGIT = 44  # read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back
 OPTIMIZER_BYTES = 42
@@ -93,18 +94,18 @@ def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
 
 
 def predict_layer(
-    rates: Rates, arm: str, model: Model, seq: int, micro_batch: int, tp: int, recompute: str = "none"
+    rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int, tp: int, recompute: str = "none"
 ) -> Layer:
-    """Predict one layer of whole-model sizes ``model`` in the arm ``baseline`` or ``flux``."""
+    """Predict one layer of ``shape`` in the arm ``baseline`` or ``flux``."""
     m = seq * micro_batch
-    dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", model, m, "dgrad", tp)}
-    flops = 2 * seq * seq * model.heads * model.head_dim * micro_batch / tp
+    dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", shape, m, "dgrad", tp)}
+    flops = 2 * seq * seq * shape.hidden_size * micro_batch / tp
     attention = 1e3 * flops / (rates.device.attention * rates.device.peak_flops)
-    stream_forward, stream_backward = map(rates.streamed, streamed_bytes(model, m, tp))
+    stream_forward, stream_backward = map(rates.streamed, streamed_bytes(shape, m, tp))
     gap = rates.calibration.gap_ms / 3  # a third of the kernels are forward's
 
     forward = Phase()
-    for case in layer_cases("", model, m, "forward", tp):
+    for case in layer_cases("", shape, m, "forward", tp):
         forward += pair_phase(rates, rates.pair(case, tp), arm)
     forward += Phase(attention + stream_forward + gap)
 
@@ -123,12 +124,12 @@ def predict_layer(
     return Layer(forward, backward)
 
 
-def streamed_bytes(model: Model, m: int, tp: int) -> tuple[float, float]:
+def streamed_bytes(shape: ModelShape, m: int, tp: int) -> tuple[float, float]:
     """Bytes that a rank's norms, residuals, activation and copies read and write, forward and backward."""
-    rows = 2 * m / tp * model.hidden  # of two norms, and of two residuals
-    mlp, wide = m * model.ffn / tp, m * (model.heads + 2 * model.groups) * model.head_dim / tp
+    rows = 2 * m / tp * shape.hidden_size  # of two norms, and of two residuals
+    mlp, wide = m * shape.ffn_hidden_size / tp, m * shape.qkv_size / tp
     # Forward: norms twice, residuals three times; backward: both three times. The gated models have no biases.
-    if model.gated:
+    if shape.gated:
         return 2 * (5 * rows + 3 * mlp), 2 * (6 * rows + 5 * mlp + 2 * wide)
     return 2 * (5 * rows + 2 * mlp), 2 * (6 * rows + 4 * mlp + 3 * wide)
 
@@ -202,7 +203,7 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
     run, chunks, hop = job.run, job.virtual_pipeline, 0.0
     if run.pp > 1:  # by the slowest link that any pair of neighbours has; a rank sends its own rows
         rows = 2 * job.tokens * run.shape.hidden_size / run.tp
-        hop = rates.within_node(rows) if job.gpus <= job.gpus_per_node else rates.network(rows)
+        hop = rates.within_node(rows) if job.run.world_size <= job.gpus_per_node else rates.network(rows)
     # The GPU's forward; its backward, and what the host is late.
     forward = [layers.forward.total + vocabulary.forward.total for layers, vocabulary, _ in stages]
     backward = [layers.backward.total + vocabulary.backward.total + host for layers, vocabulary, host in stages]
@@ -242,7 +243,7 @@ def _data(job: Job, rates: Rates, count: int, forward: float, backward: float) -
 
     def ring(nbytes: float) -> float:
         local = rates.within_node(nbytes)
-        if job.gpus <= job.gpus_per_node or job.peers_in_node == run.dp:
+        if job.run.world_size <= job.gpus_per_node or job.peers_in_node == run.dp:
             return local
         return max(local, rates.network(nbytes, job.peers_in_node))
 
@@ -263,20 +264,20 @@ def predict_memory(job: Job, arm: str) -> dict[str, float]:
 
 
 def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
-    run, model, tokens, chunks = job.run, job.sizes[0], job.tokens, job.virtual_pipeline
-    count, hidden, tp = stage_parameters(job, index), run.shape.hidden_size, run.tp
+    run, shape, tokens, chunks = job.run, job.run.shape, job.tokens, job.virtual_pipeline
+    count, hidden, tp = stage_parameters(job, index), shape.hidden_size, run.tp
     held = run.pp - index  # micro-batches
     if chunks > 1:
         held = (2 * (run.pp - index - 1) + (chunks - 1) * run.pp + 1) / chunks
     held = min(held, run.micro_batches)
-    activations = held * job.layers_per_stage * layer_activations(model, tokens, tp, run.recompute, run.dropout > 0)
+    activations = held * job.layers_per_stage * layer_activations(shape, tokens, tp, run.recompute, run.dropout > 0)
     if index == 0 and run.dropout > 0:
         activations += held * tokens * hidden / tp
     if index == run.pp - 1:
         activations += tokens * (4 * hidden + 8 * run.padded_vocab_size) / tp
-    working = working_memory(model, tokens, tp)
+    working = working_memory(shape, tokens, tp)
     if run.recompute == "full":
-        working += layer_activations(model, tokens, tp, dropout=run.dropout > 0)
+        working += layer_activations(shape, tokens, tp, dropout=run.dropout > 0)
     found = {
         "parameters": 2 * count,
         "gradients": 4 * count,
@@ -292,39 +293,34 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
 def stage_parameters(job: Job, index: int) -> int:
     """Parameters of one rank of stage ``index``."""
     shape, tp, pp = job.run.shape, job.run.tp, job.run.pp
-    h, norms = shape.hidden_size, 2 if shape.normalization == "LayerNorm" else 1
-    count = job.layers_per_stage * layer_parameters(job.sizes[0], tp, bias=shape.bias, norms=norms)
-    table = job.run.padded_vocab_size * h // tp
+    count = job.layers_per_stage * layer_parameters(shape, tp)
+    table = job.run.padded_vocab_size * shape.hidden_size // tp
     if index == 0:
-        count += table + (shape.seq_length * h if shape.position_embedding == "learned_absolute" else 0)
+        count += table + (shape.seq_length * shape.hidden_size if shape.position_embedding == "learned_absolute" else 0)
     if index == pp - 1:
-        count += table + norms * h
+        count += table + norm_parameters(shape)
     return count
 
 
-def layer_activations(model: Model, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:
+def layer_activations(shape: ModelShape, tokens: int, tp: int, recompute: str = "none", dropout: bool = False) -> float:
     """Bytes that a layer keeps of a micro-batch of ``tokens`` on one rank."""
-    h = model.hidden
+    hidden = 2 * tokens * shape.hidden_size / tp
     if recompute == "full":
-        return 2 * tokens * h / tp
-    wide = (model.heads + 2 * model.groups) * model.head_dim
-    attention = 2 * h + 2 * wide + 2 * model.heads * model.head_dim
-    mlp = 2 * h + 2 * model.ffn * (3 if model.gated else 2)
-    return tokens * (4 * h + attention + mlp + (2 * h if dropout else 0)) / tp
+        return hidden
+    return shapes.layer_activations(shape, tokens, tp) + (hidden if dropout else 0)
 
 
-def layer_parameters(model: Model, tp: int, *, bias: bool, norms: int) -> int:
-    """Parameters of a layer on one rank: linears split over tp, each norm with ``norms`` vectors on every rank."""
-    h, fc1 = model.hidden, model.ffn * (2 if model.gated else 1)
-    wide = (model.heads + 2 * model.groups) * model.head_dim
-    count = h * (wide + model.heads * model.head_dim + fc1 + model.ffn) // tp + 2 * norms * h
+def layer_parameters(shape: ModelShape, tp: int) -> int:
+    """Parameters of a layer on one rank: linears split over tp, two norms on every rank."""
+    h = shape.hidden_size
     # Biases of row-parallel linears are whole on every rank.
-    return count + ((wide + fc1) // tp + 2 * h if bias else 0)
+    biases = (shape.qkv_size + shape.fc1_size) // tp + 2 * h if shape.bias else 0
+    return shape.layer_weights // tp + 2 * norm_parameters(shape) + biases
 
 
-def working_memory(model: Model, tokens: int, tp: int) -> float:
-    """Bytes of whole-sequence temporaries: two tensors, one of them with its gradient in the making."""
-    return 8 * tokens * max(model.hidden, 2 * model.ffn // tp)
+def norm_parameters(shape: ModelShape) -> int:
+    """Parameters of a norm: scales, and a LayerNorm's shifts."""
+    return shape.hidden_size * (2 if shape.normalization == "LayerNorm" else 1)
 
 
 def flux_workspace(tokens: int, hidden: int) -> int:

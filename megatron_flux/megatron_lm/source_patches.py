@@ -35,8 +35,7 @@ class PatchState(NamedTuple):
 
     name: str
     state: State
-    rejected: tuple[str, ...]
-    """``file, hunk '@@ header'`` of every hunk that does not fit."""
+    rejected: tuple[str, ...]  # ``file, hunk '@@ header'`` of every hunk that does not fit
 
 
 class Examination(NamedTuple):

@@ -13,7 +13,7 @@ samples, whichever writes.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,10 +35,8 @@ class Samples:
 
     def __init__(self, interval: int, *, operators: bool = True) -> None:
         """Nothing runs before the first step that is due. Without ``operators`` their calls are not timed."""
-        gpu = None
-        if interval and nvml.why_not() is None and torch.cuda.is_available():
-            with suppress(LookupError):
-                gpu = nvml.of_device(torch.device("cuda", torch.cuda.current_device()))
+        asks = interval and nvml.why_not() is None and torch.cuda.is_available()
+        gpu = nvml.found_behind(torch.device("cuda", torch.cuda.current_device())) if asks else None
         self.sampler = Sampler(interval, operators=operators, gpu=gpu)
         self._running = ExitStack()
 

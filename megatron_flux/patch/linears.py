@@ -57,8 +57,7 @@ TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "T
 
 _EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
 _EXPERT = "expert layer with explicit communication"
-_FROZEN = "trainable bias on a frozen weight"
-"""Stock gives that bias no gradient: stay with it."""
+_FROZEN = "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
 
 
 def backends_of(layer: Any, default: Backends) -> Backends | str:
@@ -84,8 +83,7 @@ class LinearPatch:
         ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
         """
         self.config, self.line, self.te = config, line, te
-        self.fallbacks: Counter[tuple[str, str]] = Counter()
-        """Calls that ran stock, by kind of layer and reason."""
+        self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
         """Whether a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
         self._row_forward_impl = row_forward_impl

@@ -41,42 +41,20 @@ class _Replacement(NamedTuple):
     name: str
     stock: Callable[..., Any]
     flux: Callable[..., Any]
-    inherited: bool
-    """The class had no such attribute of its own: undoing removes it."""
+    inherited: bool  # the class had no such attribute of its own: undoing removes it
 
     @property
     def path(self) -> str:
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
-    @classmethod
-    def of(cls, owner: type, name: str, make: Callable[..., Callable[..., Any]]) -> _Replacement:
-        """Of ``owner.name`` by what ``make`` makes of it; nothing is replaced yet."""
-        inherited = name not in owner.__dict__
-        stock = getattr(owner, name) if inherited else owner.__dict__[name]
-        flux = make(stock)
-        flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
-        flux.__doc__ = stock.__doc__
-        flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-        return cls(owner, name, stock, flux, inherited)
 
-    def undo(self) -> None:
-        if self.inherited:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.stock)
-
-
-class _Installed(NamedTuple):
-    replacements: list[_Replacement]
-    linears: LinearPatch
-
-
-_installed: _Installed | None = None
+_linears: LinearPatch | None = None
+_replacements: list[_Replacement] = []
 
 
 def is_patched() -> bool:
     """Whether megatron-core's layers currently run flux."""
-    return _installed is not None
+    return _linears is not None
 
 
 def patch(config: FluxConfig | None = None) -> None:
@@ -89,13 +67,13 @@ def patch(config: FluxConfig | None = None) -> None:
         UserError: a backend, a link or a wire that does not exist.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
-    global _installed
+    global _linears
     if config is not None:
         _check_backends(config.backends)
         _check_link(config)
-    if _installed is not None:
-        if config is not None and config != _installed.linears.config:
-            _installed.linears.config = config
+    if _linears is not None:
+        if config is not None and config != _linears.config:
+            _linears.config = config
             _want(config)
             _log("megatron_flux: already patched, now with %s", config)
         return
@@ -114,12 +92,19 @@ def patch(config: FluxConfig | None = None) -> None:
         wanted += [(over_te, path) for path in TE_REPLACED]
     replacements = []
     for (module, path), make in zip(wanted, makers, strict=True):
-        owner, _, name = path.partition(":")[2].partition(".")
-        replacements.append(_Replacement.of(getattr(module, owner), name, make))
+        class_name, _, name = path.partition(":")[2].partition(".")
+        owner = getattr(module, class_name)
+        inherited = name not in owner.__dict__
+        stock = getattr(owner, name) if inherited else owner.__dict__[name]
+        flux = make(stock)
+        flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+        flux.__doc__ = stock.__doc__
+        flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
+        replacements.append(_Replacement(owner, name, stock, flux, inherited))
     for r in replacements:
         setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    _installed = _Installed(replacements, linears)
+    _linears, _replacements[:] = linears, replacements
     _want(linears.config)
     total, backend = len(replacements), linears.config.backend
     _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
@@ -131,21 +116,25 @@ def unpatch() -> None:
     Raises:
         FluxError: a method was replaced once more after ``patch()``; nothing is changed then.
     """
-    global _installed
-    if _installed is None:
+    global _linears
+    if _linears is None:
         return
-    for r in _installed.replacements:
+    for r in _replacements:
         current = r.owner.__dict__.get(r.name)
         if current is not r.flux:
             raise FluxError(
                 f"cannot unpatch: {r.path} was replaced after megatron_flux.patch() by {current!r}; "
                 "undo that replacement first"
             )
-    for r in reversed(_installed.replacements):
-        r.undo()
-    _installed.linears.close()
-    _log("megatron_flux: %d replacements undone", len(_installed.replacements))
-    _installed = None
+    for r in reversed(_replacements):
+        if r.inherited:
+            delattr(r.owner, r.name)
+        else:
+            setattr(r.owner, r.name, r.stock)
+    _linears.close()
+    _log("megatron_flux: %d replacements undone", len(_replacements))
+    _linears = None
+    _replacements.clear()
 
 
 @contextmanager
@@ -154,7 +143,7 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
 
     Backward of a forward that ran inside the block is flux, wherever it is called: autograd remembers it.
     """
-    outer = _installed.linears.config if _installed is not None else None
+    outer = _linears.config if _linears is not None else None
     patch(config)
     try:
         yield
@@ -176,10 +165,10 @@ def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int
     all ranks that share one. Returns how many calls of different shapes were asked for: 0 where no layer's backend
     tunes (on CPUs, for instance). An error unless :func:`patch` was called before.
     """
-    if _installed is None:
+    if _linears is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return tuning.tune(chunks, _installed.linears, sequence, micro_batch_size)
+    return tuning.tune(chunks, _linears, sequence, micro_batch_size)
 
 
 def report() -> dict[str, Any]:
@@ -192,16 +181,16 @@ def report() -> dict[str, Any]:
         ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs
         are replayed, it is not called any more.
     """
-    now = _installed
-    fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.linears.fallbacks.items()}
+    now = _linears
+    fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
     return {
         "patched": now is not None,
-        "replaced": [] if now is None else [r.path for r in now.replacements],
-        "active_layers": 0 if now is None else now.linears.active_layers,
+        "replaced": [r.path for r in _replacements],
+        "active_layers": 0 if now is None else now.active_layers,
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
-        "cuda_graphs": now is not None and now.linears.cuda_graphs,
+        "cuda_graphs": now is not None and now.cuda_graphs,
     }
 
 

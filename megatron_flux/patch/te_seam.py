@@ -24,7 +24,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -132,39 +133,27 @@ class TransformerEngine:
         return _norm(self, layer.normalization, layer.eps, layer.zero_centered_gamma, sms, layer.bwd_ln_sm_margin)
 
 
-class _Norm:
-    """A norm of TransformerEngine with its options; ``forward`` and ``backward`` as of :class:`Norm`."""
+@lru_cache(maxsize=256)
+def _norm(
+    te: TransformerEngine, kind: str, eps: float, zero_centered: bool, sms_forward: int, sms_backward: int
+) -> Norm:
+    """One for all layers with the same options: it has no state. The kernels leave ``sms_*`` SMs free."""
+    has_mean, name = {"LayerNorm": (True, "layernorm"), "RMSNorm": (False, "rmsnorm")}[kind]
+    kernel_forward, kernel_backward = (getattr(te.kernels, f"{name}_{which}") for which in ("fwd", "bwd"))
 
-    def __init__(
-        self, te: TransformerEngine, kind: str, eps: float, zero_centered: bool, sms_forward: int, sms_backward: int
-    ) -> None:
-        """``sms_forward`` and ``sms_backward``: SMs that the kernels leave free."""
-        self._has_mean, name = {"LayerNorm": (True, "layernorm"), "RMSNorm": (False, "rmsnorm")}[kind]
-        self._forward, self._backward = (getattr(te.kernels, f"{name}_{which}") for which in ("fwd", "bwd"))
-        self._dtypes, self._eps, self._zero_centered = te.dtypes, eps, zero_centered
-        self._sms_forward, self._sms_backward = sms_forward, sms_backward
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        affine = (weight, bias) if self._has_mean else (weight,)
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        affine = (weight, bias) if has_mean else (weight,)
         # No output buffer, no quantizer.
-        options = self._eps, None, None, self._dtypes[x.dtype], self._sms_forward, self._zero_centered
-        return self._forward(x, *affine, *options)
+        return kernel_forward(x, *affine, eps, None, None, te.dtypes[x.dtype], sms_forward, zero_centered)
 
     def backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        reciprocal_deviation: torch.Tensor,
+        dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, deviation: torch.Tensor
     ) -> Any:
-        statistics = (mean, reciprocal_deviation) if self._has_mean else (reciprocal_deviation,)
-        found = self._backward(dy, x, *statistics, weight, self._sms_backward, self._zero_centered)
-        return found if self._has_mean else (*found, None)
+        statistics = (mean, deviation) if has_mean else (deviation,)
+        found = kernel_backward(dy, x, *statistics, weight, sms_backward, zero_centered)
+        return found if has_mean else (*found, None)
 
-
-_norm = lru_cache(maxsize=256)(_Norm)
-"""One for all layers with the same options: it has no state."""
+    return cast(Norm, SimpleNamespace(forward=forward, backward=backward))
 
 
 def _parameter_count(function: Callable[..., Any]) -> int | None:

@@ -33,14 +33,10 @@ class _Linear(NamedTuple):
 
     layer: Any
     row: bool
-    weight: torch.Tensor | None
-    """None where the output layer is given the embedding's."""
-    shape: tuple[int, int]
-    """``[n, k]`` of the rank."""
-    bias: torch.Tensor | None
-    """That the GEMM adds."""
-    like: torch.Tensor
-    """Of the operands' dtype and device."""
+    weight: torch.Tensor | None  # none where the output layer is given the embedding's
+    shape: tuple[int, int]  # ``[n, k]`` of the rank
+    bias: torch.Tensor | None  # that the GEMM adds
+    like: torch.Tensor  # of the operands' dtype and device
 
 
 def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int, micro_batch_size: int) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_flux.errors import RendezvousError, UserError
+from megatron_flux.metrics import strict_json
 
 CONFIG = "config.json"
 ENDED = "ended.json"
@@ -142,9 +143,7 @@ def _unwritable(out: Path, error: OSError) -> UserError:
 
 def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Mapping[str, int]) -> None:
     """Write :data:`ENDED`: the state, and the last step of each arm."""
-    partial = out / f"{ENDED}.partial"
-    partial.write_text(json.dumps({"state": state, "iterations": dict(iterations)}) + "\n")
-    partial.replace(out / ENDED)
+    strict_json.write_atomically(out / ENDED, strict_json.dumps({"state": state, "iterations": iterations}) + "\n")
 
 
 def started() -> str:

@@ -9,11 +9,9 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import re
 import signal
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,30 +112,22 @@ def _passing_on(name: str | None) -> Iterator[None]:
         yield
         return
     number = signal.Signals[f"SIG{name}"]
-    # Whether to go on. Of all queues, this one a handler may fill whatever it has interrupted.
-    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def repeat() -> None:
-        seconds = None
-        while True:
-            with contextlib.suppress(queue.Empty):
-                if not asked.get(timeout=seconds):
-                    return
-            for process in psutil.Process().children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if _survives(process.pid, number):
-                        process.send_signal(number)
-            seconds = 1.0
+    def hand_on(*_: object) -> None:
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if _survives(process.pid, number):
+                    process.send_signal(number)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
 
-    repeater = threading.Thread(target=repeat, name="signal to ranks", daemon=True)
-    repeater.start()
-    signal.signal(number, lambda *_: asked.put(True))
+    signal.signal(number, hand_on)
+    before = signal.signal(signal.SIGALRM, hand_on)
     try:
         yield
     finally:
         signal.signal(number, signal.SIG_IGN)
-        asked.put(False)
-        repeater.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _survives(pid: int, number: int) -> bool:

@@ -85,26 +85,17 @@ class WholeErrorFile(ErrorHandler):
         os.replace(f"{file}.part", file)
 
 
-class OncePerMessage(logging.Filter):
-    """Drops repetitions: training and benchmarks that take turns patch and unpatch many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the message is new."""
-        message = record.getMessage()
-        new = message not in self._said
-        self._said.add(message)
-        return new
+def once_per_message() -> Callable[[logging.LogRecord], bool]:
+    """A filter that drops repetitions: training and benchmarks that take turns patch and unpatch many times."""
+    first: dict[str, logging.LogRecord] = {}
+    return lambda record: first.setdefault(record.getMessage(), record) is record
 
 
 def configure_logging() -> None:
     """Rank 0 logs; the other ranks only errors, since they would repeat every line."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(OncePerMessage())
+    handler.addFilter(once_per_message())
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_first() else logging.ERROR)
     logger.propagate = False
@@ -133,16 +124,14 @@ def end_with_parent() -> None:
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
     launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
-    # One that lives and is not the parent launched something else, of which this process was started.
-    if launcher not in (None, str(os.getppid())) and _is_gone(int(launcher)):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    if launcher in (None, str(os.getppid())):
+        return
+    try:  # one that lives and is not the parent launched something else, of which this process was started
+        gone = psutil.Process(int(launcher)).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
+        gone = True
+    if gone:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopRequest:
@@ -176,11 +165,8 @@ class StopRequest:
 
     def __exit__(self, *exc: object) -> None:
         if self._name is not None:
-            self._ignore()
+            signal.signal(self._number, signal.SIG_IGN)  # which also drops one that waits
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [self._number])
-
-    def _ignore(self) -> None:
-        signal.signal(self._number, signal.SIG_IGN)  # which also drops one that waits
 
     def _note(self, *_: object) -> None:
         self._noted = True
@@ -198,7 +184,7 @@ class StopRequest:
         dist.all_reduce(noted, op=dist.ReduceOp.MAX)
         if not noted.item():
             return False
-        self._ignore()  # it comes again, and need not interrupt the writing of the checkpoint
+        signal.signal(self._number, signal.SIG_IGN)  # it comes again, and need not interrupt the saving
         return True
 
 

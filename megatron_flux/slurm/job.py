@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import BaseModel, Field
 
-from megatron_flux.bench.shapes import MODELS, Model
+from megatron_flux.bench.shapes import MODELS
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Value, seconds, validated
 from megatron_flux.train import config
@@ -57,11 +57,6 @@ class Resolved:
     mode: Mode
     run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
-
-    @property
-    def name(self) -> str:
-        """The job's name in the queue and in file names."""
-        return f"{self.job.name}-{self.mode}"
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -190,82 +185,20 @@ def _environment() -> Environment:
 
 def job_script(resolved: Resolved, command: str) -> str:
     """The script of a job, for sbatch; ``command`` is what writes it again, for its reader."""
-    template = _environment().get_template("job.sbatch.j2")
-    return template.render(
-        resolved=resolved,
-        job=resolved.job,
-        profile=resolved.profile,
-        run=resolved.run,
-        directives=_directives(resolved),
-        flux=_backend(resolved),
-        command=command,
-        several_steps=True,
-        trackers=["baseline/", "flux/"] if resolved.mode == "compare" else [""],
-        tune=_tune_words(resolved),
-    )
+    return _environment().get_template("job.sbatch.j2").render(**vars(resolved), command=command, tune=_tune(resolved))
 
 
 def collect_script(profile: Profile, command: str) -> str:
     """The script of a job that collects what another has recorded, for sbatch."""
-    own = "--job-name=megatron-flux-collect --nodes=1 --ntasks=1 --time=15 --output=%x-%j.log"
-    directives = [*_fields(profile, "partition", "account", "qos", "reservation"), *own.split()]
-    template = _environment().get_template("collect.sbatch.j2")
-    return template.render(profile=profile, directives=directives, command=command, several_steps=False)
+    return _environment().get_template("collect.sbatch.j2").render(profile=profile, command=command)
 
 
-def _directives(resolved: Resolved) -> list[str]:
-    job, profile = resolved.job, resolved.profile
-    repeats = resolved.mode == "compare" and job.repetitions > 1
-    found = [f"--job-name={resolved.name}", f"--nodes={job.nodes}", "--ntasks-per-node=1"]
-    if profile.gpu_request != "none":
-        option = "--gres=gpu:" if profile.gpu_request == "gres" else "--gpus-per-node="
-        found.append(f"{option}{profile.processes_per_node}")
-    found += _fields(profile, "cpus_per_task")
-    if profile.exclusive:
-        found.append("--exclusive")
-    if profile.memory is not None:
-        found.append(f"--mem={profile.memory}")
-    found += _fields(profile, "partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
-    if repeats:
-        found.append(f"--array=0-{job.repetitions - 1}%1")
-    found += [f"--signal=B:USR1@{profile.signal_seconds}", "--requeue", "--open-mode=append"]
-    return [*found, f"--output=%x-{'%A_%a' if repeats else '%j'}.log", *profile.sbatch_options]
-
-
-def _fields(profile: Profile, *names: str) -> list[str]:
-    """Options of sbatch that are called like a profile's fields; null is none."""
-    values = {name: getattr(profile, name) for name in names}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
-
-
-def _backend(resolved: Resolved) -> str:
-    """What a flux arm runs with on the profile's link, for a reader of the script; rules: :mod:`megatron_flux.ops`."""
-    profile, job, run = resolved.profile, resolved.job, resolved.run
-    if resolved.mode == "baseline":
-        return "stock Megatron"
-    if run.backend != "auto":
-        untested = ", untested without NVLink" if profile.link == "pcie" and run.backend in ("fused", "tuned") else ""
-        return f"backend {run.backend}, asked for by name{untested}"
-    stock = "stock's collectives and GEMMs (backend reference)"
-    if profile.device == "cpu":
-        return f"{stock}: there is no GPU"
-    if job.tp == 1:
-        return "stock Megatron: tp 1 has no communication to hide"
-    if profile.processes_per_node % job.tp:
-        return f"{stock}: a tensor-parallel group of {job.tp} spans nodes of {profile.processes_per_node} GPUs"
-    if job.tp not in (2, 4, 8):
-        return f"{stock}: fused kernels take groups of 2, 4 or 8"
-    if profile.link != "nvlink":
-        return f"{stock}: no NVLink between a node's GPUs, and fused kernels have not been run over PCIe"
-    return "for every call the fastest measured of stock, torch's async-TP and fused kernels (backend tuned)"
-
-
-def _tune_words(resolved: Resolved) -> list[str] | None:
+def _tune(resolved: Resolved) -> list[str] | None:
     """Words for ``megatron-flux tune`` that measure this job's calls; None where nothing is tuned."""
     profile, run = resolved.profile, resolved.run
     tuned = run.backend == "tuned" or (run.backend == "auto" and profile.link == "nvlink")
     if not (profile.tune and tuned and resolved.mode != "baseline" and run.device == "cuda" and run.tp in (2, 4, 8)):
         return None
-    tokens, layer = run.micro_batch_size * run.shape.seq_length, Model.of(run.shape)
+    tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
     own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]
-    return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model == layer), None)
+    return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model.layer == layer), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.slurm.profile import Checked, matching, validated
+from megatron_flux.slurm.profile import matching
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -19,20 +19,13 @@ OVER = (
 """States that a job does not leave by itself. In any other it may still run, or run again."""
 
 _AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
-
-
-class _Waiting(Checked):
-    dependency: Annotated[
-        str,
-        matching(
-            rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
-            "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
-        ),
-    ]
-
-
-class ForgottenJobError(FluxError):
-    """The controller does not know the job: it ended some time ago (``MinJobAge``), or never was."""
+Dependency = Annotated[
+    str,
+    matching(
+        rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
+        "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +50,7 @@ def slurm(*words: str, cwd: Path | None = None) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)  # noqa: S603 - no shell
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).split())
-        kind = ForgottenJobError if "Invalid job id" in said else FluxError
-        raise kind(f"{words[0]}: {said} (exit code {done.returncode})")
+        raise FluxError(f"{words[0]}: {said} (exit code {done.returncode})")
     # `sbatch --test-only` answers on standard error.
     return done.stdout.strip() or done.stderr.strip()
 
@@ -77,17 +69,14 @@ def after(dependency: str) -> list[str]:
     return [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
 
 
-def checked_dependency(given: str) -> str:
-    """``given`` if it is one of Slurm's forms; a :class:`UserError` otherwise."""
-    return validated(_Waiting, "submit", {"dependency": given}).dependency
-
-
 def known(job: str) -> Known:
     """What the controller knows of a job, or where it has forgotten it the accounting; errors as :func:`slurm`."""
     try:
         shown = slurm("scontrol", "show", "job", job, "--oneliner")
-    except ForgottenJobError:
-        return _accounted(job)
+    except FluxError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        return _accounted(job)  # it ended some time ago (`MinJobAge`), or never was
     found = {}
     for line in shown.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)

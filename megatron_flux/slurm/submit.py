@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics import ARMS
+from megatron_flux.metrics.summary import ARMS
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import check_time
 from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
@@ -69,13 +69,14 @@ def directive(script: str, name: str) -> str:
 
 
 class Changes(Checked):
-    """Options of sbatch that win over a resumed script's."""
+    """Options of sbatch that win over a script's."""
 
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
     time: Duration | None = None
     exclude: NodeList | None = None
+    dependency: queue.Dependency | None = None
 
 
 class Resumption(NamedTuple):

@@ -27,6 +27,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import socket
 import statistics
 import tempfile
@@ -121,13 +122,9 @@ class StepProfiler:
     def _write(self, profiler: profile) -> None:
         if self._failed:
             return
-        path = trace_file(self.folder, self._rank)
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(raw))
-            trace = json.loads(raw.read_text())
+        path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
+        trace = exported(profiler, path)
         trace["traceEvents"] = _within_steps(trace["traceEvents"])
-        trace["traceName"] = path.name  # it was the temporary file's full path
         trace["flux"] = {
             "rank": self._rank,
             "host": socket.gethostname(),
@@ -144,15 +141,19 @@ class StepProfiler:
 def _within_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events that belong to steps: recording, measuring and waiting for a turn go on between them."""
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and str(e["name"]).startswith(STEP)]
-    if not steps:
-        return events
-    begin, end = min(start for start, _ in steps), max(end for _, end in steps)
+    begin = min((start for start, _ in steps), default=-math.inf)
+    end = max((end for _, end in steps), default=math.inf)
     return [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
 
 
-def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank's trace lies in an arm's folder."""
-    return folder / "trace" / f"rank{rank:05d}.json.gz"
+def exported(profiler: profile, path: Path) -> dict[str, Any]:
+    """What was recorded, as a Chrome trace by the name of ``path``."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text())
+    trace["traceName"] = path.name  # it was the temporary file's full path
+    return trace
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:
@@ -185,21 +186,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One Chrome trace of several ranks' traces; times count from the first event of any."""
+    """One Chrome trace of several ranks' traces, in the time of the first one."""
     shifts = clock_shifts_ns([trace["flux"] for trace in traces])
     starts = [float(trace.get("baseTimeNanoseconds", 0)) + shifts[trace["flux"]["host"]] for trace in traces]
-    first = min(
-        start + 1e3 * float(event["ts"])
-        for start, trace in zip(starts, traces, strict=True)
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X"
-    )
     about = {
         "ranks": [trace["flux"]["rank"] for trace in traces],
         "steps": traces[0]["flux"]["steps"],
         "clock_shifts_us": {host: shift / 1e3 for host, shift in shifts.items()},
     }
-    moved = (_moved(trace, (start - first) / 1e3) for start, trace in zip(starts, traces, strict=True))
+    moved = (_moved(trace, (start - starts[0]) / 1e3) for start, trace in zip(starts, traces, strict=True))
     events = [event for events in moved for event in events]
     return {"traceName": MERGED, "displayTimeUnit": "ms", "flux": about, "traceEvents": events}
 

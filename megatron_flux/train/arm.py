@@ -17,7 +17,11 @@ from megatron.core import parallel_state
 
 import megatron_flux
 from megatron_flux.comm import timeouts
-from megatron_flux.metrics import SCHEMA_VERSION, JsonlRecorder, WandbMirror, strict_json
+from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.metrics.wandb_mirror import WandbMirror
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry import environment
 from megatron_flux.telemetry.profiler import StepProfiler
@@ -30,7 +34,6 @@ from megatron_flux.train.trainer import Trainer, require_finite
 logger = logging.getLogger("megatron_flux")
 
 ArmName = Literal["baseline", "flux"]
-_OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 class Arm:
@@ -71,8 +74,7 @@ class Arm:
                 shape = self.config.shape
                 megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
         self._stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = of_all_ranks(socket.gethostname(), dist.group.WORLD)
         self._open_profiler()
         if self.config.nvtx:
             self._writers.enter_context(call_events.ranges(nvtx=True))
@@ -137,7 +139,11 @@ class Arm:
         iteration, tflops = self.trainer.iteration, self._tflop / result.seconds
         fallbacks = Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         self._fallbacks += fallbacks
-        counts = {f"flux/{name}_calls": _calls(after, name) - _calls(before, name) for name in _OPERATORS}
+        calls = Counter(after["calls"]) - Counter(before["calls"])  # by operator/backend
+        counts = {
+            f"flux/{operator}_calls": sum(n for name, n in calls.items() if name.split("/")[0] == operator)
+            for operator in ("all_gather_gemm", "gemm_reduce_scatter")
+        }
         counts["flux/bytes_received"] = after["bytes_received"] - before["bytes_received"]
         counts["flux/fallback_calls"] = fallbacks.total()
         record = {
@@ -245,7 +251,3 @@ def _memory(ranks: dict[str, list[float | None]]) -> dict[str, int | None]:
     most = max(range(len(by)), key=lambda rank: by[rank] or 0)
     parts = {"peak-memory-bytes": total, "flux/allocated_peak_bytes": allocated, "flux/workspace_bytes": workspace}
     return {name: None if (value := values[most]) is None else int(value) for name, values in parts.items()}
-
-
-def _calls(report: dict[str, Any], operator: str) -> int:
-    return sum(n for name, n in report["calls"].items() if name.split("/")[0] == operator)

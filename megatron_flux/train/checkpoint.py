@@ -34,12 +34,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.errors import FluxError, StorageError, UserError, one_line
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_access import MUST_MATCH, check_fits, held, instead
 from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.model import unwrap
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
 
 logger = logging.getLogger("megatron_flux")
@@ -115,13 +115,14 @@ def load(trainer: Trainer, folder: Path) -> None:
     config = trainer.config
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
     checkpoint = chosen(folder, config.ckpt_step)
-    if config.checksums:
-        wrong = checkpoint_folder.changed_files(checkpoint)
-        if wrong is None and dist.get_rank() == 0:
-            logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
-        if wrong:
+    listed = _on_first_rank(lambda: checkpoint_folder.read_checksums(checkpoint)) if config.checksums else None
+    if listed is not None:
+        mine = checkpoint_folder.compare_share(checkpoint, listed, dist.get_rank(), dist.get_world_size())
+        if wrong := sorted(line for lines in of_all_ranks(mine, dist.group.WORLD) for line in lines):
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
+    elif config.checksums and dist.get_rank() == 0:
+        logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
     with trainer.turn():
         _load(trainer, checkpoint, config)
 
@@ -130,8 +131,11 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     description = checkpoint_folder.description(checkpoint)
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
     adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
-    if adam is not None:
-        _begin_adam_state(adam[1])
+    if adam is not None:  # megatron-core describes its state before loading, step count included
+        distributed, inner = adam
+        distributed.init_state_fn(inner)
+        for state in inner.state.values():
+            state.setdefault("step", torch.tensor(0.0))
     state = _state(trainer, is_loading=True)
     if not same_layout:
         del state["random_state"]
@@ -142,7 +146,7 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
         said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
         raise FluxError(said) from error
-    unwrap(trainer.model).load_state_dict(loaded["model"])
+    trainer.model.load_state_dict(loaded["model"])
     if adam is not None:
         _load_torch_adam(*adam, loaded["optimizer"])
     else:
@@ -232,16 +236,6 @@ def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
     return (distributed, adam) if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
 
 
-def _begin_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Give torch's Adam the state of its first step: megatron-core describes it before loading, step count included."""
-    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-        state = adam.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
 def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
     """``distributed.load_state_dict``, without its two failures on torch's Adam.
 
@@ -264,7 +258,7 @@ def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = unwrap(trainer.model).sharded_state_dict(metadata=metadata)
+    model = trainer.model.module.sharded_state_dict(metadata=metadata)  # DDP's own has other names
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,

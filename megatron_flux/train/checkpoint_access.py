@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import ARMS
+from megatron_flux.metrics.summary import ARMS
 from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import parameters
@@ -64,7 +64,7 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     if (wrong := files.damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
     saved = files.description(checkpoint)
-    theirs = {"transformer_impl": "local", **saved, **saved["shape"]}  # the first version's do not say which
+    theirs = {**saved, **saved["shape"]}
     ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in MUST_MATCH}}
     if config.shape.position_embedding != "learned_absolute":
         del ours["seq_length"]
@@ -99,9 +99,8 @@ def instead(checkpoint: Path, config: RunConfig) -> str:
     """What to do where ``checkpoint`` of ``config.load`` is damaged: an older one is offered, whole in all arms."""
     arms = folders(config.load, config)
     for older in reversed(files.iterations(arms[0])):
-        if older < files.iteration_of(checkpoint) and all(
-            files.damage(files.checkpoint_of(folder, older)) is None for folder in arms
-        ):
+        there = [files.checkpoint_of(folder, older) for folder in arms]
+        if older < files.iteration_of(checkpoint) and not any(map(files.damage, there)):
             return f"--ckpt-step {older} resumes from the one before it"
     return "there is no whole one before it; restore it from a copy, or give another --load"
 
@@ -154,7 +153,9 @@ def held(config: RunConfig) -> Iterator[str]:
                 (folder / files.TRACKER).unlink(missing_ok=True)
                 for iteration in files.iterations(folder):
                     shutil.rmtree(files.checkpoint_of(folder, iteration))
-            files.remove_partial(folder)
+            for path in folder.glob("iter_*.partial"):  # of saves that died
+                shutil.rmtree(path, ignore_errors=True)
+            (folder / f"{files.TRACKER}.partial").unlink(missing_ok=True)
         yield _run_name(config)
 
 

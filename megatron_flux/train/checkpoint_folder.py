@@ -31,6 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.errors import StorageError, UserError
 
 logger = logging.getLogger("megatron_flux")
@@ -91,7 +92,7 @@ def description(checkpoint: Path) -> dict[str, Any]:
     """What the run that saved ``checkpoint`` says of it; a ValueError where that cannot be read."""
     try:
         found = json.loads((checkpoint / DESCRIPTION).read_text())
-        found["shape"], int(found["iteration"]), int(found["consumed_sequences"])
+        found["shape"], found["files"], int(found["iteration"]), int(found["consumed_sequences"])
     except FileNotFoundError:
         raise ValueError(f"it has no {DESCRIPTION}, so megatron-flux has not saved it, or only in part") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -102,23 +103,14 @@ def description(checkpoint: Path) -> dict[str, Any]:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with ``checkpoint``, by its description and the sizes of its files; None for nothing."""
     try:
-        files = description(checkpoint).get("files", {})  # not there in checkpoints of megatron-flux's first version
+        for name, size in description(checkpoint)["files"].items():
+            if (there := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {there} bytes, {size} were saved"
     except ValueError as error:
         return str(error)
-    for name, size in files.items():
-        there = _size(checkpoint / name)
-        if there is None:
-            return f"{name} is missing"
-        if there != size:
-            return f"{name} has {there} bytes, {size} were saved"
-    return None
-
-
-def _size(file: Path) -> int | None:
-    try:
-        return file.stat().st_size
     except OSError:
-        return None
+        return f"{name} is missing"
+    return None
 
 
 def owner(checkpoint: Path) -> dict[str, str]:
@@ -165,37 +157,22 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def prune(folder: Path, run: str, newest: int, keep: int) -> list[int]:
-    """Remove what ``run`` saved before ``newest``, but for ``keep`` checkpoints with that one; the iterations removed.
+def prune(folder: Path, run: str, newest: int, keep: int) -> None:
+    """Remove what ``run`` saved before ``newest``, but for ``keep`` checkpoints with that one.
 
     Checkpoints of other runs stay and are not counted; so do later ones, which are of another past. A damaged one does
     not count: what is kept can be resumed from.
     """
     older = [n for n in iterations(folder) if n < newest and owner(checkpoint_of(folder, n)).get("id") == run]
-    kept, removed = 1, []
+    kept = 1
     for iteration in reversed(older):
         checkpoint = checkpoint_of(folder, iteration)
         if kept >= keep:
             shutil.rmtree(checkpoint)
-            removed.append(iteration)
         elif (wrong := damage(checkpoint)) is not None:
             logger.warning("%s is damaged (%s) and not counted by --save-keep", checkpoint, wrong)
         else:
             kept += 1
-    return removed
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove what saves that died have left."""
-    for path in folder.glob("iter_*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
-    (folder / f"{TRACKER}.partial").unlink(missing_ok=True)
-
-
-def _gathered(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def checksums_of(checkpoint: Path) -> dict[str, str]:
@@ -212,20 +189,10 @@ def checksums_of(checkpoint: Path) -> dict[str, str]:
                 answer[file.name] = _sha256(file)
     except OSError as error:
         answer = f"{error.filename} cannot be read again: {error.strerror}"
-    answers = _gathered(answer)
+    answers = of_all_ranks(answer, dist.group.WORLD)
     if failed := [theirs for theirs in answers if isinstance(theirs, str)]:
         raise StorageError(failed[0], everywhere=True)
     return {name: digest for theirs in answers for name, digest in theirs.items()}
-
-
-def changed_files(checkpoint: Path) -> list[str] | None:
-    """What differs from :data:`CHECKSUMS`, file by file; None where there is no such file. A collective call."""
-    listed = [read_checksums(checkpoint) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(listed, src=0)
-    if listed[0] is None:
-        return None
-    wrong = _gathered(compare_share(checkpoint, listed[0], dist.get_rank(), dist.get_world_size()))
-    return sorted(line for lines in wrong for line in lines)
 
 
 def read_checksums(checkpoint: Path) -> dict[str, str] | None:
@@ -241,9 +208,9 @@ def read_checksums(checkpoint: Path) -> dict[str, str] | None:
 
 
 def compare_share(checkpoint: Path, listed: dict[str, str], rank: int, ranks: int) -> list[str]:
-    """What differs among the files that fall to ``rank`` of ``ranks``, dealt out by size: most are about as large."""
+    """What differs among the files that fall to ``rank`` of ``ranks``: by name, where shards follow each other."""
     wrong = []
-    for name in sorted(listed, key=lambda name: (-(_size(checkpoint / name) or 0), name))[rank::ranks]:
+    for name in sorted(listed)[rank::ranks]:
         try:
             if _sha256(checkpoint / name) != listed[name]:
                 wrong.append(f"{name} is not what was saved (its checksum differs)")

@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -193,31 +194,24 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) ->
         raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set --vocab-size")
 
 
-class _TokenSpace:
-    """What GPTDataset asks a tokenizer for when the text is tokenized already."""
-
-    def __init__(self, corpus: Corpus, vocab_size: int) -> None:
-        self.vocab_size = _BYTE_VOCAB_SIZE if corpus.is_bytes else vocab_size
-        # A pair made elsewhere is padded and cut already: a pad that never occurs, the usual place for eod.
-        self.pad = _PAD if corpus.is_bytes else -1
-        self.eod = END_OF_DOCUMENT if corpus.is_bytes else vocab_size - 1
-        # Part of the name of the cached indices: a pair that was made again must not meet its old ones.
-        changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns
-        self.unique_identifiers = {"bytes": corpus.is_bytes, "tokens": corpus.tokens, "changed": changed}
-
-
 def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
     """One epoch of the corpus as megatron-core's GPTDataset, shuffled by the seed. A collective call."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+    vocab_size, pad, eod = _BYTE_VOCAB_SIZE, _PAD, END_OF_DOCUMENT
+    if not corpus.is_bytes:  # padded and cut already: a pad that never occurs, the usual place for eod
+        vocab_size, pad, eod = config.shape.vocab_size, -1, config.shape.vocab_size - 1
+    # Part of the name of the cached indices: a pair that was made again must not meet its old ones.
+    changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns
+    known_by = {"bytes": corpus.is_bytes, "tokens": corpus.tokens, "changed": changed}
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.shape.seq_length,
         blend=([str(corpus.prefix)], None),
         split="1,0,0",
         path_to_cache=str(cache_folder(config.data_cache) / "indices"),
-        tokenizer=_TokenSpace(corpus, config.shape.vocab_size),
+        tokenizer=SimpleNamespace(vocab_size=vocab_size, pad=pad, eod=eod, unique_identifiers=known_by),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

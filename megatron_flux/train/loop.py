@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from megatron_flux import metrics
 from megatron_flux.errors import FluxError, StorageError, UserError
-from megatron_flux.metrics import ARMS, wandb_mirror
+from megatron_flux.metrics import wandb_mirror
+from megatron_flux.metrics.recorder import read_records
+from megatron_flux.metrics.report import write_report
+from megatron_flux.metrics.summary import ARMS, summarize, write_summary
+from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
@@ -122,13 +124,13 @@ def _take_turns(
     One arm is saved at every ``save_interval`` and its last step. Two are saved at the first end of a turn at which
     both have come so far, and not at the end. Either is saved when it is stopped.
     """
-    turns = schedule(config.steps, config.block_steps or config.steps, tuple(arms))
+    turns = schedule(config.steps, config.block_steps or config.steps, iterations.copy())
     alone = config.save is not None and len(arms) == 1
     both = config.save is not None and len(arms) > 1
     every = config.save_interval or config.steps + 1  # never
     saved = min(iterations.values())
     with _watch(config) as shown:
-        for block, name, count in remaining(turns, iterations.copy()):
+        for block, name, count in turns:
             with closing(arms[name].steps(count, block=block)) as steps:
                 for iteration, result in steps:
                     shown(name, iteration, result)
@@ -149,39 +151,32 @@ def _take_turns(
     return False
 
 
-def schedule(steps: int, block_steps: int, arms: Sequence[str] = ARMS) -> Iterator[tuple[int, str, int]]:
-    """Turns as ``(block, arm, steps)``: baseline, flux, flux, baseline, ... until each arm has done ``steps``."""
+def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tuple[int, str, int]]:
+    """Turns as ``(block, arm, steps)``: baseline, flux, flux, baseline, ... until each arm has done ``steps``.
+
+    What the arms have ``done`` before is left out; the interleaving stays as it was.
+    """
     block = 0
     for pair, first in enumerate(range(0, steps, block_steps)):
-        count = min(block_steps, steps - first)
-        for arm in arms if pair % 2 == 0 else reversed(arms):
-            yield block, arm, count
+        last = min(first + block_steps, steps)
+        for arm in done if pair % 2 == 0 else reversed(done):
+            if (left := last - max(first, done[arm])) > 0:
+                yield block, arm, left
             block += 1
 
 
-def remaining(turns: Iterable[tuple[int, str, int]], done: Mapping[str, int]) -> Iterator[tuple[int, str, int]]:
-    """What is left of ``turns`` for arms that have done so many steps each; the interleaving stays as it was."""
-    planned: Counter[str] = Counter()
-    for block, arm, count in turns:
-        begin = planned[arm]
-        planned[arm] += count
-        left = planned[arm] - max(begin, done[arm])
-        if left > 0:
-            yield block, arm, left
-
-
 def _summary(config: RunConfig) -> dict[str, Any]:
-    baseline, flux = (metrics.read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return metrics.summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
+    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
     """Print the table, then write ``summary.json`` and ``report.html``; a StorageError where that fails."""
     summary = summary or _summary(config)
-    metrics.print_summary(summary, sys.stdout)
+    print_summary(summary)
     try:
-        metrics.write_summary(config.out / "summary.json", summary)
-        report = metrics.write_report(config.out)
+        write_summary(config.out / "summary.json", summary)
+        report = write_report(config.out)
     except UserError as error:  # here it is no bad input
         said = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
         raise StorageError(said) from error

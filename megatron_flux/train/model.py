@@ -26,22 +26,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_flux.train.config import RunConfig
+from megatron_flux.train.presets import ModelShape
 from megatron_flux.train.shims import SequenceParallelNorm
 
 
 def transformer_config(config: RunConfig) -> Any:
     """megatron-core's TransformerConfig for this run."""
-    shape, on_gpu = config.shape, config.device == "cuda"
-    swiglu, recompute = shape.activation == "swiglu", config.recompute
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "normalization")
+    shape, recompute = config.shape, config.recompute
     return TransformerConfig(
-        **{name: getattr(shape, name) for name in sizes},
+        **layer_options(shape, config.device),
         # Megatron's default, and for wide models the smaller deviation that Smith et al. trained 530B with (arXiv
         # 2201.11990): 0.02 makes wide models start with gradient norms of 50 and more.
         init_method_std=min(0.02, (3 * shape.hidden_size) ** -0.5),
-        gated_linear_unit=swiglu,
-        activation_func=F.silu if swiglu else F.gelu,
-        add_bias_linear=shape.bias,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         # Megatron turns it off itself for tp = 1, with a warning for each layer.
@@ -51,13 +47,7 @@ def transformer_config(config: RunConfig) -> Any:
         bf16=config.precision == "bf16",
         hidden_dropout=config.dropout,
         attention_dropout=config.dropout,
-        use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-        # Fusions are compiled kernels: a GPU matter. masked_softmax_fusion is an Apex kernel, and unused with TE.
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         cuda_graph_impl=config.cuda_graph_impl,
         # A graph serves all micro-batches: none of them may replace what others have added to main_grad, as stock
         # TransformerEngine (to 2.13) has the first one do. Otherwise it is a matter of fp8.
@@ -68,17 +58,33 @@ def transformer_config(config: RunConfig) -> Any:
     )
 
 
-def layer_spec(config: RunConfig) -> tuple[Any, type]:
+def layer_options(shape: ModelShape, device: str) -> dict[str, Any]:
+    """What TransformerConfig is given of the layers' shape and of ``device``, ``cuda`` or ``cpu``."""
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "normalization")
+    on_gpu = device == "cuda"
+    return {
+        **{name: getattr(shape, name) for name in sizes},
+        "gated_linear_unit": shape.gated,
+        "activation_func": F.silu if shape.gated else F.gelu,
+        "add_bias_linear": shape.bias,
+        "use_cpu_initialization": not on_gpu,
+        # Fusions are compiled kernels: a GPU matter. masked_softmax_fusion is an Apex kernel, and unused with TE.
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def layer_spec(transformer_impl: str, shape: ModelShape, device: str) -> tuple[Any, type]:
     """The transformer layer's spec and the class of the final norm."""
-    if config.transformer_impl == "transformer_engine":
+    if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(), TENorm
-    layer, norm = (
-        gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.shape.normalization),
-        SequenceParallelNorm,
-    )
-    if config.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=shape.normalization)
+    norm: type = SequenceParallelNorm
+    if device == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
         norm = TENorm
@@ -89,13 +95,12 @@ def layer_spec(config: RunConfig) -> tuple[Any, type]:
 
 def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
     """Build this rank's pipeline stage, in the run's precision, on the run's device."""
-    shape, (layer, final_norm) = config.shape, layer_spec(config)
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(mcore_config), layer_norm=final_norm
-    )
+    shape = config.shape
+    layer, final_norm = layer_spec(config.transformer_impl, shape, config.device)
+    layers = [layer] * get_num_layers_to_build(mcore_config)
     model = GPTModel(
         config=mcore_config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=shape.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -110,13 +115,6 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
         if config.cuda_graph_impl == "local":
             torch.cuda.synchronize()  # megatron-core has changed the stream while the layers were built
     return Float16Module(mcore_config, model) if config.precision == "bf16" else model
-
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside DDP and Float16Module."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 class CudaGraphs:

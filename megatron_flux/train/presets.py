@@ -32,6 +32,37 @@ class ModelShape(BaseModel):
     position_embedding: Literal["learned_absolute", "rope"]
     rotary_base: PositiveInt = 10_000
 
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies its activation by a gate, which FC1 computes as well."""
+        return self.activation == "swiglu"
+
+    @property
+    def head_size(self) -> int:
+        """Channels of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Outputs of the QKV linear."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.head_size
+
+    @property
+    def fc1_size(self) -> int:
+        """Outputs of FC1."""
+        return self.ffn_hidden_size * (2 if self.gated else 1)
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the weights of a layer's four linears."""
+        return self.hidden_size * (self.qkv_size + self.hidden_size + self.fc1_size + self.ffn_hidden_size)
+
+    @property
+    def layer(self) -> tuple[int | str, ...]:
+        """The same for shapes whose layers have linears of the same sizes."""
+        heads = (self.num_attention_heads, self.num_query_groups)
+        return self.hidden_size, *heads, self.ffn_hidden_size, self.activation
+
 
 class Preset(NamedTuple):
     """A shape and what it is run with unless told otherwise; ``micro_batches`` per step and data-parallel rank."""
@@ -87,21 +118,15 @@ _PEAK_BF16_TFLOPS = {
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     """Parameters of all layers' weights and of the input embedding; biases and norms left out."""
-    head = shape.hidden_size // shape.num_attention_heads
-    attention = shape.hidden_size * head * (2 * shape.num_attention_heads + 2 * shape.num_query_groups)
-    mlp = shape.hidden_size * shape.ffn_hidden_size * (3 if shape.activation == "swiglu" else 2)
-    return shape.num_layers * (attention + mlp) + padded_vocab_size * shape.hidden_size
+    return shape.num_layers * shape.layer_weights + padded_vocab_size * shape.hidden_size
 
 
 def step_flops(shape: ModelShape, sequences: int) -> float:
     """Model FLOPs of forward and backward over ``sequences`` sequences of the whole model."""
     s, h = shape.seq_length, shape.hidden_size
-    kv = h * shape.num_query_groups // shape.num_attention_heads
-    attention_linears = 2 * s * h * (2 * h + 2 * kv)
-    attention_scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
-    mlp = 2 * s * h * shape.ffn_hidden_size * (3 if shape.activation == "swiglu" else 2)
+    scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
     logits = 2 * s * h * shape.vocab_size
-    return 3.0 * sequences * (shape.num_layers * (attention_linears + attention_scores + mlp) + logits)
+    return 3.0 * sequences * (shape.num_layers * (2 * s * shape.layer_weights + scores) + logits)
 
 
 def device_peak(device_name: str, device: str, precision: str) -> tuple[float | None, str]:

@@ -76,28 +76,20 @@ def run_info(config: RunConfig) -> dict[str, Any]:
 
 def _wandb_names(config: RunConfig) -> WandbNames:
     """The names that the run folder has already where it is resumed; else new ones, which no other run has."""
-    group, run = _kept_names(config.out) if config.load is not None else (None, None)
-    given = config.wandb_group
-    if run is None:
-        group = run = _new_name(config.out)
-    if given is None:
-        return WandbNames(group, run)
-    return WandbNames(given, run if run.startswith(f"{given}-") else f"{given}-{run}")
-
-
-def _kept_names(out: Path) -> tuple[str, str] | tuple[None, None]:
-    try:
-        described = json.loads((out / folder.CONFIG).read_text())
-        if names := described.get("wandb"):
-            return WandbNames(**names)
-        # Written by a version that had no such names: it took these.
-        group = described["config"].get("wandb_group") or Path(described["config"]["out"]).name
-        return group, group
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s cannot be read (%r): wandb gets new names", out / folder.CONFIG, error)
-    return None, None
+    names = None
+    if config.load is not None:
+        try:
+            names = load_wandb_names(config)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
+    if names is None:
+        new = _new_name(config.out)
+        names = WandbNames(new, new)
+    if (given := config.wandb_group) is None:
+        return names
+    return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")
 
 
 def _new_name(out: Path) -> str:

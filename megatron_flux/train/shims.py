@@ -17,28 +17,13 @@ import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_flux.layers.backward import accumulate, apex_kernel
 
 _CPU = torch.device("cpu")
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of ``owner``, present or not, replaced inside the context."""
-    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in saved:
-                setattr(owner, name, saved[name])
-            else:
-                delattr(owner, name)
 
 
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
@@ -100,7 +85,7 @@ def cpu_shims() -> Iterator[None]:
             return run_backward(*args, **kwargs)
 
     with (
-        replaced(
+        mock.patch.multiple(
             torch.cuda,
             # GlobalMemoryBuffer, tensor_parallel.mappings and layers allocate on the current device.
             current_device=lambda: _CPU,
@@ -112,15 +97,15 @@ def cpu_shims() -> Iterator[None]:
             synchronize=lambda *args, **kwargs: None,
             **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _NoStream),
         ),
-        replaced(torch.Tensor, type=_cuda_type_name(torch.Tensor.type)),
-        replaced(
+        mock.patch.object(torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        mock.patch.multiple(
             megatron_random,
             _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
             _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         ),
         # It watches for the CPU's generator moving while CUDA's is forked; here the two are one.
-        replaced(logging.getLogger(megatron_random.__name__), disabled=True),
-        replaced(torch.autograd, _engine_run_backward=run_backward_in_mode),
+        mock.patch.object(logging.getLogger(megatron_random.__name__), "disabled", True),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward_in_mode),
         _CudaMeansCpu(),
     ):
         yield
@@ -143,7 +128,8 @@ def gradient_accumulation_fusion() -> Iterator[None]:
         accumulate(main_grad, dy, x)
 
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
-    with replaced(layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True):
+    fused = {"fused_weight_gradient_mlp_cuda": kernels, "_grad_accum_fusion_available": True}
+    with mock.patch.multiple(layers, create=True, **fused):
         yield
 
 

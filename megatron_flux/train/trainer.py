@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +29,6 @@ from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.measurements import LocalStep, OwnMemory
 from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
-
-
-class _Advanced(NamedTuple):
-    losses: list[dict[str, torch.Tensor]]
-    grad_norm: float
-    lr: float
 
 
 class Trainer:
@@ -63,8 +57,11 @@ class Trainer:
         finally:
             self._random_state = random_state()
 
-    def advance(self) -> _Advanced:
-        """Forward, backward and optimizer over one global batch, enqueued and not measured."""
+    def advance(self) -> tuple[list[dict[str, torch.Tensor]], float, float]:
+        """Forward, backward and optimizer over one global batch, enqueued and not measured.
+
+        Returns the micro-batches' losses, the gradient norm and the learning rate.
+        """
         config = self.config
         self._graphs.before_step()
         self.model.zero_grad_buffer()
@@ -83,24 +80,24 @@ class Trainer:
             _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=config.global_batch_size)
         self.iteration += 1
-        return _Advanced(losses, float(grad_norm or 0.0), lr)
+        return losses, float(grad_norm or 0.0), lr
 
     def close(self) -> None:
         """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
-        self._synchronize()
+        torch.cuda.synchronize()
         self._graphs.release()
 
     def step(self) -> LocalStep:
         """:meth:`advance`, timed between two moments at which the device is idle."""
-        self._synchronize()
+        torch.cuda.synchronize()  # on CPUs, megatron_flux.train.shims have nothing to wait for
         start = time.perf_counter()
-        done = self.advance()
-        self._synchronize()
+        losses, grad_norm, lr = self.advance()
+        torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         total = tokens = 0.0
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            total, tokens = sum(loss["lm loss"].double() for loss in done.losses).tolist()
-        return LocalStep(total, tokens, done.grad_norm, done.lr, seconds)
+            total, tokens = sum(loss["lm loss"].double() for loss in losses).tolist()
+        return LocalStep(total, tokens, grad_norm, lr, seconds)
 
     def _build_model(self) -> torch.nn.Module:
         config, mcore = self.config, self._mcore_config
@@ -145,10 +142,6 @@ class Trainer:
         )
         scheduler.step(increment=0)
         return optimizer, scheduler
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,11 @@ from megatron_flux.train.run_folder import load_config
 from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
 
-class Layout(Protocol):
-    """What must be known for process groups: sizes, and seconds that a collective may wait."""
-
-    device: str
-    tp: int
-    pp: int
-    timeout: float
-
-
 @contextmanager
-def process_groups(config: Layout) -> Iterator[torch.device]:
+def process_groups(config: Any) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
+    ``config`` has ``device``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait.
     RendezvousError where the ranks have not found each other. On an error inside, the groups are left as they are:
     tearing them down would wait for peers that may be gone.
     """

@@ -16,16 +16,22 @@ import torch.distributed as dist
 
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, Workload
-from megatron_flux.bench.shapes import Model
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.train.presets import PRESETS, ModelShape
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
+
+def small(preset: str, heads: int) -> ModelShape:
+    sizes = {"hidden_size": 64, "num_attention_heads": heads, "num_query_groups": 4, "ffn_hidden_size": 96}
+    return PRESETS[preset].shape.model_copy(update=sizes)
+
+
 SMALL = {
-    "gelu": Model(hidden=64, heads=4, groups=4, head_dim=16, ffn=96, gated=False),
-    "swiglu": Model(hidden=64, heads=8, groups=4, head_dim=8, ffn=96, gated=True),
+    "gelu": small("gpt3-175b", heads=4),
+    "swiglu": small("llama2-70b", heads=8),
 }
 
 
@@ -51,7 +57,7 @@ def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dic
         ReferenceBackend.gemm_reduce_scatter = own_part_only
     try:
         with megatron(tp):
-            return layer.run(config(tp, **changes), out, log=lambda text: None)
+            return layer.run(config(tp, out=out, **changes), log=lambda text: None)
     finally:
         ReferenceBackend.gemm_reduce_scatter = stock
 
@@ -150,14 +156,13 @@ def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]
     import torch.distributed as dist
 
     from megatron_flux.bench.layer_steps import interleave
-    from megatron_flux.bench.process_group import Collectives
 
     order: list[str] = []
     arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
     samples = interleave(
         arms,
         dist.group.WORLD,
-        Collectives(30.0),
+        dist.group.WORLD,
         torch.device("cpu"),
         rounds=rounds,
         burst=2,
@@ -184,12 +189,11 @@ def clocks() -> list[float | None]:
     import torch.distributed as dist
 
     from megatron_flux.bench.layer_steps import interleave
-    from megatron_flux.bench.process_group import Collectives
 
     found = interleave(
         {"a": (lambda: time.sleep(0.05), nullcontext)},
         dist.group.WORLD,
-        Collectives(30.0),
+        dist.group.WORLD,
         torch.device("cpu"),
         rounds=3,
         burst=2,
@@ -219,11 +223,11 @@ def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
 
 def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:
     workload = Workload(model="tiny", seq=16, micro_batch=1, layers=1)
-    chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1)
-    (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
+    chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1, out=tmp_path)
+    text = chosen.model_dump_json()
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [warm_python, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", str(tmp_path)],
+        [warm_python, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", text],
         capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -242,14 +246,14 @@ def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> N
 def attempt(fails_on: int) -> tuple[Any, Any]:
     import torch.distributed as dist
 
-    from megatron_flux.bench.process_group import Collectives
+    from megatron_flux.bench import process_group
 
     def action() -> str:
         if dist.get_rank() == fails_on:
             raise ValueError("no\n luck")
         return "done"
 
-    return Collectives(30.0).attempt(action)
+    return process_group.attempt(action, dist.group.WORLD)
 
 
 def test_what_fails_on_one_rank_is_left_out_on_all(world2: WorkerPool) -> None:

@@ -96,15 +96,14 @@ def test_data_parallel_with_main_grad(te_world2: WorkerPool) -> None:
 
 def rank_spec_of_train(layers: dict[str, str]) -> None:
     """``--transformer-impl transformer_engine`` builds layers of these classes, with TransformerEngine's final norm."""
-    from types import SimpleNamespace
+    from megatron_flux.train.presets import PRESETS
 
     with te_megatron(dist.get_world_size()):
         from megatron.core.extensions import transformer_engine as extension
 
         from megatron_flux.train.model import layer_spec
 
-        config: Any = SimpleNamespace(transformer_impl="transformer_engine")
-        layer, norm = layer_spec(config)
+        layer, norm = layer_spec("transformer_engine", PRESETS["tiny"].shape, "cpu")
         assert norm is extension.TENorm
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
         mlp = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]  # from 0.18 on

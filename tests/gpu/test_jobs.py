@@ -1,4 +1,7 @@
-"""What job scripts start, on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped."""
+"""What job scripts start, on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped.
+
+The pre-flight refuses GPUs whose memory others use: run this file by itself.
+"""
 
 from __future__ import annotations
 

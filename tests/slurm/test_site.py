@@ -10,6 +10,7 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.slurm import job, queue
 from megatron_flux.slurm.profile import Profile, validated
+from megatron_flux.slurm.submit import Changes
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 
 __all__ = ["stubs"]
@@ -109,10 +110,11 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     "good", ["afterok:12", "after:5+10", "afterany:1:2_3,singleton", "afterok:1?afternotok:2", "singleton"]
 )
 def test_dependencies(good: str) -> None:
-    assert queue.after(queue.checked_dependency(good)) == [f"--dependency={good}", "--kill-on-invalid-dep=yes"]
+    given = validated(Changes, "submit", {"dependency": good}).dependency
+    assert queue.after(given) == [f"--dependency={good}", "--kill-on-invalid-dep=yes"]
 
 
 @pytest.mark.parametrize("bad", ["", "afterok", "afterok:x", "12", "afterok:1 --wrap=x", "singleton\n", "expand:1"])
 def test_what_is_no_dependency(bad: str) -> None:
     with pytest.raises(UserError, match="allowed are Slurm's forms"):
-        queue.checked_dependency(bad)
+        validated(Changes, "submit", {"dependency": bad})

@@ -155,6 +155,7 @@ def _checkpoint(folder: Path, **changed: object) -> Path:
 
     shape = PRESETS["tiny"].shape.model_dump(mode="json")
     description = {"iteration": 3, "consumed_sequences": 24, "precision": "fp32", "distributed_optimizer": True}
+    description |= {"transformer_impl": "local", "files": {}}
     description |= {"tp": 2, "pp": 1, "shape": {**shape, **{k: v for k, v in changed.items() if k in shape}}}
     description |= {k: v for k, v in changed.items() if k not in shape}
     (folder / "iter_0000003").mkdir(parents=True)

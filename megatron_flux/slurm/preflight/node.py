@@ -66,7 +66,7 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     count, watch, watched = torch.cuda.device_count(), None, []
     try:
         watched = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]  # in CUDA's order
-        watch = nvml.XidWatch(watched)
+        watch = nvml.XidWatch(watched) if watched else None
     except LookupError as error:
         unknown.append(str(error))
     states: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,9 +73,9 @@ class Expected(Checked):
 
 def judge(findings: Sequence[Finding], floors: Floors) -> tuple[list[str], list[str]]:
     """``(problems, notes)``: notes are findings of waived rules, with the reason."""
-    problems = [f"{line} (rule {rule})" for rule, line in findings if rule not in floors.waived]
-    waived = [(rule, line, floors.waived[rule]) for rule, line in findings if rule in floors.waived]
-    return problems, [f"{line} (rule {rule} is waived: {reason})" for rule, line, reason in waived]
+    waived = floors.waived
+    problems = [f"{line} (rule {rule})" for rule, line in findings if rule not in waived]
+    return problems, [f"{line} (rule {rule} is waived: {waived[rule]})" for rule, line in findings if rule in waived]
 
 
 def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
@@ -142,30 +142,24 @@ def node_findings(found: Mapping[str, Any], expected: Expected) -> list[Finding]
     return [(rule, f"{found['node']}: {line}") for rule, line in findings]
 
 
-def _pcie(pcie: Mapping[str, int | None], floors: Floors) -> list[str]:
-    lines = []
+def _pcie(pcie: Mapping[str, int | None], floors: Floors) -> Iterator[str]:
     for what, has, floor in (
         ("width", "has {} PCIe lanes", floors.pcie_width),
         ("generation", "runs at PCIe generation {}", floors.pcie_generation),
     ):
         now, most = pcie.get(what), pcie.get(f"max_{what}")
-        allowed = None
-        if now is not None and most is not None and now < most:
-            allowed = f"GPU and slot can do {most}"
-        elif now is not None and floor is not None and now < floor:
-            allowed = f"the profile's floor is {floor}"
-        if allowed:
-            todo = "look at `nvidia-smi -q -d PCIE`, the slot, the riser and the BIOS"
-            lines.append(f"{has.format(now)}, {allowed}; {todo}")
-    return lines
+        if now is None or now >= max(most or 0, floor or 0):
+            continue
+        allowed = f"GPU and slot can do {most}" if now < (most or 0) else f"the profile's floor is {floor}"
+        yield f"{has.format(now)}, {allowed}; look at `nvidia-smi -q -d PCIE`, the slot, the riser and the BIOS"
 
 
-def _xids(found: Mapping[str, Any], floors: Floors) -> list[str]:
+def _xids(found: Mapping[str, Any], floors: Floors) -> Iterable[str]:
     places = [_place(gpu.get("bus_id") or "") for gpu in found["gpus"]]
     latest: dict[tuple[str, int], str] = {}  # of the same error: the log is in order
     for event in found.get("xids", ()):
         place, xid, hours = _place(event["bus_id"]), event["xid"], event["hours_ago"]
-        index = places.index(place) if place is not None and place in places else None
+        index = places.index(place) if place and place in places else None
         when = "during the pre-flight"
         # What happens now counts whatever it is; old news of GPUs that are not this job's does not.
         if hours is not None:
@@ -175,59 +169,52 @@ def _xids(found: Mapping[str, Any], floors: Floors) -> list[str]:
         what = HARDWARE_XIDS.get(xid, "see NVIDIA's list of Xid errors")
         who = f"GPU at {event['bus_id']}" if index is None else f"GPU {index}"
         latest[who, xid] = f"{who} reported Xid {xid} ({what}) {when}; reset the GPU or have the node looked at"
-    return list(latest.values())
+    return latest.values()
 
 
-def _place(bus_id: str) -> tuple[int, ...] | None:
+def _place(bus_id: str) -> list[int]:
     """Domain, bus and device: the kernel and NVML write the same place differently."""
     found = re.match(r"([0-9A-Fa-f]+):([0-9A-Fa-f]+):([0-9A-Fa-f]+)", bus_id)
-    return None if found is None else tuple(int(part, 16) for part in found.groups())
+    return [int(part, 16) for part in found.groups()] if found else []
 
 
-def _infiniband(ports: Sequence[Mapping[str, Any]], floors: Floors) -> list[str]:
-    lines = []
+def _infiniband(ports: Sequence[Mapping[str, Any]], floors: Floors) -> Iterator[str]:
     for port in ports:
         # A port without a cable is no fault, one with a link that carries nothing is.
         if port["state"] != "ACTIVE" and (port["asked_for"] or port["physical"] == "LinkUp"):
             why = "NCCL_IB_HCA names it" if port["asked_for"] else "its cable is connected"
-            lines.append(
+            yield (
                 f"InfiniBand port {port['name']} is {port['state'] or 'in no known state'} "
                 f"({port['physical'] or 'unknown link'}), ACTIVE is allowed because {why}; "
                 "look at `ibstat`, the cable and the subnet manager"
             )
     rate = floors.infiniband_rate or 0.0
     others = [port for port in ports if port["state"] != "ACTIVE" or port["rate"] < rate]
-    active = len(ports) - len(others)
-    if active < floors.infiniband_ports:
+    if (active := len(ports) - len(others)) < floors.infiniband_ports:
         listed = ", ".join(f"{port['name']} {port['state']} at {port['rate']:g} Gb/s" for port in others) or "none"
         at = f" at {rate:g} Gb/s or more" if rate else ""
-        lines.append(
+        yield (
             f"{active} InfiniBand port(s) active{at}, the profile's floor is {floors.infiniband_ports}; the others: "
             f"{listed}; look at `ibstat`, the cables and, in a container, at /sys and NCCL_IB_HCA"
         )
-    return lines
 
 
 def differences(reports: Sequence[Mapping[str, Any]], expected: Expected) -> list[str]:
     """Where nodes differ that must be alike; those of the minority are named."""
 
-    def versions(name: str) -> list[str]:
-        return [report["doctor"]["versions"].get(name) or "none" for report in reports]
-
     def ports(report: Mapping[str, Any]) -> str:
         rates = Counter(port["rate"] for port in report["infiniband"] if port["state"] == "ACTIVE")
         return ", ".join(f"{count} at {rate:g}" for rate, count in sorted(rates.items())) or "0"
 
-    def clocks(report: Mapping[str, Any]) -> str:
-        found = {row.get("clocks.max.sm", "unknown") for row in report.get("driver") or ()}
-        return ", ".join(sorted(found)) or "unknown"
-
-    alike = {name: versions(name) for name in sorted({n for report in reports for n in report["doctor"]["versions"]})}
-    alike["device"] = [", ".join(dict.fromkeys(report["doctor"]["devices"])) for report in reports]
-    alike["link"] = [report["doctor"]["link"]["kind"] for report in reports]
+    doctors = [report["doctor"] for report in reports]
+    clocks = [{row.get("clocks.max.sm", "unknown") for row in report.get("driver") or ()} for report in reports]
+    names = sorted({name for doctor in doctors for name in doctor["versions"]})
+    alike = {name: [doctor["versions"].get(name) or "none" for doctor in doctors] for name in names}
+    alike["device"] = [", ".join(dict.fromkeys(doctor["devices"])) for doctor in doctors]
+    alike["link"] = [doctor["link"]["kind"] for doctor in doctors]
     if "infiniband" not in expected.floors.waived:
         alike["active InfiniBand ports and their Gb/s"] = list(map(ports, reports))
-    alike["highest SM clock (MHz)"] = list(map(clocks, reports))
+    alike["highest SM clock (MHz)"] = [", ".join(sorted(found)) or "unknown" for found in clocks]
     problems = []
     for what, values in alike.items():
         usual, often = Counter(values).most_common(1)[0]

@@ -44,7 +44,7 @@ def test_tables_and_pictures_say_what_stock_was_allowed_to_use() -> None:
     said = "NVLink multicast off (NCCL_NVLS_ENABLE 0), TE's userbuffers without it too (UB_SKIPMC 1)"
     assert said in text.getvalue()
     assert FUSED_WAITS in " ".join(text.getvalue().split())
-    assert said.replace("'", "&#x27;") in report.layers_svg(found)
+    assert said.replace("'", "&#39;") in report.layers_svg(found)
     assert "without the waiting inside fused kernels" in report.layers_svg(found)
     found["environment"]["NCCL_NVLS_ENABLE"] = None
     assert "NVLink multicast left to NCCL (NCCL_NVLS_ENABLE not set)" in report.layers_svg(found)
@@ -90,9 +90,9 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], tp: int, said: st
 
 def test_memory_is_that_of_one_set_of_weights() -> None:
     # 12 h^2 weights per GPT layer.
-    assert GPT.parameters_per_rank(8) == 4 * 12 * 12288**2 // 8
+    assert GPT.shape.layer_weights == 12 * 12288**2
     one, two, three = (GPT.memory_gb(8, blocks) for blocks in (1, 2, 3))
-    weights = GPT.parameters_per_rank(8) / 1e9
+    weights = 4 * GPT.shape.layer_weights / 8 / 1e9
     assert two == three == pytest.approx(one + 2 * weights)
     assert 6 * weights < one < 9 * weights
 
@@ -117,7 +117,7 @@ def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
         "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
     }
     agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
-    return row(GPT, made, samples, agreement, **more)
+    return row(GPT, made, samples, agreement, more.get("breakdown", {}), more.get("trace"))
 
 
 @pytest.fixture

@@ -71,18 +71,9 @@ def test_a_group_that_is_asked_for_stays_as_it_is_and_its_runs_differ(tmp_path: 
     assert names(tmp_path / "a" / "x", load=tmp_path).run == first.run
 
 
-def test_folders_of_earlier_versions_keep_the_names_that_they_had(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for given, expected in (("sweep", "sweep"), (None, "x")):
-        names(tmp_path / "x", overwrite=True)
-        file = tmp_path / "x" / "config.json"
-        earlier = json.loads(file.read_text())
-        del earlier["wandb"]
-        earlier["config"]["wandb_group"] = given
-        file.write_text(json.dumps(earlier))
-        assert names(tmp_path / "x", load=tmp_path) == run_folder.WandbNames(expected, expected)
-    file.write_text("[")
+def test_names_that_cannot_be_read_are_new_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names(tmp_path / "x")
+    (tmp_path / "x" / "config.json").write_text("[")
     with caplog.at_level(logging.WARNING, logger="megatron_flux"):
         assert re.fullmatch(ALONE, names(tmp_path / "x", load=tmp_path).group)
     assert "wandb gets new names" in caplog.text
@@ -90,7 +81,7 @@ def test_folders_of_earlier_versions_keep_the_names_that_they_had(
 
 def test_dashboards_find_the_group(tmp_path: Path) -> None:
     folder = full_run(tmp_path / "run")
-    assert _where([load(folder)], None)[1] == ["group-x"], "of an earlier version"
+    assert _where([load(folder)], None)[1] == ["group-x"]
     described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"wandb": {"group": "night-4711", "run": "x"}}))
-    assert _where([load(folder)], None)[1] == ["night-4711"]
+    (folder / "config.json").write_text(json.dumps(described | {"wandb": None}))
+    assert _where([load(folder)], None)[1] == ["run"]

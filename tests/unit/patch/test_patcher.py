@@ -39,13 +39,17 @@ def stock_before_and_after() -> Iterator[None]:
     yield
     for (owner, name), stock in zip(SEAM, STOCK, strict=True):
         setattr(owner, name, stock)
-    for replacement in patcher._installed.replacements[len(SEAM) :] if patcher._installed else ():
-        replacement.undo()
-    patcher._installed = None
+    for r in patcher._replacements[len(SEAM) :]:
+        if r.inherited:
+            delattr(r.owner, r.name)
+        else:
+            setattr(r.owner, r.name, r.stock)
+    patcher._linears = None
+    patcher._replacements.clear()
 
 
 def config() -> FluxConfig | None:
-    return None if patcher._installed is None else patcher._installed.linears.config
+    return None if patcher._linears is None else patcher._linears.config
 
 
 def test_unpatch_ends_the_mode_of_cuda_graphs() -> None:
@@ -53,7 +57,7 @@ def test_unpatch_ends_the_mode_of_cuda_graphs() -> None:
     assert report()["cuda_graphs"] is False
     layer = torch.nn.Module()
     layer.config = SimpleNamespace(cuda_graph_impl="local")
-    patcher._installed.linears.activate(layer)
+    patcher._linears.activate(layer)
     assert report()["cuda_graphs"] is True
     assert cuda_graphs.capturing(torch.ones(1))
     unpatch()

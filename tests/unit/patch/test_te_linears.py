@@ -360,4 +360,4 @@ def test_without_transformer_engine_its_layers_are_left_alone(imitated: types.Mo
     with megatron_flux.patched():
         assert len(megatron_flux.report()["replaced"]) == 2
         assert "forward" not in vars(imitated.TERowParallelLinear)
-    assert patcher._installed is None
+    assert patcher._linears is None

@@ -26,6 +26,7 @@ FOLDERS = (
     "power-h200",
     "parity-h200x4-dp",
     "megatron-graphs-h200x4",
+    "refactor-h200x2",
 )
 
 X = "\u00d7"

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
 from megatron_flux.run.rank import StopRequest
-from megatron_flux.train.loop import remaining, schedule
+from megatron_flux.train.loop import schedule
 from megatron_flux.train.options import TrainOptions
 
 RANK = """
@@ -55,7 +55,7 @@ def hears(stop: StopRequest) -> bool:
 
 
 def test_turns_go_a_b_b_a() -> None:
-    turns = list(schedule(7, 2))
+    turns = list(schedule(7, 2, {"baseline": 0, "flux": 0}))
     assert [arm for _, arm, _ in turns] == ["baseline", "flux", "flux", "baseline"] * 2
     assert [block for block, _, _ in turns] == list(range(8))
     for name in ("baseline", "flux"):
@@ -64,8 +64,8 @@ def test_turns_go_a_b_b_a() -> None:
 
 @pytest.mark.parametrize("done", [{"baseline": b, "flux": f} for b, f in [(0, 0), (2, 0), (3, 4), (4, 7), (10, 8)]])
 def test_what_remains_keeps_blocks_and_ends_at_the_last_step(done: dict[str, int]) -> None:
-    turns = list(schedule(10, 3))
-    rest = list(remaining(turns, done))
+    turns = list(schedule(10, 3, dict.fromkeys(done, 0)))
+    rest = list(schedule(10, 3, done))
     for arm in ("baseline", "flux"):
         assert sum(count for _, name, count in rest if name == arm) == 10 - done[arm]
     assert [block for block, _, _ in rest] == sorted({block for block, _, _ in rest})

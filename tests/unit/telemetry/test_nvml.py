@@ -17,7 +17,7 @@ from megatron_flux.telemetry import environment
 
 
 class RefusedError(Exception):
-    pass
+    value = pynvml.NVML_ERROR_UNKNOWN
 
 
 def library(**answers: Any) -> types.SimpleNamespace:
@@ -40,11 +40,12 @@ def library(**answers: Any) -> types.SimpleNamespace:
         "P2P_STATUS_OK",
     )
     constants = {f"NVML_{name}": getattr(pynvml, f"NVML_{name}") for name in names}
+    constants |= {name: bit for name, bit in vars(pynvml).items() if name.startswith("nvmlClocksEventReason")}
     functions: dict[str, Any] = {
         "nvmlDeviceGetCount": lambda: 4,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetName": lambda handle: f"GPU {handle}".encode(),
+        "nvmlDeviceGetName": lambda handle: f"GPU {handle}",
         "nvmlDeviceGetP2PStatus": p2p,
         "nvmlDeviceGetClockInfo": lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 2619}[kind],
         "nvmlDeviceGetPowerUsage": lambda handle: 612_345,
@@ -56,7 +57,7 @@ def library(**answers: Any) -> types.SimpleNamespace:
         "nvmlDeviceGetCurrPcieLinkGeneration": lambda handle: 4,
         "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
         "nvmlDeviceGetRemappedRows": lambda handle: (1, 2, int(handle == 1), int(handle == 3)),
-        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:0{handle}:00.0".encode()),
+        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:0{handle}:00.0"),
     }
     return types.SimpleNamespace(NVMLError=RefusedError, **constants, **{**functions, **answers})
 
@@ -64,7 +65,8 @@ def library(**answers: Any) -> types.SimpleNamespace:
 @pytest.fixture(autouse=True)
 def visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(nvml, "_library", library)
+    monkeypatch.setattr(nvml, "pynvml", library())
+    monkeypatch.setattr(nvml, "why_not", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_the_link_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, variable: str
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(variable.split(",")))
-    monkeypatch.setattr(environment, "_link_by_cuda", lambda count: pytest.fail("CUDA was asked"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: pytest.fail("CUDA was asked"))
     found = environment.link()
     assert (found["kind"], found["pairs"], found["peer_access"]) == link
     assert environment.device_name() == f"GPU {variable[0]}"
@@ -111,7 +113,7 @@ def test_the_link_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, variable: str
 
 def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     lonely = library(nvmlDeviceGetP2PStatus=lambda a, b, kind: pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
-    monkeypatch.setattr(nvml, "_library", lambda: lonely)
+    monkeypatch.setattr(nvml, "pynvml", lonely)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert environment.link()["kind"] == "host"
@@ -133,7 +135,7 @@ def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> No
         nvmlDeviceGetCurrentClocksEventReasons=refuse,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x20,
     )
-    monkeypatch.setattr(nvml, "_library", lambda: old)
+    monkeypatch.setattr(nvml, "pynvml", old)
     reading = Gpu("GPU-0").read()
     assert reading.power_w is None
     assert reading.throttle == 0x20
@@ -150,7 +152,7 @@ def test_links_and_memory_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None
         raise RefusedError("not supported")
 
     old = library(nvmlDeviceGetRemappedRows=refuse, nvmlDeviceGetMaxPcieLinkWidth=refuse)
-    monkeypatch.setattr(nvml, "_library", lambda: old)
+    monkeypatch.setattr(nvml, "pynvml", old)
     assert Gpu("2").pcie() == link | {"max_width": None}
     assert Gpu("2").remapped_rows() is None
 
@@ -178,7 +180,7 @@ def events(monkeypatch: pytest.MonkeyPatch, waiting: list[Any]) -> list[Any]:
         nvmlEventSetWait_v2=wait,
         nvmlEventSetFree=lambda events: done.append(events),
     )
-    monkeypatch.setattr(nvml, "_library", lambda: told)
+    monkeypatch.setattr(nvml, "pynvml", told)
     return done
 
 
@@ -187,7 +189,6 @@ def test_xid_errors_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = nvml.XidWatch([Gpu("0"), Gpu("2")])
     assert watch.seen() == [("00000000:02:00.0", 79), ("00000000:00:00.0", 31)]
     assert done == [(0, 8, "set"), (2, 8, "set"), "set"]
-    assert nvml.XidWatch([]).seen() == []
 
 
 def test_a_lost_gpu_ends_the_watch_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +201,13 @@ def test_a_lost_gpu_ends_the_watch_in_words(monkeypatch: pytest.MonkeyPatch) -> 
         raise RefusedError("not supported")
 
     unable = library(nvmlEventSetCreate=refuse)
-    monkeypatch.setattr(nvml, "_library", lambda: unable)
+    monkeypatch.setattr(nvml, "pynvml", unable)
     with pytest.raises(LookupError, match="tells of no Xid errors: not supported"):
         nvml.XidWatch([Gpu("0")])
 
 
 def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_library", lambda: "NVML cannot be used: no driver")
+    monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: no driver")
     assert nvml.names() is nvml.pairs() is None
     assert nvml.source() == nvml.why_not() == "NVML cannot be used: no driver"
     with pytest.raises(LookupError, match="no driver"):

@@ -46,8 +46,9 @@ class Gather(Protocol):
 class Exchange(Protocol):
     """An exchange that has begun."""
 
-    steps: Sequence[tuple[int, int]]
-    """``(peer, piece)`` in the order in which they must be sent."""
+    @property
+    def steps(self) -> Sequence[tuple[int, int]]:
+        """``(peer, piece)`` in the order in which they must be sent."""
 
     def send(self, block: torch.Tensor) -> None:
         """The next step's bytes, which the stream that is current has written. They may leave with the next step."""

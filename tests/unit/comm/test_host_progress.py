@@ -1,0 +1,139 @@
+"""What is done about a lane of the link through host memory that stands still: on GPUs nothing else ends its wait."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm import host_program, host_progress
+from megatron_flux.comm.host_program import DOWN, UP
+from megatron_flux.comm.host_progress import Call, Progress
+from megatron_flux.comm.host_ring import BEGUN, DONE, EMPTY, EPOCH, FULL, POSITION, Layout, place
+from megatron_flux.comm.lanes import Wait, read, store
+
+LAYOUT = Layout(3, 600, 3, 3)
+ME = 1
+
+
+class Bell:
+    """In place of the alarm."""
+
+    seconds = 10.0
+
+    def __init__(self) -> None:
+        self.view, self.rung = [0], []
+
+    def ring(self, *what: Any) -> None:
+        self.view[0] = 1
+        self.rung.append(what)
+
+
+class Scene:
+    """Rank 1 of three, in its fifth call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory = [torch.zeros(LAYOUT.region_bytes, dtype=torch.uint8) for _ in range(3)]
+        self.host = [region.data_ptr() for region in self.memory]
+        self.now = 100.0
+        monkeypatch.setattr(host_progress.time, "monotonic", lambda: self.now)
+        self.program = host_program.gather(LAYOUT, ME, self.host, [0, 5000])
+        self.progress = found = object.__new__(Progress)
+        found.regions, found.alarm = SimpleNamespace(host=self.host), Bell()  # type: ignore[assignment]
+        found.calls = {5: Call("all_gather_gemm", self.program)}
+        found._own, found._stood = self.host[ME], [((0, 0), 0.0)] * 2
+        self.released = 0
+
+        def release() -> None:
+            self.released += 1
+
+        found.release = release
+        for lane in (DOWN, UP):
+            self.say(lane, EPOCH, 5)
+            self.say(lane, DONE, 4)
+
+    def say(self, lane: int, what: int, value: int) -> None:
+        store(self.host[ME] + place(lane, what), value)
+
+    def later(self, seconds: float) -> list[Any]:
+        self.now += seconds
+        self.progress.look()
+        return self.progress.alarm.rung  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_a_lane_that_stands_still_for_too_long(scene: Scene) -> None:
+    store(scene.host[2] + LAYOUT.shared_word(0, ME), FULL)  # rank 2 has sent its first chunk, rank 0 has not
+    store(scene.host[0] + BEGUN, 3)
+    scene.say(DOWN, DONE, 5)
+    assert scene.later(0) == scene.later(9.9) == []
+    assert scene.later(0.2) == [("all_gather_gemm", Wait(0, 0), 5, 3)]
+    assert scene.released == 1
+    scene.later(100)
+    assert scene.released == 1, "said once"
+
+
+def test_what_goes_on_is_left_alone(scene: Scene) -> None:
+    scene.say(DOWN, DONE, 5)
+    for position in range(3):
+        scene.say(UP, POSITION, position)
+        assert scene.later(0) == scene.later(9.9) == []
+    scene.say(UP, DONE, 5)
+    assert scene.later(100) == scene.later(100) == [], "the call has ended"
+
+
+def test_a_lane_that_is_busy_with_something_else_is_left_alone(scene: Scene) -> None:
+    """Its words are as it wants them: it copies, or follows a stream of the caller's."""
+    for peer in (0, 2):
+        store(scene.host[peer] + LAYOUT.shared_word(0, ME), FULL)
+    assert scene.later(0) == scene.later(100) == scene.later(100) == []
+    for peer in (0, 2):
+        store(scene.host[peer] + LAYOUT.shared_word(0, ME), EMPTY)
+    assert scene.later(0) == scene.later(9.9) == [], "counted from when the wait was seen"
+    assert len(scene.later(9.9)) == 1
+
+
+def test_a_writer_that_waits_for_a_late_reader(scene: Scene) -> None:
+    scene.say(UP, DONE, 5)
+    scene.say(DOWN, POSITION, 3)
+    store(scene.host[ME] + LAYOUT.shared_word(3, 0), FULL)
+    scene.later(0)
+    assert scene.later(11) == [("all_gather_gemm", Wait(0, 1), 5, 0)]
+
+
+def test_calls_that_have_ended_are_forgotten(scene: Scene) -> None:
+    progress = scene.progress
+    for epoch in range(6, 12):
+        for lane in (DOWN, UP):
+            scene.say(lane, DONE, epoch - 1)
+        progress.begin(epoch, Call("all_gather", scene.program))
+        assert len(progress.calls) <= 2
+        assert epoch in progress.calls
+    scene.say(UP, DONE, 0xFFFFFFFE)
+    scene.say(DOWN, DONE, 0xFFFFFFFE)
+    progress.calls = {0xFFFFFFFD: progress.calls[11], 0xFFFFFFFF: progress.calls[11]}
+    progress.begin(0, Call("all_gather", scene.program))
+    assert set(progress.calls) == {0xFFFFFFFF, 0}, "numbers wrap"
+
+
+def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = iter([False, False, True])
+    lanes = [SimpleNamespace(drained=lambda: next(rounds)), SimpleNamespace(drained=lambda: True)]
+    monkeypatch.setattr(host_progress.time, "sleep", lambda seconds: None)
+    for region in scene.host:
+        for word in LAYOUT.own_words():
+            store(region + word, 7)
+    host_progress.release(LAYOUT, ME, scene.host, lanes)  # type: ignore[arg-type]
+    assert next(rounds, None) is None
+    for rank, region in enumerate(scene.host):
+        for word in LAYOUT.own_words():
+            mine = EMPTY if rank == ME else FULL if word in LAYOUT.words_of(ME) else 7
+            assert read(region + word) == mine

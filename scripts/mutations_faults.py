@@ -34,6 +34,7 @@ class Fault:
     """Checks of tests/gpu/checks.py; each must fail on two GPUs."""
 
 
+PROGRAM = "tests/unit/comm/test_host_program.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
 PLAIN_FENCES = "tests/unit/kernels/test_compiled.py::test_plain_kernels_have_their_fences"
@@ -50,6 +51,35 @@ def _fault(
 
 
 FAULTS: tuple[Fault, ...] = (
+    # The link through host memory.
+    _fault(
+        "reading runs further behind than there are slots",
+        "megatron_flux/comm/host_program.py",
+        "ahead = slots - 2",
+        "ahead = slots",
+        (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
+    ),
+    _fault(
+        "a slot is written before its readers have left it",
+        "megatron_flux/comm/host_program.py",
+        "            [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],",
+        "            [],",
+        (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
+    ),
+    _fault(
+        "a slot is read before it is written",
+        "megatron_flux/comm/host_program.py",
+        "                [(WordOp(WAIT, word, FULL), Wait(peer, rank))],",
+        "                [],",
+        (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
+    ),
+    _fault(
+        "a lane at work is taken for one that waits",
+        "megatron_flux/comm/host_progress.py",
+        "if wait is None or self._stood",
+        "if self._stood",
+        ("tests/unit/comm/test_host_progress.py::test_a_lane_that_is_busy_with_something_else_is_left_alone",),
+    ),
     # What ranks decide together.
     _fault(
         "kept answer is not broadcast",

@@ -64,6 +64,10 @@ class LinkAlarm(Alarm):
     def tell(self) -> None:
         """Look after the waits first."""
         self._look()
+        self.say()
+
+    def say(self) -> None:
+        """Print the message once."""
         super().tell()
 
 
@@ -130,6 +134,7 @@ class Progress:
                 self._stood[lane] = (epoch, position), time.monotonic()
             elif time.monotonic() - self._stood[lane][1] > self.alarm.seconds:
                 self.ring(lane, wait)
+                self.alarm.say()  # now: the process may end as soon as its streams run on
                 self.release()
                 return
 

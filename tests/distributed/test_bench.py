@@ -75,7 +75,7 @@ def without_gpus() -> Iterator[Tuned]:
 
     link = Link("nvlink", "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "checked", lambda *_: (CPU, link))
+        patch.setattr(process_group, "checked", lambda *_, **__: (CPU, link))
         patch.setattr(tuner.links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(ops, "_link_rate", lambda *_: 100.0)
@@ -219,3 +219,44 @@ def test_force_measures_again_and_keeps_what_it_does_not_touch(world2: WorkerPoo
     assert measured == 4
     assert [line.endswith("(kept)") for line in said] == [False] * 4 + [True]
     assert json.loads(cache.read_text()) == {**kept, "another machine's": stale}
+
+
+def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
+    """The real link through host memory and the real chunked backends; only times are made up."""
+    times = TIMES | {"chunked": 2.5, "chunked_int8": 2.25}
+
+    def timed(given: Mapping[str, Callable[[], object]], *_: Any) -> dict[str, timing.Samples]:
+        for variant in given.values():
+            variant()
+        return {name: timing.Samples([times[name]] * 3, [0.01] * 3, [0.02] * 3) for name in given}
+
+    link = Link("host", "asked for")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        patch.setattr(process_group, "checked", lambda *_, **__: (CPU, link))
+        patch.setattr(tuner.links, "probe", lambda *_: link)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(tuner, "_over_host", lambda *_: True)
+        patch.setattr(tuner.timing, "all_agree", lambda *_: False)
+        patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {name: [times[name]] for name in ways})
+        patch.setattr(ops, "_host_rate", lambda *_: 40.0)
+        patch.setattr(ops, "timed", timed)
+        times |= {"reference": 3.0}
+        tuner.links.want(tuner.links.Wanted(link="host", wire="int8"))
+        try:
+            wanted = run_of(out).model_copy(update={"link": "host", "wire": "int8"})
+            return ops.run(wanted, CASES, dist.group.WORLD, lambda _: None)
+        finally:
+            tuner.links.want(tuner.links.Wanted())
+
+
+def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
+    summary, _ = world2.run(bench_over_host, tmp_path / "run", tmp_path / "tuned.json")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert (summary["link"], summary["wire"], summary["link_gb_per_s"]) == ("host", "int8", 40.0)
+    for row in summary["rows"]:
+        found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
+        assert found == {"gemm", "nccl", "serial", "chunked", "chunked_int8", "tuned"}
+        assert (row["link"], row["wire"]) == ("host", "int8")
+        assert row["tuned_choice"] == "chunked_int8"
+        assert row["shared_bytes"] > 1 << 20

@@ -24,11 +24,14 @@ class Bell:
     seconds = 10.0
 
     def __init__(self) -> None:
-        self.view, self.rung = [0], []
+        self.view, self.rung, self.said = [0], [], False
 
     def ring(self, *what: Any) -> None:
         self.view[0] = 1
         self.rung.append(what)
+
+    def say(self) -> None:
+        self.said = True
 
 
 class Scene:
@@ -47,6 +50,7 @@ class Scene:
         self.released = 0
 
         def release() -> None:
+            assert found.alarm.said, "who ends the process says why before"  # type: ignore[attr-defined]
             self.released += 1
 
         found.release = release

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.summary import relative_differences
 from megatron_flux.telemetry import environment
 

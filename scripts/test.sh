@@ -5,6 +5,7 @@
 #   ./scripts/test.sh [--active] [pytest's options]
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
+unset PYTHONDONTWRITEBYTECODE # packages are installed without bytecode: every process would compile torch anew
 
 # Debian's and Ubuntu's packages, as root or by a sudo that asks nothing. Where they cannot be installed, the tests that
 # need them are skipped with the reason.
@@ -48,14 +49,15 @@ if ((${#ARGUMENTS[@]})); then
 fi
 
 # All of them, in two sessions of about the same length side by side. Jobs on Slurm's daemons wait a good deal, and unit
-# tests keep one core busy; the others start several processes each. What the first session printed is shown when both
-# have ended.
-FIRST=(tests/slurm tests/unit tests/browser)
+# tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
+# when both have ended. tests/unit/project/test_sessions.py looks that no folder is left out.
+FIRST=(tests/slurm tests/unit tests/browser tests/megatron_lm)
+SECOND=(tests/distributed tests/train tests/gpu)
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!
 trap 'kill "$beside" 2>/dev/null || true; cat "$log"; rm "$log"' EXIT
 failed=0
-"$PYTHON" -m pytest "${FIRST[@]/#/--deselect=}" || failed=$?
+"$PYTHON" -m pytest "${SECOND[@]}" || failed=$?
 wait "$beside" || failed=$?
 exit "$failed"

@@ -43,7 +43,7 @@ def left(mark: str, seconds: float) -> list[str]:
     """What is still there of ``mark`` after so many seconds, as pid and command line; returns early if nothing is."""
     deadline = time.monotonic() + seconds
     while (found := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.3)  # looking costs a good part of that
     return [_line(process) for process in found]
 
 

@@ -3,7 +3,11 @@
 A fresh one needs four seconds of a processor for these imports, and a training starts three. :class:`Warm` keeps one
 process that has done so. Its ``python`` is an executable that takes a command line, has that process fork, and lends
 the fork its own standard streams, environment and folder; it passes signals on, ends as the fork ends, and the fork
-does not outlive it. To the fork it is ``sys.executable``: what a launcher starts begins warm as well.
+does not outlive it, nor does what the fork has started in this way: to the fork it is ``sys.executable``, so what a
+launcher starts begins warm as well.
+
+Slurm signals every process below a task, and no fork is among them: in a step of a job, the executable hands its
+signals to what its fork has started, too.
 
 Not for tests of how processes are started, killed or found, nor of what is imported when: a fork's parent is the warm
 process, and so is the command line that the system shows for it.
@@ -107,14 +111,23 @@ def _serve(address: str) -> None:
     listening.bind(f"{address}.new")
     listening.listen(64)
     os.rename(f"{address}.new", address)
-    forks: dict[int, tuple[int, socket.socket]] = {}  # by the file that tells of the end: process and connection
+    # By the file that tells of the end: process, connection, and the process that has started the executable.
+    forks: dict[int, tuple[int, socket.socket, int]] = {}
+
+    def end(process: int) -> None:
+        """And what it has started."""
+        os.kill(process, signal.SIGKILL)
+        for other, _, parent in forks.values():
+            if parent == process:
+                end(other)
+
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ, "end")
         selector.register(listening, selectors.EVENT_READ, "new")
         while True:
             for key, _ in selector.select():
                 if key.data == "end":
-                    for process, _ in forks.values():
+                    for process, _, _ in forks.values():
                         os.kill(process, signal.SIGKILL)
                     os._exit(0)
                 if key.data == "new":
@@ -129,21 +142,21 @@ def _serve(address: str) -> None:
                     if process == 0:
                         selector.close()
                         listening.close()
-                        for end, (_, other) in forks.items():
-                            os.close(end)
+                        for ended, (_, other, _) in forks.items():
+                            os.close(ended)
                             other.close()
                         connection.close()
                         _become(request, streams)
                     for stream in streams:
                         os.close(stream)
                     ended = os.pidfd_open(process)
-                    forks[ended] = process, connection
+                    forks[ended] = process, connection, request["parent"]
                     with contextlib.suppress(OSError):
                         connection.sendall(process.to_bytes(4, "big"))
                     selector.register(ended, selectors.EVENT_READ, "ended")
                     selector.register(connection, selectors.EVENT_READ, ended)
                 elif key.data == "ended":
-                    process, connection = forks.pop(key.fd)
+                    process, connection, _ = forks.pop(key.fd)
                     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                     with contextlib.suppress(OSError):
                         connection.sendall(status.to_bytes(4, "big", signed=True))
@@ -154,11 +167,13 @@ def _serve(address: str) -> None:
                     connection.close()
                 elif key.data in forks and forks[key.data][1] is key.fileobj:  # whoever asked is gone
                     selector.unregister(key.fileobj)
-                    os.kill(forks[key.data][0], signal.SIGKILL)
+                    end(forks[key.data][0])
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
     """What ``python -m MODULE WORDS`` does."""
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -192,9 +207,24 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     os._exit(code)
 
 
+def _below(process: int) -> list[int]:
+    """The process's children, theirs and so on."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
+
+
 def _ask(address: str, python: str, words: list[str]) -> None:
     """The executable: have the warm process fork, and be that fork to whoever has started this."""
     request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "python": python}
+    # What was started with a signal ignored ignores it until it says otherwise, and may do so at any time.
+    request["ignored"] = [number for number in _PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
+    request["parent"] = os.getppid()
     content = json.dumps(request).encode()
     waiting = array.array("i")  # signals that come before the fork is known
     for number in _PASSED_ON:
@@ -208,8 +238,9 @@ def _ask(address: str, python: str, words: list[str]) -> None:
         sys.exit("the warm process is gone")
 
     def pass_on(number: int, _: object = None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
+        for known in [process, *(_below(process) if "SLURM_STEP_ID" in os.environ else ())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(known, number)
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)

@@ -21,13 +21,11 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,17 +37,16 @@ from megatron_flux.bench.layer_workload import WorkloadBench
 from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank
-from megatron_flux.run.folder import CONFIG
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")
 
 
-def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
 
-    The first rank writes ``summary.json``, ``rounds.jsonl``, ``plot.svg`` and the traces into ``out``, and calls
-    ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
+    The first rank writes ``summary.json``, ``rounds.jsonl``, ``plot.svg`` and the traces into the run folder, and
+    calls ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
         UserError: a GPU run without a CUDA device.
@@ -84,32 +81,27 @@ def run(config: LayerConfig, out: Path, *, log: Callable[[str], None] = print) -
                 deadline = began + config.seconds * (index + 1) / len(config.workloads)
             say(f"{workload.label}: {workload.layers} layers, tp {group.size()}")
             bench = WorkloadBench(
-                workload, config, group, ranks, device, out, lambda text, of=workload: say(f"{of.label} {text}")
+                workload, config, group, ranks, device, lambda text, of=workload: say(f"{of.label} {text}")
             )
             rows, skipped, rounds = bench.run(deadline)
             summary["rows"] += rows
             summary["skipped"] += skipped
             raw += rounds
             if first:
-                process_group.write(out, summary, raw, report.layers_svg(summary))
+                process_group.write(config.out, summary, raw, report.layers_svg(summary))
     return summary
 
 
-def work(folder: str) -> None:
-    """Measure on this rank what the run folder's ``config.json`` says."""
-    out = Path(folder)
-    measure(LayerConfig.model_validate(json.loads((out / CONFIG).read_text())["config"]), out)
-
-
-def measure(config: LayerConfig, out: Path) -> None:
-    """:func:`run` on this rank, from process groups to the log and the printed table."""
+def work(text: str) -> None:
+    """Measure on this rank what a :class:`LayerConfig` as JSON says; the first one prints the table."""
+    config = LayerConfig.model_validate_json(text)
     rank.set_environment()
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
 
     warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    log = out / "log.txt"
+    log = config.out / "log.txt"
     with process_group.logged_to(log), cpu_shims(), process_groups(config):
-        summary = run(config, out, log=logger.info)
+        summary = run(config, log=logger.info)
         if rank.is_first():
             process_group.show(report.show_layers, summary, log)

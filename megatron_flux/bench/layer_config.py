@@ -111,6 +111,7 @@ class LayerConfig(_Measuring):
     device: Literal["cuda", "cpu"] = "cuda"
     """The command always says cuda: a CPU proves that the benchmark works and measures nothing."""
 
+    out: Path = Path()
     pp: ClassVar[int] = 1
     """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ class WorkloadBench:
     ranks: dist.ProcessGroup
     """All, for what hosts tell each other."""
     device: torch.device
-    out: Path
     say: Callable[[str], None]
     skipped: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -193,7 +191,7 @@ class WorkloadBench:
             self._synchronize()
             dist.barrier(group=self.ranks)
             with arm.active():
-                trace = trace_step(arm.step, self.out / name if self.ranks.rank() == 0 else None)
+                trace = trace_step(arm.step, self.config.out / name if self.ranks.rank() == 0 else None)
             parts = breakdown.of_layers(trace, self.workload.layers) if trace else {}
         return row(self.workload, arm, samples, agreement, parts, name)
 

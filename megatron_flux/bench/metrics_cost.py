@@ -26,7 +26,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,9 @@ import torch.distributed as dist
 from pydantic import Field
 
 from megatron_flux.bench.shapes import Options
-from megatron_flux.metrics import read_records, strict_json
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, RESAMPLES
-from megatron_flux.run.folder import CONFIG
 from megatron_flux.telemetry.call_sampler import ROUNDS
 from megatron_flux.train.config import RunConfig
 
@@ -51,16 +50,13 @@ class CostOptions(Options):
     block_steps: int = Field(20, ge=1, description="Steps of a block.")
 
 
-def work(folder: str) -> None:
-    """Measure on this rank what the run folder's ``config.json`` says."""
-    from megatron_flux.train.run_folder import load_config
+def work(text: str) -> None:
+    """Train on this rank as ``config`` (:class:`RunConfig`) and ``cost`` (:class:`CostOptions`) of the JSON say.
 
-    cost = json.loads((Path(folder) / CONFIG).read_text())["cost"]
-    measure(load_config(Path(folder)), CostOptions.model_validate(cost))
-
-
-def measure(config: RunConfig, options: CostOptions) -> None:
-    """Train on this rank; the first one writes ``blocks.jsonl`` and ``summary.json``, and logs the figures."""
+    The first one writes ``blocks.jsonl`` and ``summary.json``, and logs the figures.
+    """
+    given = json.loads(text)
+    config, options = RunConfig.model_validate(given["config"]), CostOptions.model_validate(given["cost"])
     from megatron_flux.train.arm import Arm  # with megatron-core, which the command's options do without
     from megatron_flux.train.worker import world
 

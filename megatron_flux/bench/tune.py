@@ -6,8 +6,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,8 @@ def run(
     """Fill the cache with the fastest backend and plan of every case: case, key in the cache and answer, on every rank.
 
     The first rank reads and writes the cache, after every case, and calls ``log`` with a line. With ``force`` an old
-    answer stays until there is a new one; what this process has measured or read before is not measured again.
+    answer stays until there is a new one; what this process has measured or read before is not measured again. The
+    tuner's environment variables are as ``wanted`` says from then on.
 
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
@@ -44,7 +44,10 @@ def run(
     tuned = get_backend("tuned")
     done = []
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, _tuner_settings(wanted, Path(scratch, "tuned.json")):
+    with tempfile.TemporaryDirectory() as scratch:
+        # The tuner reads from the environment where to keep answers and how long to measure.
+        os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(scratch, "tuned.json") if wanted.force else wanted.cache)
+        os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds_per_shape)
         for turn, case in enumerate(cases, 1):
             x, weight = ops.operands(case, group, dtype, device)
             key = ops.tuning_key(case, x, group.size(), link.kind)
@@ -75,24 +78,6 @@ def _keep(wanted: TuneRun, key: str, answer: dict[str, Any]) -> None:
         tuning_cache.store(wanted.cache, key, answer)
     elif answer["ms"] and key not in tuning_cache.load(wanted.cache):
         raise UserError(f"the choice for {key} could not be kept in {wanted.cache}; give another file as --cache")
-
-
-@contextmanager
-def _tuner_settings(wanted: TuneRun, scratch: Path) -> Iterator[None]:
-    """Tell the tuner, which reads the environment, where to keep answers and how long to measure."""
-    settings = {
-        "MEGATRON_FLUX_TUNE_CACHE": str(scratch if wanted.force else wanted.cache),
-        "MEGATRON_FLUX_TUNE_SECONDS": str(wanted.seconds_per_shape),
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def work(text: str) -> None:

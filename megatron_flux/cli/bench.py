@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megatron_flux.bench.layer_config import LayerOptions, resolve
+from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
 from megatron_flux.bench.metrics_cost import CostOptions
 from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun
 from megatron_flux.cli import start
@@ -166,12 +167,18 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
     config = resolve(given, launcher.world_size(given.nproc, gpus=gpus, otherwise=8))
     blocks = len({block_of(arm) for arm in config.arms})
-    description = {
-        "config": config.model_dump(mode="json"),
-        "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks), 1) for w in config.workloads},
-        "started": folder.started(),
-        "command": folder.command_line(),
-    }
+
+    def to(out: Path) -> LayerConfig:
+        return config.model_copy(update={"out": out})
+
+    def describe(out: Path) -> dict[str, Any]:
+        return {
+            "config": to(out).model_dump(mode="json"),
+            "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks), 1) for w in config.workloads},
+            "started": folder.started(),
+            "command": folder.command_line(),
+        }
+
     if not dry_run:
         rank.set_environment()
     start.benchmark(
@@ -179,8 +186,8 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
         module,
         f"tp {config.tp}",
         config.tp,
-        describe=lambda _: description,
-        here=lambda out: module.measure(config, out),
+        describe=describe,
+        argument=lambda out: to(out).model_dump_json(),
         out=given.out,
         overwrite=given.overwrite,
         dry_run=dry_run,
@@ -201,7 +208,8 @@ def metrics(given: TrainOptions, cost: CostOptions, dry_run: DryRun = False) -> 
 
     def prepared(out: Path) -> str:
         data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
-        return str(out)
+        config = run.model_copy(update={"out": out})
+        return json.dumps({"config": config.model_dump(mode="json"), "cost": cost.model_dump()})
 
     start.benchmark(
         "bench metrics",
@@ -210,8 +218,6 @@ def metrics(given: TrainOptions, cost: CostOptions, dry_run: DryRun = False) -> 
         run.world_size,
         describe=describe,
         argument=prepared,
-        # Another rank may not have written the folder yet.
-        here=lambda out: module.measure(run.model_copy(update={"out": out}), cost),
         out=given.out,
         overwrite=run.overwrite,
         dry_run=dry_run,

@@ -1,26 +1,51 @@
 """The ``megatron-flux`` command: what is in no file of its own, and all commands put together.
 
-Bad input ends a command with one line and exit code 2, a failed run with 1.
+Bad input ends a command with one line and exit code 2, a failed run with 1: the cause is the last line, whatever was
+raised. typer answers some exceptions itself before anybody else sees them: to EOFError it says "Aborted.", to an
+interrupt and to a broken pipe nothing. It cannot be asked not to, so they pass through it inside an exception that it
+does not know.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import sys
+import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from megatron_flux.cli import errors, report, slurm
+from megatron_flux.cli import report, slurm
 from megatron_flux.cli.bench import bench, tune
 from megatron_flux.cli.start import report_console
 from megatron_flux.cli.train import compare, train
-from megatron_flux.errors import UserError
+from megatron_flux.errors import FluxError, UserError
 from megatron_flux.megatron_lm import source_patches
 from megatron_flux.version import __version__
 
+
+class _PastTyper(BaseException):
+    """Carries what a command raised, as its cause, to :func:`main`."""
+
+
+class Commands(TyperGroup):
+    """The commands, whose exceptions reach :func:`main` as they are."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            return super().invoke(ctx)
+        except (EOFError, KeyboardInterrupt, OSError) as error:
+            raise _PastTyper from error
+
+
 app = typer.Typer(
-    cls=errors.Commands,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -129,5 +154,67 @@ app.add_typer(report.app, name="report")
 
 
 def main() -> None:
-    """Entry point of ``megatron-flux``."""
-    errors.run(app)
+    """Entry point of ``megatron-flux``: run it and end the process, as the command line or as a rank of a run."""
+
+    def unpacked() -> None:
+        try:
+            app()
+        except _PastTyper as carrier:
+            carried = carrier.__cause__
+        else:
+            return
+        raise carried  # outside the handler: its own context is all that a traceback shall show
+
+    try:
+        if "RANK" in os.environ:
+            from megatron_flux.run import rank
+
+            rank.recorded(unpacked)
+        else:
+            unpacked()
+        sys.stdout.flush()
+    except SystemExit:
+        _flushed()
+        raise
+    except BaseException as error:
+        sys.exit(_explained(error, is_read=_flushed()))
+    sys.exit(0)  # which torch's recorder has swallowed
+
+
+def _explained(error: BaseException, *, is_read: bool) -> int:
+    """Print ``error`` and return the exit code: one line, after a traceback where nobody raised it on purpose."""
+    rank = os.environ.get("RANK")
+    code, text = 1, str(error)
+    if isinstance(error, UserError):
+        code = 2
+        if rank not in (None, "0"):
+            return code  # every rank has refused the same
+    elif isinstance(error, FluxError):
+        code = getattr(error, "exit_code", 1)
+    elif isinstance(error, KeyboardInterrupt):
+        code, text = 128 + signal.SIGINT, "interrupted"
+    elif isinstance(error, BrokenPipeError) and not is_read:
+        text = "whatever read standard output has gone"
+    else:
+        traceback.print_exception(error)
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    who = "" if rank is None else f" rank {rank}:"
+    print(f"megatron-flux: error:{who} {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def _flushed() -> bool:
+    """Write out what is buffered, and say whether anybody reads it; if not, Python's last lines would be about that."""
+    try:
+        sys.stdout.flush()
+        output = sys.stdout.fileno()
+    except BrokenPipeError:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file of the system's
+        return True
+    asked = select.poll()
+    asked.register(output, 0)
+    has_gone = any(event & select.POLLERR for _, event in asked.poll(0))
+    if has_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return not has_gone

@@ -97,8 +97,7 @@ def benchmark(
     ranks: int,
     *,
     describe: Describe,
-    argument: Callable[[Path], str] = str,
-    here: Callable[[Path], None] | None = None,
+    argument: Callable[[Path], str],
     out: Path | None,
     overwrite: bool,
     dry_run: bool,
@@ -114,11 +113,8 @@ def benchmark(
         made = folder.claim(made)
     if rank.is_first():
         folder.make(made, describe(made), overwrite=overwrite)
-    if launcher.launched() and here is not None:
-        here(made)
-    else:
-        left = f"what was measured is in {made}"
-        on_ranks(command, f"{about}, run folder {made}", module, argument(made), ranks, left=left)
+    left = f"what was measured is in {made}"
+    on_ranks(command, f"{about}, run folder {made}", module, argument(made), ranks, left=left)
     return made
 
 

@@ -36,12 +36,11 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
 
     from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.telemetry import environment
     from megatron_flux.train import config, data
 
     rank.quiet_megatron()
     checked_versions()
-    device = environment.device_kind()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
     out = given.out or folder.default_folder(*words)

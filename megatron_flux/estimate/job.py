@@ -70,11 +70,6 @@ class Job:
     device: Device
 
     @property
-    def gpus(self) -> int:
-        """All GPUs."""
-        return self.run.world_size
-
-    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.run.shape.seq_length * self.run.micro_batch_size
@@ -92,7 +87,7 @@ class Job:
     @property
     def tp_in_node(self) -> bool:
         """Whether every tensor-parallel group is in one node: ranks are numbered tp first, then dp, then pp."""
-        return self.gpus <= self.gpus_per_node or self.gpus_per_node % self.run.tp == 0
+        return self.run.world_size <= self.gpus_per_node or self.gpus_per_node % self.run.tp == 0
 
     @property
     def peers_in_node(self) -> int:

@@ -44,19 +44,19 @@ def check(job: Job) -> dict[str, Any]:
     linears that ran flux and their ``calls`` in one forward and backward. A :class:`FluxError` names a rank and stage
     that cannot be built or run.
     """
-    if job.gpus > MAX_RANKS:
+    if job.run.world_size > MAX_RANKS:
         raise UserError(
-            f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.gpus}; lower --gpus: "
-            "more data parallelism repeats the same groups"
+            f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.run.world_size}; "
+            "lower --gpus: more data parallelism repeats the same groups"
         )
     ranks, stages = [], []
-    for rank in range(job.gpus):
+    for rank in range(job.run.world_size):
         with _world(rank, job):
             ranks.append(seen := _rank(rank, job))
             if seen["places"]["tp"] == seen["places"]["dp"] == 0:
                 stages.append(_check_stage(rank, job, seen["places"]["pp"]))
     found = {"ranks": ranks, "stages": stages, "linears": linears(job), "problems": problems(job, ranks)}
-    return {"gpus": job.gpus, "sizes": _sizes(job), "device": job.device.key, **found}
+    return {"gpus": job.run.world_size, "sizes": _sizes(job), "device": job.device.key, **found}
 
 
 def _sizes(job: Job) -> dict[str, int]:
@@ -71,7 +71,7 @@ def _world(rank: int, job: Job) -> Iterator[None]:
 
     if dist.is_initialized():
         raise UserError("this process has process groups already; check the topology in a process of its own")
-    dist.init_process_group("fake", rank=rank, world_size=job.gpus, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=job.run.world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(job.run.tp, job.run.pp, create_gloo_process_groups=False)
         yield
@@ -119,11 +119,11 @@ def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
             found.append(f"rank {view['rank']}, tp group {list(view['groups']['tp'])}: on more than one node")
     for kind in sizes:
         covered = sorted(member for group in {view["groups"][kind] for view in ranks} for member in group)
-        if covered != list(range(job.gpus)):
+        if covered != list(range(job.run.world_size)):
             found.append(f"the {kind} groups do not cover every rank once")
     places = {tuple(view["places"].values()) for view in ranks}
-    if len(places) != job.gpus:
-        found.append(f"{job.gpus} ranks have {len(places)} different places in tp x pp x dp")
+    if len(places) != job.run.world_size:
+        found.append(f"{job.run.world_size} ranks have {len(places)} different places in tp x pp x dp")
     return found
 
 

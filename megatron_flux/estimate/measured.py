@@ -28,10 +28,9 @@ LARGEST_SPEEDUP_ERROR = 0.015  # of flux's speed-up there
 
 def validate_options(options: PlanOptions) -> dict[str, Any]:
     """:func:`validate` for what was asked on the command line; files that cannot be used are a :class:`UserError`."""
-    calls = read_ops(options.ops) if options.ops else None
-    if not options.layers:
+    calls, layers = read_ops(options.ops), read_layers(options.layers)
+    if layers is None:
         raise UserError("--validate needs measured layers; give --layers with a summary.json of bench layer")
-    layers = read_layers(options.layers)
     gpu = device(options.device) if options.device else (calls or layers).device
     return validate(Rates(device=gpu, calls=calls), layers)
 

@@ -31,8 +31,7 @@ ROOM_GB = 6.0  # memory to leave to CUDA's context, NCCL and fragmentation
 
 def predict_options(options: PlanOptions) -> dict[str, Any]:
     """:func:`predict` for what was asked on the command line: the user's figures in the place of the table's."""
-    calls = read_ops(options.ops) if options.ops else None
-    layers = read_layers(options.layers) if options.layers else None
+    calls, layers = read_ops(options.ops), read_layers(options.layers)
     found = calls or layers
     job = resolve(options, found.device if found else None)
     for measured, option in ((calls, "--ops"), (layers, "--layers")):
@@ -63,7 +62,7 @@ def why_stock(job: Job) -> str | None:
         return "tp = 1"
     if not job.tp_in_node:
         return f"no peer access within the group: tp {job.run.tp} spans nodes of {job.gpus_per_node} GPUs"
-    reason = limit(torch.bfloat16, job.run.tp, job.device.capability, job.gpus, shielded=True)
+    reason = limit(torch.bfloat16, job.run.tp, job.device.capability, job.run.world_size, shielded=True)
     return NO_NVLINK if reason is None and job.device.link != "nvlink" else reason
 
 
@@ -73,7 +72,9 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
     Measured ``layers`` replace predicted ones. ``speedup_undisturbed`` is the speed-up if what flux receives while it
     computes cost the layer nothing: the disturbance is known from one kind of machine only.
     """
-    reason = why_stock(job)
+    reason, run = why_stock(job), job.run
+    sizes = ("preset", "tp", "pp", "dp", "micro_batch_size", "global_batch_size", "micro_batches", "recompute")
+    switches = ("dropout", "distributed_optimizer", "overlap_grad_reduce")
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         effective = "baseline" if reason else arm
@@ -86,7 +87,17 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
         undisturbed = totals[0] / totals[1]
     return {
         "kind": "Prediction",  # written in everything that leaves here
-        "job": _describe(job),
+        "job": {
+            **{name: getattr(run, name) for name in (*sizes, *switches)},
+            "overlap_param_gather": job.overlap_param_gather,
+            "virtual_pipeline": job.virtual_pipeline,
+            "gpus": run.world_size,
+            "nodes": -(-run.world_size // job.gpus_per_node),
+            "device": job.device.key,
+            "shape": run.shape.model_dump(),
+            "padded_vocab_size": run.padded_vocab_size,
+            "tokens_per_step": run.tokens_per_step,
+        },
         "inputs": _describe_inputs(rates, layers),
         "arms": arms,
         "speedup": arms["baseline"]["step"]["total"] / arms["flux"]["step"]["total"],
@@ -113,23 +124,6 @@ def _sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
         row["tp_exposed_share"] = steps[0]["tp_exposed"] / baseline
         rows.append(row | {"speedup": baseline / flux, "speedup_low": baseline / flux_low})
     return rows
-
-
-def _describe(job: Job) -> dict[str, Any]:
-    run = job.run
-    sizes = ("preset", "tp", "pp", "dp", "micro_batch_size", "global_batch_size", "micro_batches", "recompute")
-    switches = ("dropout", "distributed_optimizer", "overlap_grad_reduce")
-    return {
-        **{name: getattr(run, name) for name in (*sizes, *switches)},
-        "overlap_param_gather": job.overlap_param_gather,
-        "virtual_pipeline": job.virtual_pipeline,
-        "gpus": job.gpus,
-        "nodes": -(-job.gpus // job.gpus_per_node),
-        "device": job.device.key,
-        "shape": run.shape.model_dump(),
-        "padded_vocab_size": run.padded_vocab_size,
-        "tokens_per_step": run.tokens_per_step,
-    }
 
 
 def _describe_inputs(rates: Rates, layers: MeasuredLayers | None) -> dict[str, Any]:

@@ -220,8 +220,10 @@ class Rates:
         return Pair(nbytes, gemm, collective, gemm + collective, min(fused, gemm + collective))
 
 
-def read_ops(paths: list[Path]) -> MeasuredCalls:
+def read_ops(paths: list[Path]) -> MeasuredCalls | None:
     """Read summaries of ``bench ops``; a :class:`UserError` for files of different GPUs, or without whole calls."""
+    if not paths:
+        return None
     calls, devices, names = [], [], ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
     for path in paths:
         summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *names))
@@ -292,8 +294,10 @@ class MeasuredLayers:
         return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
 
 
-def read_layers(paths: list[Path]) -> MeasuredLayers:
+def read_layers(paths: list[Path]) -> MeasuredLayers | None:
     """Summaries of ``bench layer``: of one kind of GPU and one tp, each workload in one file only."""
+    if not paths:
+        return None
     rows, kinds, seen = [], {}, {}
     for path in paths:
         summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))

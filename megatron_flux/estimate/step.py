@@ -203,7 +203,7 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
     run, chunks, hop = job.run, job.virtual_pipeline, 0.0
     if run.pp > 1:  # by the slowest link that any pair of neighbours has; a rank sends its own rows
         rows = 2 * job.tokens * run.shape.hidden_size / run.tp
-        hop = rates.within_node(rows) if job.gpus <= job.gpus_per_node else rates.network(rows)
+        hop = rates.within_node(rows) if job.run.world_size <= job.gpus_per_node else rates.network(rows)
     # The GPU's forward; its backward, and what the host is late.
     forward = [layers.forward.total + vocabulary.forward.total for layers, vocabulary, _ in stages]
     backward = [layers.backward.total + vocabulary.backward.total + host for layers, vocabulary, host in stages]
@@ -243,7 +243,7 @@ def _data(job: Job, rates: Rates, count: int, forward: float, backward: float) -
 
     def ring(nbytes: float) -> float:
         local = rates.within_node(nbytes)
-        if job.gpus <= job.gpus_per_node or job.peers_in_node == run.dp:
+        if job.run.world_size <= job.gpus_per_node or job.peers_in_node == run.dp:
             return local
         return max(local, rates.network(nbytes, job.peers_in_node))
 

@@ -15,7 +15,6 @@ The names are the same from core_v0.15 to core_v0.19, but not what lies between 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -39,46 +38,38 @@ def register() -> None:
             wrapt.register_post_import_hook(_wrap, module)
 
 
-def _with_group(stock: Callable[..., Any], _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return add_arguments(stock(*args, **kwargs))
+def _with_flux(args: Any, _: Any) -> None:
+    install(add_from_command_line(args))
 
 
-def _with_flux(stock: Callable[..., Any], _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    validated = add_from_command_line(stock(*args, **kwargs))
-    install(validated)
-    return validated
-
-
-def _with_metrics(stock: Callable[..., Any], _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = stock(*args, **kwargs)
-    log(_signature(stock).bind(*args, **kwargs).arguments["iteration"])
-    return result
-
-
-def _with_tuning(stock: Callable[..., Any], _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = stock(*args, **kwargs)
-    tune(result[0])
-    return result
-
-
-_signature = functools.cache(inspect.signature)
-
-_WRAPPED: dict[str, tuple[tuple[str, str | None, Callable[..., Any]], ...]] = {
+_Then = Callable[[Any, dict[str, Any]], object]
+_WRAPPED: dict[str, tuple[tuple[str, str | None, _Then], ...]] = {
     "megatron.training.arguments": (
-        ("add_megatron_arguments", "parser", _with_group),
+        ("add_megatron_arguments", "parser", lambda parser, _: add_arguments(parser)),
         ("validate_args", "args", _with_flux),
     ),
     "megatron.training.yaml_arguments": (("validate_yaml", "args", _with_flux),),
     "megatron.training.training": (
-        ("training_log", "iteration", _with_metrics),
-        ("setup_model_and_optimizer", None, _with_tuning),
+        ("training_log", "iteration", lambda _, given: log(given["iteration"])),
+        ("setup_model_and_optimizer", None, lambda result, _: tune(result[0])),
     ),
 }
-"""By module: its functions, the parameter that the wrapper reads of each (None: of no name), and the wrapper."""
+"""By module: its functions, a parameter that each must have, and what follows on its result and its arguments."""
+
+
+def _followed(stock: Callable[..., Any], then: _Then) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    def call(stock: Callable[..., Any], _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = stock(*args, **kwargs)
+        then(result, signature.bind(*args, **kwargs).arguments)
+        return result
+
+    return wrapt.FunctionWrapper(stock, call)
 
 
 def _wrap(module: ModuleType) -> None:
-    for name, parameter, wrapper in _WRAPPED[module.__name__]:
+    for name, parameter, then in _WRAPPED[module.__name__]:
         stock = getattr(module, name, None)
         if stock is None or (parameter is not None and parameter not in inspect.signature(stock).parameters):
             lacks = "is missing" if stock is None else f"has no parameter {parameter!r}"
@@ -86,4 +77,4 @@ def _wrap(module: ModuleType) -> None:
                 f"megatron_flux: {module.__name__}.{name} {lacks}; Megatron-LM core_v0.15 to core_v0.19 can be "
                 "switched to flux this way, with others call megatron_flux.patch() in the script"
             )
-        setattr(module, name, wrapt.FunctionWrapper(stock, wrapper))
+        setattr(module, name, _followed(stock, then))

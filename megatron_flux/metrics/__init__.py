@@ -14,24 +14,3 @@ Contents of a run folder::
     report.html                 metrics.report
     ended.json                  how the run ended, and at which step: run.folder
 """
-
-from megatron_flux.metrics.recorder import JsonlRecorder, read_records
-from megatron_flux.metrics.report import write_report
-from megatron_flux.metrics.schema import SCHEMA_VERSION
-from megatron_flux.metrics.summary import ARMS, read_summary, summarize, verdict, write_summary
-from megatron_flux.metrics.table import print_summary
-from megatron_flux.metrics.wandb_mirror import WandbMirror
-
-__all__ = [
-    "ARMS",
-    "SCHEMA_VERSION",
-    "JsonlRecorder",
-    "WandbMirror",
-    "print_summary",
-    "read_records",
-    "read_summary",
-    "summarize",
-    "verdict",
-    "write_report",
-    "write_summary",
-]

@@ -56,8 +56,7 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
         ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of the
         caller, refused here because no reader could repair it.
         """
-        wrong = _problem(record, self.last_iteration)
-        if wrong is not None:
+        if (wrong := schema.problem(record, self.last_iteration)) is not None:
             raise ValueError(f"not a record of schema {schema.SCHEMA_VERSION}: {wrong}")
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
         try:
@@ -104,12 +103,6 @@ def _set_aside(path: Path, last_kept: int) -> int:
     return last
 
 
-def _problem(record: Record, after: int) -> str | None:
-    wrong = schema.problem(record)
-    late = wrong is None and record["iteration"] <= after
-    return f"iteration {record['iteration']} after iteration {after}" if late else wrong
-
-
 def parse_record(line: bytes, after: int = 0) -> Record:
     """One line as a record; ValueError where it is not strict JSON, no record, or not later than ``after``."""
     record = strict_json.loads(line.decode())
@@ -119,8 +112,7 @@ def parse_record(line: bytes, after: int = 0) -> Record:
             record[field.name] = strict_json.number(value)
         elif field.kind == "floats" and isinstance(value, dict):
             record[field.name] = {key: strict_json.number(item) for key, item in value.items()}
-    wrong = _problem(record, after)
-    if wrong is not None:
+    if (wrong := schema.problem(record, after)) is not None:
         raise ValueError(wrong)
     return record
 
@@ -158,8 +150,8 @@ class RecordTail:
         self._offset = 0
         self._inode = -1
 
-    def poll(self) -> int:
-        """Read what is new and return how many records came; a file that was replaced is read from its start."""
+    def poll(self) -> None:
+        """Read what is new; a file that was replaced is read from its start."""
         try:
             with self.path.open("rb") as file:
                 stat = self.path.stat()
@@ -171,28 +163,23 @@ class RecordTail:
                 new = file.read()
         except FileNotFoundError:
             self._start_over()
-            return 0
+            return
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}; name a folder that you may read") from error
         self._offset += len(new)
         *lines, self.rest = (self.rest + new).split(b"\n")
-        before = len(self.records)
         for line in lines:
             self.lines += 1
             try:
                 self.records.append(parse_record(line, after=self.records[-1]["iteration"] if self.records else 0))
             except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
                 self.damaged.append((self.lines, one_line(error)))
-        return len(self.records) - before
 
-    @property
-    def problems(self) -> list[str]:
-        """What was left out, in words; the last line of a file that is being written may be incomplete."""
-        more = len(self.damaged) - MAX_PROBLEMS
+    def problems(self, *, ended: bool = True) -> list[str]:
+        """What was left out, in words; where more may be written (not ``ended``) the last line may be incomplete."""
         said = [f"line {number} is damaged and left out ({cause})" for number, cause in self.damaged[:MAX_PROBLEMS]]
-        return said + ([f"{more} further damaged lines are left out"] if more > 0 else [])
-
-    def all_problems(self) -> list[str]:
-        """:attr:`problems` of a file that is complete: also a last line that a killed writer cut off."""
-        cut = f"line {self.lines + 1} is cut off and left out (its writer was killed)"
-        return [*self.problems, *([cut] if self.rest else [])]
+        if len(self.damaged) > MAX_PROBLEMS:
+            said.append(f"{len(self.damaged) - MAX_PROBLEMS} further damaged lines are left out")
+        if ended and self.rest:
+            said.append(f"line {self.lines + 1} is cut off and left out (its writer was killed)")
+        return said

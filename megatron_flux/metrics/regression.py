@@ -29,7 +29,6 @@ _LOSS_SETTINGS = (
     *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )
 
-_HEAD = ("quantity", "then", "now", "change", "band", "state")
 _UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
 
 
@@ -44,7 +43,7 @@ class Bands(NamedTuple):
 class Checked(NamedTuple):
     """One quantity of both runs; a row of the table."""
 
-    label: str
+    quantity: str
     then: str
     now: str
     change: str
@@ -72,18 +71,18 @@ class Result:
         known = sum(one.state != _UNCHECKED for one in self.checked)
         if not self.left:
             return f"against {self.name}: {known} of {known} quantities within their bands"
-        listed = ", ".join(f"{one.label} {one.change} (band {one.band})" for one in self.left[:4])
-        more = f" and {len(self.left) - 4} more" if len(self.left) > 4 else ""
-        return f"against {self.name}: {len(self.left)} of {known} quantities left their bands: {listed}{more}"
+        listed = ", ".join(f"{one.quantity} {one.change} (band {one.band})" for one in self.left)
+        return f"against {self.name}: {len(self.left)} of {known} quantities left their bands: {listed}"
 
     def part(self) -> Part:
         """For the report."""
-        return Part("against", "Against earlier results", caption=self.verdict, table=Table(self.checked, _HEAD))
+        table = Table(self.checked, Checked._fields)
+        return Part("against", "Against earlier results", caption=self.verdict, table=table)
 
     def show(self) -> None:
         """Print table, notes and verdict to standard output."""
         notes = [(f"note: {note}", "yellow") for note in self.notes]
-        print_table(_HEAD, self.checked, [*notes, (self.verdict, "bold")])
+        print_table(Checked._fields, self.checked, [*notes, (self.verdict, "bold")])
 
 
 def parse_checks(text: str) -> tuple[str, ...]:
@@ -97,21 +96,18 @@ def parse_checks(text: str) -> tuple[str, ...]:
 def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
     """Compare a run folder with an earlier one; UserError where they cannot be compared says in what they differ."""
     now, then = load(run_path), load(results_path)
-    if now.kind != then.kind:
-        raise UserError(
-            f"{run_path} is a run of {now.kind} and {results_path} of {then.kind}; give results of {now.kind}"
-        )
+    for run in (now, then):
+        if run.kind != "training":
+            raise UserError(f"{run.path} is a benchmark; --against compares runs of compare and train")
     if {"step-time", "memory"} & set(checks):
         devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
         names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
         if names[0] != names[1]:
-            instead = "; --check loss compares losses alone" if now.kind == "training" else ""
             raise UserError(
                 f"{run_path} ran on {names[0]} and {results_path} on {names[1]}: their times and memory cannot be "
-                f"compared{instead}"
+                "compared; --check loss compares losses alone"
             )
-    compared = _training if now.kind == "training" else _benchmark
-    found = list(compared(now, then, bands, checks))
+    found = list(_checked(now, then, bands, checks))
     notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
     if "memory" in checks:
         about = [(run.name, note) for run in (now, then) for note in run.summary.get("notes", [])]
@@ -125,7 +121,7 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
     return Result(then.name, found, notes)
 
 
-def _training(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+def _checked(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
     if (difference := different_models(now, then)) is not None:
         raise UserError(
             f"{now.path} and {then.path} trained different models ({difference}); give results of the same model"
@@ -178,24 +174,3 @@ def _at_most(label: str, then: float | None, now: float | None, band: float, for
     state = _UNCHECKED if then is None or now is None else _OK if now <= then * (1 + band) else _LEFT
     change = percent_change(then, now)
     return Checked(label, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", state)
-
-
-def _benchmark(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
-    """The operators' tuned times, or the layers' times and memory, of the rows that both have."""
-    operators = now.kind == "operators"
-    of_operators = ("op", "model", "layer", "direction", "m", "n", "k", "dtype")
-    keys = of_operators if operators else ("model", "seq", "micro_batch", "layers", "arm")
-
-    if now.summary.get("tp") != then.summary.get("tp"):
-        raise UserError(f"{now.path} has tp {now.summary.get('tp')} and {then.path} tp {then.summary.get('tp')}")
-    earlier, present = ({tuple(map(row.get, keys)): row for row in run.summary["rows"]} for run in (then, now))
-    if not earlier.keys() & present.keys():
-        raise UserError(f"{now.path} and {then.path} measured nothing in common; give results of the same calls")
-    quantities = (("ms", "tuned_ms" if operators else "ms_per_layer", bands.step_time, "{:.3f}".format, "step-time"),)
-    if not operators:
-        quantities += (("peak GB", "peak_memory_gb", bands.memory, "{:.2f}".format, "memory"),)
-    for key in (key for key in earlier if key in present):
-        label = " ".join(str(part) for part in key if part is not None)
-        for unit, name, band, form, check in quantities:
-            if check in checks:
-                yield _at_most(f"{label}, {unit}", earlier[key].get(name), present[key].get(name), band, form)

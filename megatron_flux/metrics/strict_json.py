@@ -83,8 +83,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """:func:`write_atomically`; returns ``path``, and a failure is a UserError."""
+    """:func:`write_atomically`, in a folder made when missing; returns ``path``, and a failure is a UserError."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that can be written") from error

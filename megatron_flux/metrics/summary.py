@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.schema import SCHEMA_VERSION
 
@@ -119,12 +118,14 @@ def largest(differences: Sequence[tuple[int, float]]) -> float | None:
     return float(np.max([difference for _, difference in differences])) if differences else None
 
 
-def overlap_efficiency(time: float | None, gemm: float, serial: float) -> float | None:
+def overlap_efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:
     """FLUX's overlap efficiency (arXiv 2406.06858), all times in one unit: 1 is GEMM alone, 0 is both in turn.
 
-    None where the time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
+    None where a time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
     """
-    return None if time is None or serial <= gemm else (serial - time) / (serial - gemm)
+    if time is None or gemm is None or serial is None or serial <= gemm:
+        return None
+    return (serial - time) / (serial - gemm)
 
 
 def summarize(
@@ -171,10 +172,7 @@ def summarize(
 
 
 def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
-    """Figures of one arm; medians over timed steps, losses over all, the most memory ever, warm-up and tuning included.
-
-    ``shared``: the other arm was trained in the same processes.
-    """
+    """Medians over timed steps, losses over all, the most memory ever; ``shared``: both arms were in one process."""
     steps = timed(records)
     diverged = [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
     sizes: list[tuple[int | None, int | None, int | None]] = []
@@ -255,17 +253,3 @@ def verdict(summary: Mapping[str, Any]) -> str:
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` atomically, indented, as strict JSON; UserError where it cannot be written."""
     strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")
-
-
-def read_summary(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a ``summary.json``; UserError where it is missing, damaged, no summary, or of a newer schema."""
-    summary = strict_json.read_json_object(path)
-    if "arms" not in summary or "schema_version" not in summary:
-        raise UserError(f"{path} is not a summary of this program; name a folder written by megatron-flux compare")
-    version = summary["schema_version"]
-    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
-        raise UserError(
-            f"{path} has schema version {version}, this program reads 1 to {SCHEMA_VERSION}; "
-            "use the megatron-flux version that wrote it"
-        )
-    return summary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -160,19 +160,17 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def print_summary(summary: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """Print table, findings and verdict of :func:`megatron_flux.metrics.summary.summarize`; by default to stdout."""
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print table, findings and verdict of :func:`megatron_flux.metrics.summary.summarize` to standard output."""
     lines = [(f"{label}: {text}", "yellow" if label == "note" else "") for label, text in findings(summary)]
-    print_table(HEAD, rows(summary), [*lines, (verdict(summary), "bold")], file)
+    print_table(HEAD, rows(summary), [*lines, (verdict(summary), "bold")])
 
 
-def print_table(
-    head: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[tuple[str, str]], file: IO[str] | None = None
-) -> None:
+def print_table(head: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[tuple[str, str]]) -> None:
     """Print a table and styled lines: the same text to a terminal and a pipe, in ASCII where nothing else is shown."""
-    console = Console(file=file, highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
+        console = Console(highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
     unicode = console.encoding.lower().startswith("utf")
 
     def text(content: str, style: str = "") -> Text:

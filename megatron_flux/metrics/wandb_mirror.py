@@ -22,8 +22,8 @@ import logging
 import os
 import statistics
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         self._run: Any = None
         self._per_rank = per_rank
         if mode != "disabled":
-            self._guard(lambda: self._start(mode, run, config, Path(dir), resuming))
+            with self._guarded():
+                self._start(mode, run, config, Path(dir), resuming)
 
     def _start(
         self, mode: str, options: Mapping[str, Any], config: Mapping[str, Any], folder: Path, resuming: bool
@@ -132,7 +133,8 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         What is no curve (the run, the tuner's choices) goes to the run's configuration.
         """
         if self._run is not None:
-            self._guard(lambda: self._log(record))
+            with self._guarded():
+                self._log(record)
 
     def _log(self, record: Mapping[str, Any]) -> None:
         about = {name: record[key] for name, key in _CONFIGURATION.items() if record.get(key)}
@@ -147,25 +149,26 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         for name, value in (record | objects).items():
             if name not in _NO_CURVES:
                 values |= {f"{name}/{key}": item for key, item in value.items()} if name in objects else {name: value}
-        known = {name: value for name, value in values.items() if value is not None}
-        self._run.log(known, step=record["iteration"])
+        self._run.log(_known(values), step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Set what the run's page and tables of runs show as its outcome; unknown values are left out."""
         if self._run is not None:
-            shown = {name: value for name, value in values.items() if value is not None}
-            self._guard(lambda: self._run.summary.update(shown))
+            with self._guarded():
+                self._run.summary.update(_known(values))
 
     def close(self, *, failed: bool = False) -> None:
         """End the run; harmless when it has ended or never began."""
         run, self._run = self._run, None
         if run is not None:
-            self._guard(lambda: run.finish(exit_code=int(failed)))
+            with self._guarded():
+                run.finish(exit_code=int(failed))
 
-    def _guard(self, action: Callable[[], None]) -> None:
-        """Do it, or say why not and stop mirroring."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What fails inside is said, and ends mirroring."""
         try:
-            action()
+            yield
         except KeyboardInterrupt:
             raise
         # wandb ends some failures with SystemExit, which would end training.
@@ -176,6 +179,10 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """End the run, as failed when an exception passes."""
         self.close(failed=kind is not None)
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _kept_id(folder: Path) -> str | None:

@@ -223,7 +223,7 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
 
 
 def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
-    """The project, and the group of every run: folders of earlier versions had the one asked for, or their name."""
+    """The project, and the group of every run: its name where its folder does not say."""
     other = next((run for run in runs if run.kind != "training"), None)
     if other is not None:
         raise UserError(f"{other.path} is a benchmark, which wandb has nothing of; name runs of compare or train")
@@ -232,10 +232,6 @@ def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
         if len(projects) > 1:
             raise UserError(f"the runs were recorded for {' and '.join(sorted(projects))}; give one as --project")
         project = projects.pop()
-    groups = []
-    for run in runs:
-        named = run.config.get("wandb")
-        named = named.get("group") if isinstance(named, dict) else None
-        earlier = run.settings.get("wandb_group") or Path(str(run.settings.get("out", run.name))).name
-        groups.append(str(named or earlier))
+    named = [(run.config.get("wandb"), run.name) for run in runs]
+    groups = [str(names.get("group", name)) if isinstance(names, dict) else name for names, name in named]
     return project, list(dict.fromkeys(groups))

@@ -175,7 +175,11 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
         stalled = silent > max(STALL_S, STALL_STEPS * max(pace or 0.0 for pace in paces))
         lines.append((f"last record {duration(silent)} ago{': stalled, or ended' * stalled}", "red" * stalled))
     # The last line of a running job may be half written: only whole lines can be damaged.
-    lines += [(f"{arm}/metrics.jsonl: {found}", "red") for arm in watched.arms for found in watched.tails[arm].problems]
+    lines += [
+        (f"{arm}/metrics.jsonl: {found}", "red")
+        for arm in watched.arms
+        for found in watched.tails[arm].problems(ended=False)
+    ]
     return lines
 
 

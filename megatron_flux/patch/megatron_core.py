@@ -134,16 +134,12 @@ def version_of_tree(core: Path) -> str:
 
 def find_line(megatron_core: str) -> MegatronCoreLine:
     """The line that a megatron-core version belongs to."""
-    release = _supported("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
+    release = check_release("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
     return next(line for line in LINES if release in line.versions)
 
 
-def check_torch(torch_version: str) -> None:
-    """Refuse a torch outside the supported range."""
-    _supported("torch", torch_version, SUPPORTED_TORCH)
-
-
-def _supported(package: str, found: str, supported: SpecifierSet) -> Version:
+def check_release(package: str, found: str, supported: SpecifierSet) -> Version:
+    """The release that the version ``found`` of ``package`` belongs to, which must be in the supported range."""
     release = release_of(found)
     if release is None or release not in supported:
         raise UnsupportedVersionError(
@@ -198,7 +194,7 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
 
 def checked_versions() -> MegatronCoreLine:
     """The installed megatron-core's line, torch's version checked; quick, since megatron-core is not imported."""
-    check_torch(version("torch"))
+    check_release("torch", version("torch"), SUPPORTED_TORCH)
     return find_line(installed_megatron_core())
 
 

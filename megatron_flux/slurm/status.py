@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics import ARMS, read_records, strict_json, summarize, write_report, write_summary
-from megatron_flux.metrics.recorder import parse_record
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import parse_record, read_records
+from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import median_of, read_summary
+from megatron_flux.metrics.summary import ARMS, median_of, summarize, write_summary
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
 from megatron_flux.metrics.watch import STALL_S, STALL_STEPS, duration
 from megatron_flux.run.folder import CONFIG, ENDED
@@ -50,17 +51,13 @@ class Repetition:
     """One run of a job."""
 
     folder: Path
+    run: Path  # the run folder
     index: str
     iterations: dict[str, int]  # the last recorded step of each arm that has begun
     steps: int | None  # what it trains to; None before it has begun
     state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
     logs: Path | None  # of the newest start
-
-    @property
-    def run(self) -> Path:
-        """The run folder."""
-        return self.folder / "run"
 
 
 def split(root: Path) -> tuple[str, str]:
@@ -93,7 +90,7 @@ def repetitions(root: Path) -> list[Repetition]:
         state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
         starts = {int(path.name): path for path in (folder / "logs").glob("*") if path.name.isdigit()}
         logs = starts[max(starts)] if starts else None
-        found.append(Repetition(folder, index, iterations, steps, state, len(starts), logs))
+        found.append(Repetition(folder, run, index, iterations, steps, state, len(starts), logs))
     return sorted(found, key=lambda one: (int(one.index) if one.index.isdigit() else -1, one.index))
 
 
@@ -238,12 +235,9 @@ def collect(root: Path) -> dict[str, Any]:
 def _collected(repetition: Repetition) -> dict[str, Any]:
     run, finished = repetition.run, repetition.state == "finished"
     records = {arm: read_records(file) if (file := run / arm / "metrics.jsonl").is_file() else [] for arm in ARMS}
-    if finished and (run / "summary.json").is_file():
-        summary = read_summary(run / "summary.json")
-    else:
-        summary = summarize(records["baseline"], records["flux"], read_json_object(run / CONFIG))
-        if finished:
-            write_summary(run / "summary.json", summary)
+    summary = summarize(records["baseline"], records["flux"], read_json_object(run / CONFIG))
+    if finished and not (run / "summary.json").is_file():
+        write_summary(run / "summary.json", summary)
     return {
         **{name: getattr(repetition, name) for name in ("index", "state", "starts", "iterations")},
         "step_time_ms": {arm: summary["arms"][arm]["step_time_ms"]["median"] for arm in ARMS},

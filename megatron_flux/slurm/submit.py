@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics import ARMS
+from megatron_flux.metrics.summary import ARMS
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import check_time
 from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated

@@ -29,10 +29,12 @@ norm is also a compiled elementwise kernel.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from megatron_flux.metrics.schema import BREAKDOWN_PARTS, BREAKDOWN_VERSION
 
@@ -64,8 +66,9 @@ _OPERATORS = {
 }
 
 Interval = tuple[float, float]
-_Work = tuple[str, float, float]
-"""Category, start and end of something that ran; microseconds."""
+"""Begin and end in microseconds."""
+_Work = dict[str, list[Interval]]
+"""When something of a category ran."""
 
 
 @cache
@@ -83,109 +86,78 @@ def cpu_category(operator: str) -> str | None:
     return next((name for name, rule in _OPERATORS.items() if rule.search(operator)), None)
 
 
-def union(intervals: list[Interval]) -> list[Interval]:
-    """The same points in time as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(intervals: list[Interval]) -> float:
-    """The length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
-
-
-def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """What two unions have in common."""
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
 def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
     """The times of a trace of one step of ``layers`` layers, in milliseconds per layer; empty if the GPU did nothing.
 
     ``<category>_ms`` of every category, ``communication_exposed_ms``, ``communication_hidden_ms``, ``idle_ms``,
     ``span_ms``, and ``launches``: kernels, copies and fills per layer.
     """
-    events = _on_gpu(trace)
-    if not events:
+    work = _on_gpu(trace)
+    if not any(work.values()):
         return {}
-    found = _by_category(events)
-    compute = union([i for name, intervals in found.items() if name != "communication" for i in intervals])
-    communication = found["communication"]
-    everything = union(compute + communication)
-    span = everything[-1][1] - everything[0][0]
-    hidden = length(common(communication, compute))
-    micros = {f"{name}_ms": length(intervals) for name, intervals in found.items()}
-    micros |= {
-        "communication_exposed_ms": length(communication) - hidden,
-        "communication_hidden_ms": hidden,
-        "idle_ms": span - length(everything),
-        "span_ms": span,
+    busy, lengths = _stretches(work)
+    communication = busy["communication"]
+    compute = np.any([moments for name, moments in busy.items() if name != "communication"], axis=0)
+    shown = {f"{name}_ms": moments for name, moments in busy.items()} | {
+        "communication_exposed_ms": communication & ~compute,
+        "communication_hidden_ms": communication & compute,
+        "idle_ms": ~(communication | compute),
+        "span_ms": communication | ~communication,
     }
-    shown = {name: round(value / 1e3 / layers, 4) for name, value in micros.items()}
-    return {**shown, "launches": round(len(events) / layers, 2)}
+    times = {name: round(float(lengths[moments].sum()) / 1e3 / layers, 4) for name, moments in shown.items()}
+    return {**times, "launches": round(sum(map(len, work.values())) / layers, 2)}
 
 
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
-    """``breakdown.json`` of the trace of ``rank``; its fields are described in :mod:`megatron_flux.metrics.schema`.
+    """``breakdown.json`` of the trace of ``rank``; its fields are described in ``metrics/schema.md``.
 
     ``steps``: first and last iteration in the trace, which has the ranges above; ValueError where it has no step.
     """
-    windows = union(_ranges(trace, STEP, "user_annotation"))
+    windows = _ranges(trace, STEP, "user_annotation")
     if not windows:
         raise ValueError("the trace holds no range of a step")
     on_gpu = _on_gpu(trace)
-    events = on_gpu or _on_host(trace)
-    optimizer = union(_ranges(trace, OPTIMIZER, "gpu_user_annotation" if on_gpu else "user_annotation"))
-    found = {name: common(intervals, windows) for name, intervals in _by_category(events).items()}
-    communication = found.pop("communication")
-    inside = common(union([i for intervals in found.values() for i in intervals]), optimizer)
-    shown, taken = {}, list[Interval]()
-    for name, intervals in {"optimizer": inside, **found}.items():  # the order in which they claim a moment
-        shown[name], taken = _beyond(intervals, taken)
-    hidden = length(common(communication, taken))
-    shown["communication_exposed"], taken = _beyond(communication, taken)
-    shown["idle"] = length(windows) - length(taken)
-    count = len(windows)
-    launches = sum(any(start <= moment < end for start, end in windows) for _, moment, _ in events)
+    work, source = (on_gpu, "gpu") if any(on_gpu.values()) else (_on_host(trace), "cpu")
+    ranges = {"step": windows, "optimizer": _ranges(trace, OPTIMIZER, f"{source}_user_annotation".removeprefix("cpu_"))}
+    busy, lengths = _stretches(work | ranges)
+    step, optimizer, communication = (busy.pop(name) for name in ("step", "optimizer", "communication"))
+    compute = np.any(list(busy.values()), axis=0)
+
+    def per_step(moments: np.ndarray) -> float:
+        return round(float(lengths[moments].sum()) / 1e3 / len(windows), 4)
+
+    parts, left = {}, step
+    # In the order in which they claim a moment.
+    for name, moments in {
+        **{"optimizer": optimizer & compute},
+        **busy,
+        **{"communication_exposed": communication, "idle": step},
+    }.items():
+        parts[name] = per_step(left & moments)
+        left = left & ~moments
+    begins = [begin for intervals in work.values() for begin, _ in intervals]
+    launches = sum(any(start <= begin < end for start, end in windows) for begin in begins)
     return {
         "schema": BREAKDOWN_VERSION,
         "steps": [steps[0], steps[-1]],
         "rank": rank,
-        "source": "gpu" if on_gpu else "cpu",
-        "span_ms": round(length(windows) / 1e3 / count, 4),
-        "parts": {name: round(shown[name] / 1e3 / count, 4) for name in BREAKDOWN_PARTS},
-        "communication_hidden_ms": round(hidden / 1e3 / count, 4),
-        "launches": round(launches / count, 2),
+        "source": source,
+        "span_ms": per_step(step),
+        "parts": {name: parts[name] for name in BREAKDOWN_PARTS},
+        "communication_hidden_ms": per_step(step & communication & compute),
+        "launches": round(launches / len(windows), 2),
     }
 
 
-def _beyond(intervals: list[Interval], taken: list[Interval]) -> tuple[float, list[Interval]]:
-    """How much of ``intervals`` is not in ``taken``, and the union of both."""
-    both = union(taken + intervals)
-    return length(both) - length(taken), both
-
-
-def _by_category(events: list[_Work]) -> dict[str, list[Interval]]:
-    """Disjoint intervals of every category."""
-    found: dict[str, list[Interval]] = {name: [] for name in CATEGORIES}
-    for name, start, end in events:
-        found[name].append((start, end))
-    return {name: union(intervals) for name, intervals in found.items()}
+def _stretches(work: Mapping[str, Sequence[Interval]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """By kind of work whether it went on in each stretch from one begin or end of anything to the next; and lengths."""
+    edges = np.unique([moment for intervals in work.values() for interval in intervals for moment in interval])
+    busy = {}
+    for name, intervals in work.items():
+        begins, ends = np.searchsorted(edges, np.array(intervals).reshape(-1, 2).T)
+        running = np.bincount(begins, minlength=len(edges)) - np.bincount(ends, minlength=len(edges))
+        busy[name] = running.cumsum()[:-1] > 0
+    return busy, np.diff(edges)
 
 
 def _complete(trace: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
@@ -200,35 +172,33 @@ def _ranges(trace: dict[str, Any], name: str, kind: str) -> list[Interval]:
     return [_interval(e) for e in _complete(trace, kind) if str(e["name"]).startswith(name)]
 
 
-def _on_gpu(trace: dict[str, Any]) -> list[_Work]:
-    """What the GPU did."""
-    events = [
-        (e["cat"], e["name"], e.get("args", {}).get("stream", 0), *_interval(e))
-        for e in _complete(trace, "kernel", "gpu_memcpy", "gpu_memset")
-    ]
-    on_stream: dict[int, float] = defaultdict(float)
-    for kind, name, stream, start, end in events:
-        if kind == "kernel" and category(name) in ("gemm", "fused"):
-            on_stream[stream] += end - start
-    compute_stream = max(on_stream, key=lambda s: on_stream[s]) if on_stream else None
-    found = []
-    for kind, name, stream, start, end in events:
-        what = category(name) if kind == "kernel" else "other"
-        beside = "DtoD" in name and compute_stream is not None and stream != compute_stream
-        if kind == "gpu_memcpy" and ("PtoP" in name or beside):
+def _on_gpu(trace: dict[str, Any]) -> _Work:
+    events = _complete(trace, "kernel", "gpu_memcpy", "gpu_memset")
+    streams = [event.get("args", {}).get("stream", 0) for event in events]
+    computing: Counter[int] = Counter()
+    for event, stream in zip(events, streams, strict=True):
+        if event["cat"] == "kernel" and category(event["name"]) in ("gemm", "fused"):
+            computing[stream] += event["dur"]
+    main = max(computing, key=computing.__getitem__, default=None)
+    work: _Work = {name: [] for name in CATEGORIES}
+    for event, stream in zip(events, streams, strict=True):
+        name = event["name"]
+        what = category(name) if event["cat"] == "kernel" else "other"
+        beside = "DtoD" in name and main not in (None, stream)
+        if event["cat"] == "gpu_memcpy" and ("PtoP" in name or beside):
             what = "communication"
-        found.append((what, start, end))
-    return found
+        work[what].append(_interval(event))
+    return work
 
 
-def _on_host(trace: dict[str, Any]) -> list[_Work]:
+def _on_host(trace: dict[str, Any]) -> _Work:
     """What torch's operators did."""
     events = _complete(trace, "cpu_op", "user_annotation")
     # The transport's own threads copy, too, but beside the step.
-    transport = {e["tid"] for e in events if str(e["name"]).startswith("gloo:")}
-    found = []
-    for e in events:
-        name = cpu_category(str(e["name"]))
-        if name is not None and (name == "communication" or e["tid"] not in transport):
-            found.append((name, *_interval(e)))
-    return found
+    transport = {event["tid"] for event in events if event["name"].startswith("gloo:")}
+    work: _Work = {name: [] for name in CATEGORIES}
+    for event in events:
+        name = cpu_category(event["name"])
+        if name is not None and (name == "communication" or event["tid"] not in transport):
+            work[name].append(_interval(event))
+    return work

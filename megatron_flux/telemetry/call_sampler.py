@@ -9,19 +9,13 @@
 The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`. They are of this rank.
 :mod:`ops.call_events` says what exactly is timed.
 
-FLUX (arXiv 2406.06858, section 5.1) defines the effective communication time of a way to run a call as its time minus
-that of the unsplit GEMM, and overlap efficiency as
-
-    E_overlap = 1 - ECT(overlapped) / ECT(not overlapped) = (serial - overlapped) / (serial - GEMM)
-
-with ``serial`` the collective and the GEMM one after the other: here the ``reference`` backend.
-
-Both baselines are measured here, between steps: right behind a sampled step, while the GPU is as warm and its clock as
-low as training has made them, a short burst of each at every one of the first :data:`ROUNDS` samples that have the
-call. (The tuner's times would not do: its bursts of one GEMM run at the power limit, while a step with other work in
-between clocks higher, so that calls would seem to beat their GEMM.) The clock is read meanwhile, since even so it is
-not the step's: a GEMM takes longer by as much as the clock is lower, and where that could be much of what the
-collective takes, no efficiency is given.
+Calls are compared with their GEMM alone and with the collective and the GEMM in turn (the ``reference`` backend), see
+:func:`metrics.summary.overlap_efficiency`. Both are measured here, between steps: right behind a sampled step, while
+the GPU is as warm and its clock as low as training has made them, a short burst of each at every one of the first
+:data:`ROUNDS` samples that have the call. (The tuner's times would not do: its bursts of one GEMM run at the power
+limit, while a step with other work in between clocks higher, so that calls would seem to beat their GEMM.) The clock is
+read meanwhile, since even so it is not the step's: a GEMM takes longer by as much as the clock is lower, and where that
+could be much of what the collective takes, no efficiency is given.
 
 Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
 training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
@@ -34,13 +28,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
+from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.ops import call_events, timing
 from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.registry import get_backend
@@ -57,13 +52,11 @@ FIELDS = (
     "flux/e_overlap",
     "flux/calls",
 )
-"""What a sample holds."""
 
 NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at different ones"
 OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
 FASTER = "the call took less than the GEMM alone, which must have run in another state"
 """Why a comparison is withheld."""
-NO_MEMORY = "not measured: no memory for the operands on some rank"
 
 TOLERANCE = 0.1
 """How much of what could be hidden may be due to clocks."""
@@ -82,22 +75,18 @@ class Sampler:
         """``interval`` 0 is never. Without ``operators`` their calls are not timed and every field of a sample is null:
         where CUDA graphs replay calls, those few that they do not would pass for all.
         """
-        self.interval = interval
+        self._interval = interval
         self.reading: nvml.Reading | None = None
         """Of ``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
         self._operators, self._gpu, self._seconds = operators, gpu, 0.0
         self._timer = CallTimer()
-        self._rounds: dict[Call, _Rounds] = {}
+        self._rounds: dict[Call, list[Baseline]] = defaultdict(list)
         self._sampling = False
-
-    def due(self, iteration: int) -> bool:
-        """Whether ``iteration`` (from 1) is one that is sampled."""
-        return self.interval > 0 and iteration % self.interval == 0
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """The context of one step; each lasts about as long as the one before."""
-        self._sampling, self.reading = self.due(iteration), None
+        """The context of one step, ``iteration`` from 1; each lasts about as long as the one before."""
+        self._sampling, self.reading = self._interval > 0 and iteration % self._interval == 0, None
         glance = nvml.Glance(self._gpu, self._seconds / 2) if self._sampling and self._gpu is not None else None
         began = time.perf_counter()
         try:
@@ -121,12 +110,11 @@ class Sampler:
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(times, key=_same_on_all_ranks):
             for _ in range(_rounds_at_once(call.device)):
-                rounds = self._rounds.setdefault(call, [])
-                if rounds is not None and len(rounds) < ROUNDS:
-                    found = _measure(call, len(rounds) % 2 == 1)
-                    self._rounds[call] = None if found is None else [*rounds, found]
+                rounds = self._rounds[call]
+                if len(rounds) < ROUNDS and NO_MEMORY not in rounds:
+                    rounds.append(_measure(call, self._gpu, len(rounds) % 2 == 1))
         clock = None if self.reading is None else self.reading.sm_clock_mhz
-        return overlap(times, {call: _baseline(self._rounds[call]) for call in times}, clock)
+        return overlap(times, {call: _medians(self._rounds[call]) for call in times}, clock)
 
 
 def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
@@ -134,24 +122,23 @@ def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
 
 
 class Baseline(NamedTuple):
-    """Of one call, medians over the rounds; None where they are not known."""
+    """What one call takes without flux, once or as medians; None where it is not known."""
 
     gemm_ms: float | None
     serial_ms: float | None
     source: str
     """``measured``, or why there is none."""
     sm_clock_mhz: float | None = None
-    """Of this rank's GPU while the GEMM ran; None where it is not known."""
+    """Of this rank's GPU while the GEMM ran."""
 
 
-_Rounds = list[tuple[float, float, float | None]] | None
-"""What has been measured of one call: ms in turn, ms of the GEMM, MHz meanwhile; None where memory was short."""
+NO_MEMORY = Baseline(None, None, "not measured: no memory for the operands on some rank")
 
 
-def _baseline(rounds: _Rounds) -> Baseline:
-    if rounds is None:
-        return Baseline(None, None, NO_MEMORY)
-    serial, gemm, clocks = zip(*rounds, strict=True)
+def _medians(rounds: list[Baseline]) -> Baseline:
+    if NO_MEMORY in rounds:
+        return NO_MEMORY
+    gemm, serial, _, clocks = zip(*rounds, strict=True)
     known = [clock for clock in clocks if clock is not None]
     clock = statistics.median(known) if known else None
     return Baseline(statistics.median(gemm), statistics.median(serial), "measured", clock)
@@ -180,10 +167,7 @@ def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clo
 
 
 def _efficiency(exposed: float | None, gemm: float | None, serial: float | None) -> float | None:
-    """E_overlap, None where a time is not known or the collective took no time to be hidden."""
-    if exposed is None or gemm is None or serial is None or serial <= gemm:
-        return None
-    return 1 - exposed / (serial - gemm)
+    return overlap_efficiency(None if exposed is None or gemm is None else gemm + exposed, gemm, serial)
 
 
 def _withheld(taken: float, baseline: Baseline, clock: float | None, *, on_gpu: bool) -> str | None:
@@ -220,12 +204,9 @@ def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> d
         "backend": _backend(call),
         "calls": calls,
         "time_ms": taken,
-        "gemm_ms": baseline.gemm_ms,
-        "serial_ms": baseline.serial_ms,
+        **baseline._asdict(),
         "exposed_ms": exposed,
         "e_overlap": _efficiency(exposed, baseline.gemm_ms, baseline.serial_ms),
-        "source": baseline.source,
-        "sm_clock_mhz": baseline.sm_clock_mhz,
         "withheld": why,
     }
 
@@ -250,11 +231,6 @@ def choices() -> dict[str, dict[str, Any]]:
     }
 
 
-def choices_made() -> int:
-    """How many there are."""
-    return len(_tuner().all_answers())
-
-
 def _tuner() -> TunedBackend:
     backend = get_backend(TunedBackend.name)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself
@@ -266,20 +242,17 @@ def _rounds_at_once(device: torch.device) -> int:
     return 1 if device.type == "cuda" else ROUNDS
 
 
-_gpu = cache(nvml.found_behind)
-
-
-def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] | None:
-    """A round of ``call`` on random operands of its shape; None where memory is short. Collective over its group."""
+def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
+    """A round of ``call`` on random operands of its shape. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
     operands = _operands(call)
     if not timing.all_agree(operands is not None, group, call.device) or operands is None:
-        return None
+        return NO_MEMORY
     made, alone = operands
     # The slowest rank's, so that all ranks make as many calls.
     once = timing.burst(lambda: made.run(reference), 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
-    gpu, barrier = _gpu(call.device), partial(dist.barrier, group=group)
+    barrier = partial(dist.barrier, group=group)
 
     def burst(way: Callable[[], Any]) -> tuple[float, float | None]:
         seen: list[nvml.Reading] = []
@@ -293,7 +266,7 @@ def _measure(call: Call, gemm_first: bool) -> tuple[float, float, float | None] 
     taken = {name: burst(ways[name]) for name in (reversed(ways) if gemm_first else ways)}
     serial, clock = taken["serial"]
     gemm, clock = taken.get("gemm", (0.0, clock))
-    return serial, gemm, clock
+    return Baseline(gemm, serial, "measured", clock)
 
 
 def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:

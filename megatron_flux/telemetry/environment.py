@@ -7,6 +7,7 @@ import os
 import platform
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -53,11 +54,6 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def device_kind() -> str:
-    """``cuda`` where torch sees a GPU, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def device_name() -> str:
     """The first GPU's name, or the processor's. Makes no CUDA context where NVML can be asked."""
     if torch.cuda.is_available():
@@ -76,31 +72,29 @@ def link() -> dict[str, Any]:
     as in :mod:`megatron_flux.comm.links`; ``reason``: why it is not ``nvlink``; ``pairs`` and ``peer_access``: ordered
     pairs of GPUs, and those with peer access.
     """
-    count = _gpu_count()
+    count = torch.cuda.device_count()
     if count < 2:
         return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
     pairs = count * (count - 1)
     seen = nvml.pairs()
-    if seen is None or len(seen) != pairs:
-        peers, found = _link_by_cuda(count)
-    else:
+    if seen is not None and len(seen) == pairs:
         peers, without = sum(peer for peer, _ in seen), sum(not linked for _, linked in seen)
         found = Link("p2p", f"{without} of {pairs} pairs of GPUs without NVLink") if without else Link("nvlink", "")
+    else:
+        peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(count), 2))
+        found = links.between(list(range(count)))
     if peers < pairs:
         found = Link("host", "not every pair of GPUs has peer access")
     return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
 
 
-def _link_by_cuda(count: int) -> tuple[int, Link]:
-    """Pairs with peer access, and the link if all have it."""
-    gpus = range(count)
-    peers = sum(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
-    return peers, links.between(list(gpus))
-
-
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
+_SLOW_LINKS = {
+    "host": "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
+    "and GEMMs",
+    "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs; fused kernels run there by name "
+    "only (backend fused or tuned), have not been tried, and hang where the platform has no atomics between GPUs over "
+    "PCIe",
+}
 
 _JOB = {
     "id": "SLURM_JOB_ID",
@@ -129,7 +123,7 @@ def examine() -> dict[str, Any]:
 
     ``problems`` keep flux from running; ``notes`` say what is missing but not needed.
     """
-    installed, count, connected = versions(), _gpu_count(), link()
+    installed, count, connected = versions(), torch.cuda.device_count(), link()
     problems: list[str] = []
     notes: list[str] = []
     would_patch: list[str] = []
@@ -151,17 +145,8 @@ def examine() -> dict[str, Any]:
         notes.append("no GPU: training runs on the CPU over gloo, in fp32; right, but slow")
     elif installed["transformer-engine"] is None:
         notes.append("no TransformerEngine: attention is Megatron's unfused one, with memory quadratic in the sequence")
-    if count > 1 and connected["kind"] == "host":
-        notes.append(
-            "some GPUs have no peer access: their traffic goes through host memory, and flux runs stock's collectives "
-            "and GEMMs"
-        )
-    if count > 1 and connected["kind"] == "p2p":
-        notes.append(
-            f"no NVLink between all GPUs ({connected['reason']}): auto runs stock's collectives and GEMMs; fused "
-            "kernels run there by name only (backend fused or tuned), have not been tried, and hang where the platform "
-            "has no atomics between GPUs over PCIe"
-        )
+    if connected["kind"] in _SLOW_LINKS:
+        notes.append(_SLOW_LINKS[connected["kind"]].format(connected["reason"]))
     if installed["apex wgrad kernel"] is None and count:
         notes.append("no Apex kernel for gradient accumulation fusion: torch's addmm does the same")
     return {

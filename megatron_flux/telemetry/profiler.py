@@ -27,6 +27,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import socket
 import statistics
 import tempfile
@@ -121,7 +122,7 @@ class StepProfiler:
     def _write(self, profiler: profile) -> None:
         if self._failed:
             return
-        path = trace_file(self.folder, self._rank)
+        path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
         trace = exported(profiler, path)
         trace["traceEvents"] = _within_steps(trace["traceEvents"])
         trace["flux"] = {
@@ -140,15 +141,9 @@ class StepProfiler:
 def _within_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events that belong to steps: recording, measuring and waiting for a turn go on between them."""
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and str(e["name"]).startswith(STEP)]
-    if not steps:
-        return events
-    begin, end = min(start for start, _ in steps), max(end for _, end in steps)
+    begin = min((start for start, _ in steps), default=-math.inf)
+    end = max((end for _, end in steps), default=math.inf)
     return [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
-
-
-def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank's trace lies in an arm's folder."""
-    return folder / "trace" / f"rank{rank:05d}.json.gz"
 
 
 def exported(profiler: profile, path: Path) -> dict[str, Any]:
@@ -191,21 +186,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One Chrome trace of several ranks' traces; times count from the first event of any."""
+    """One Chrome trace of several ranks' traces, in the time of the first one."""
     shifts = clock_shifts_ns([trace["flux"] for trace in traces])
     starts = [float(trace.get("baseTimeNanoseconds", 0)) + shifts[trace["flux"]["host"]] for trace in traces]
-    first = min(
-        start + 1e3 * float(event["ts"])
-        for start, trace in zip(starts, traces, strict=True)
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X"
-    )
     about = {
         "ranks": [trace["flux"]["rank"] for trace in traces],
         "steps": traces[0]["flux"]["steps"],
         "clock_shifts_us": {host: shift / 1e3 for host, shift in shifts.items()},
     }
-    moved = (_moved(trace, (start - first) / 1e3) for start, trace in zip(starts, traces, strict=True))
+    moved = (_moved(trace, (start - starts[0]) / 1e3) for start, trace in zip(starts, traces, strict=True))
     events = [event for events in moved for event in events]
     return {"traceName": MERGED, "displayTimeUnit": "ms", "flux": about, "traceEvents": events}
 

@@ -18,7 +18,10 @@ from megatron.core import parallel_state
 import megatron_flux
 from megatron_flux.comm import timeouts
 from megatron_flux.comm.collectives import of_all_ranks
-from megatron_flux.metrics import SCHEMA_VERSION, JsonlRecorder, WandbMirror, strict_json
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.metrics.wandb_mirror import WandbMirror
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry import environment
 from megatron_flux.telemetry.profiler import StepProfiler

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import ARMS
+from megatron_flux.metrics.summary import ARMS
 from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import parameters

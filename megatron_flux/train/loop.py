@@ -21,9 +21,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from megatron_flux import metrics
 from megatron_flux.errors import FluxError, StorageError, UserError
-from megatron_flux.metrics import ARMS, wandb_mirror
+from megatron_flux.metrics import wandb_mirror
+from megatron_flux.metrics.recorder import read_records
+from megatron_flux.metrics.report import write_report
+from megatron_flux.metrics.summary import ARMS, summarize, write_summary
+from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.rank import StopRequest
 from megatron_flux.train import checkpoint, run_folder
@@ -163,17 +166,17 @@ def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tup
 
 
 def _summary(config: RunConfig) -> dict[str, Any]:
-    baseline, flux = (metrics.read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return metrics.summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
+    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
 
 
 def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
     """Print the table, then write ``summary.json`` and ``report.html``; a StorageError where that fails."""
     summary = summary or _summary(config)
-    metrics.print_summary(summary, sys.stdout)
+    print_summary(summary)
     try:
-        metrics.write_summary(config.out / "summary.json", summary)
-        report = metrics.write_report(config.out)
+        write_summary(config.out / "summary.json", summary)
+        report = write_report(config.out)
     except UserError as error:  # here it is no bad input
         said = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
         raise StorageError(said) from error

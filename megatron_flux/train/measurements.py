@@ -98,7 +98,7 @@ class StepMeasurements:
                 self.gpu_source = f"none: {error}"
         self._sampler = call_sampler.Sampler(interval, operators=not replayed, gpu=gpu)
         self._sampled: dict[str, Any] | None = None
-        self._choices: int | None = None
+        self._choices: dict[str, Any] | None = None
 
     def step(self, iteration: int) -> AbstractContextManager[None]:
         """Around one training step."""
@@ -119,9 +119,8 @@ class StepMeasurements:
         """The fields of the record that are known of this step."""
         fields = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
         # What the tuner chose, where that was not recorded yet.
-        if self._flux and self._choices != (made := call_sampler.choices_made()):
-            self._choices = made
-            fields["flux/choices"] = call_sampler.choices()
+        if self._flux and self._choices != (made := call_sampler.choices()):
+            self._choices = fields["flux/choices"] = made
         if self._sampled is not None:
             fields |= self._sampled | across_ranks(result.ranks) | over_gpus(result.ranks)
         return fields

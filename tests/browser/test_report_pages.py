@@ -53,7 +53,7 @@ def test_a_full_comparison(driver: Any, artefacts: Path, full: tuple[Path, int],
     size, dark = LOOKS[name]
     seen = look(driver, full[0], size, dark=dark, shot=artefacts / f"full-{name}.png")
     assert seen.complaints() == {}
-    assert seen.plots == full[1] == 12
+    assert seen.plots == full[1] == 10
     background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
     drawn = driver.execute_script(
@@ -123,7 +123,7 @@ def test_what_the_checks_find(driver: Any, few: tuple[Path, int], tmp_path: Path
     empty = json.loads(re.search(r'id="figures">(.*?)</script>', broken).group(1))
     for trace in empty["run1-loss"]["data"]:
         trace["y"] = [None for _ in trace["y"]]
-    empty["run1-memory"]["layout"]["xaxis"]["title"]["text"] = "far too long for a phone " * 5
+    empty["run1-grad-norm"]["layout"]["xaxis"]["title"]["text"] = "far too long for a phone " * 5
     broken = re.sub(
         r'(id="figures">).*?(</script>)', lambda m: m.group(1) + json.dumps(empty) + m.group(2), broken, count=1
     )
@@ -141,7 +141,7 @@ def test_png_figures(driver: Any, artefacts: Path, few: tuple[Path, int], tmp_pa
     pytest.importorskip("kaleido", reason="kaleido is not installed")
     run = few[0].parent.parent / "run"
     _, markdown, *pictures = write_reports([run], tmp_path, png=True)
-    assert len(pictures) == few[1] == 5
+    assert len(pictures) == few[1] == 3
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"({picture.relative_to(tmp_path)})" in markdown.read_text()

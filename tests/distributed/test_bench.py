@@ -180,7 +180,9 @@ def test_one_rank_that_has_no_time_stops_all(world2: WorkerPool, tmp_path: Path,
 
 def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], int]:
     said: list[str] = []
-    with without_gpus() as tuned:
+    with without_gpus() as tuned, pytest.MonkeyPatch.context() as patch:
+        for name in ("MEGATRON_FLUX_TUNE_CACHE", "MEGATRON_FLUX_TUNE_SECONDS"):
+            patch.setenv(name, "")  # so that what tuning sets is undone
         calls = run_of(cache).model_dump(include={"models", "tokens", "layers", "directions", "tp", "dtype"})
         wanted = TuneRun(**calls, cache=cache, force=force)
         done = tune.run(wanted, [*CASES, CASES[0]], dist.group.WORLD, said.append)

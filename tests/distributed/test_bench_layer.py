@@ -57,7 +57,7 @@ def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dic
         ReferenceBackend.gemm_reduce_scatter = own_part_only
     try:
         with megatron(tp):
-            return layer.run(config(tp, **changes), out, log=lambda text: None)
+            return layer.run(config(tp, out=out, **changes), log=lambda text: None)
     finally:
         ReferenceBackend.gemm_reduce_scatter = stock
 
@@ -223,11 +223,11 @@ def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
 
 def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:
     workload = Workload(model="tiny", seq=16, micro_batch=1, layers=1)
-    chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1)
-    (tmp_path / "config.json").write_text(json.dumps({"config": chosen.model_dump(mode="json")}))
+    chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1, out=tmp_path)
+    text = chosen.model_dump_json()
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [warm_python, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", str(tmp_path)],
+        [warm_python, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", text],
         capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

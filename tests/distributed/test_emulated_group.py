@@ -137,7 +137,7 @@ def layers(out: Path) -> tuple[dict[str, Any], list[bool]]:
     with megatron(2), tensor_parallel(8, torch.device("cpu")) as group, pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather_single", "_allgather_base"):
             patch.setattr(EmulatedGroup, name, noticed)
-        return bench_layer(config, group, out, log=lambda text: None), exact
+        return bench_layer(config.model_copy(update={"out": out}), group, log=lambda text: None), exact
 
 
 def test_layers_have_the_large_groups_shapes_and_agree(world2: WorkerPool, tmp_path: Path) -> None:
@@ -187,11 +187,11 @@ def test_operators_of_eight(world2: WorkerPool, tmp_path: Path) -> None:
     ("changes", "said"),
     [({"cuda_graphs": True}, "CUDA graphs"), ({"backend": "fused"}, "not fused"), ({"arms": "te,te_ub"}, "te_ub")],
 )
-def test_what_an_emulated_group_cannot_do(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_an_emulated_group_cannot_do(changes: dict[str, Any], said: str) -> None:
     from tests.gpu.emulated_bench import bench_layer
 
     with pytest.raises(UserError, match=said):
-        bench_layer(resolve(LayerOptions(**{"arms": "te", **changes}), 8), None, tmp_path)  # type: ignore[arg-type]
+        bench_layer(resolve(LayerOptions(**{"arms": "te", **changes}), 8), None)  # type: ignore[arg-type]
 
 
 def rank_unsynchronised() -> None:

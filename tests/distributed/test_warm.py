@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 
 def begin(python: str, folder: Path, code: str, *words: str) -> subprocess.Popen[str]:
@@ -63,6 +64,45 @@ def test_the_fork_ends_with_it(warm_python: str, tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     fork.wait(60)
+
+
+def test_what_the_fork_has_started_ends_with_it_too(warm_python: str, tmp_path: Path) -> None:
+    """As a task of Slurm's whose processes are killed: it does not know the forks."""
+    (tmp_path / "below.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'below'])\n"
+    process = begin(warm_python, tmp_path, code)
+    below = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    try:
+        below.wait(60)
+    finally:
+        below.kill() if below.is_running() else None
+        process.communicate()
+
+
+def test_in_a_step_of_slurms_a_signal_reaches_what_was_started(
+    warm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was started with a signal ignored may yet say what it does on it."""
+    (tmp_path / "below.py").write_text("""
+import signal, sys, time
+assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))
+print("now", flush=True)
+while True: time.sleep(0.05)
+""")
+    code = """
+import signal, subprocess, sys
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+sys.exit(subprocess.run([sys.executable, "-m", "below"]).returncode)
+"""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    process = begin(warm_python, tmp_path, code)
+    assert process.stdout.readline() == "now\n", process.communicate()[1]
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(120) == 5
+    process.communicate()
 
 
 def test_anything_but_a_module_is_a_fresh_python(warm_python: str) -> None:

@@ -97,9 +97,7 @@ def bench_ops(run: OpsRun, group: EmulatedGroup, log: Callable[[str], None] = pr
     return summary
 
 
-def bench_layer(
-    config: LayerConfig, group: EmulatedGroup, out: Path, log: Callable[[str], None] = print
-) -> dict[str, Any]:
+def bench_layer(config: LayerConfig, group: EmulatedGroup, log: Callable[[str], None] = print) -> dict[str, Any]:
     """``bench layer`` on ``group``, which is Megatron's tensor-parallel group.
 
     Raises:
@@ -112,11 +110,11 @@ def bench_layer(
     if "te_ub" in config.arms:
         raise UserError("an emulated group cannot run the arm te_ub: userbuffers make their own group; leave it out")
     with timing(group):
-        summary = {**layer.run(config, out, log=log), "stand_in": 2}
+        summary = {**layer.run(config, log=log), "stand_in": 2}
     for row in summary["rows"]:
         row["peak_memory_gb"] = None  # slabs are not those of a real group
     if dist.get_rank() == 0:
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (config.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
 
 
@@ -163,13 +161,13 @@ def main() -> None:
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
 
-    config = resolve(_options(LayerOptions, given), given.size)
+    config = resolve(_options(LayerOptions, given), given.size).model_copy(update={"out": out})
     with (
         cpu_shims(),
         process_groups(config.model_copy(update={"tp": 2})) as device,
         tensor_parallel(given.size, device) as group,
     ):
-        summary = bench_layer(config, group, out)
+        summary = bench_layer(config, group)
         if rank.is_first():
             (out / "plot.svg").write_text(report.layers_svg(summary))
             report.show_layers(summary)

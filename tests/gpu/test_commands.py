@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 
 pytestmark = pytest.mark.gpus(2)
 

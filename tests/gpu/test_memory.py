@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 from tests.gpu.test_commands import run
 
 pytestmark = pytest.mark.gpus(2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 from tests.gpu.test_commands import SMALL, run
 
 pytestmark = pytest.mark.gpus(2)

@@ -79,14 +79,17 @@ def environment_of(path: tuple[Path, ...], more: dict[str, str]) -> dict[str, st
 
 
 @pytest.fixture(scope="session")
-def run(tree: Path) -> Run:
-    """Run ``python WORDS`` on ``processes`` ranks under torchrun, in the tree, with this checkout on the path."""
+def run(tree: Path, warm_python: str) -> Run:
+    """Run ``python WORDS`` on ``processes`` ranks under torchrun, in the tree, with this checkout on the path.
+
+    torchrun itself is warm, what it starts is fresh.
+    """
 
     def run_(*words: str, processes: int = 1, folder: Path = tree, path: tuple[Path, ...] = (), **more: str) -> Result:
-        environment = environment_of(path, more)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        environment = environment_of(path, {"PYTHON_EXEC": sys.executable, **more})
+        launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         done = subprocess.run(
-            [sys.executable, *(launcher if processes > 1 else []), *words],
+            [*(launcher if processes > 1 else [sys.executable]), *words],
             cwd=folder,
             env=environment,
             capture_output=True,

@@ -76,12 +76,13 @@ def test_variable(run: Run, stock: Result, installed: Path) -> None:
     require_flux(run(SCRIPT, *LAYOUT, processes=2, path=(installed,), MEGATRON_FLUX="1"), stock)
 
 
-def test_patched_tree(run: Run, run_forked: Run, stock: Result, tree: Path, installed: Path, tmp_path: Path) -> None:
+def test_patched_tree(run_forked: Run, stock: Result, tree: Path, tmp_path: Path) -> None:
     patched = Path(shutil.copytree(tree, tmp_path / "tree"))
     source_patches.apply(patched)
     require_flux(run_forked(SCRIPT, *LAYOUT, "--flux", processes=2, folder=patched), stock)
     # Wrapped as well, everything still happens once.
-    require_flux(run(SCRIPT, *LAYOUT, processes=2, folder=patched, path=(installed,), MEGATRON_FLUX="1"), stock)
+    words = ("-m", "megatron_flux.run", SCRIPT, *LAYOUT)
+    require_flux(run_forked(*words, processes=2, folder=patched, MEGATRON_FLUX="1"), stock)
 
 
 def test_yaml(run_forked: Run, stock: Result, tmp_path: Path) -> None:

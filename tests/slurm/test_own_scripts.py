@@ -52,14 +52,15 @@ def test_one_line_switches_flux_on(at_the_cluster: Cluster, tmp_path: Path) -> N
 
 
 def test_the_node_launcher_names_the_first_failure(
-    at_the_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_the_cluster: Cluster, warm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = OWN.read_text()
-    assert text.count("torch.distributed.run") == 1
-    Path("own.sbatch").write_text(text.replace("torch.distributed.run", "megatron_flux.run.node"))
+    assert text.count("python3 -m torch.distributed.run") == 1
+    text = text.replace("python3 -m torch.distributed.run", f"{warm_python} -m megatron_flux.run.node")
+    Path("own.sbatch").write_text(text)
     Path("crash.py").write_text(CRASH)
     monkeypatch.setenv("MEGATRON_FLUX_FAILURES", str(tmp_path / "failures"))
-    job = queue.submit(Path("own.sbatch"), options=OPTIONS, arguments=["crash.py"])
+    job = queue.submit(Path("own.sbatch"), options=OPTIONS, arguments=["-m", "crash"])
     shown = at_the_cluster.wait_for_job(job, ("FAILED",))
     (line,) = (tmp_path / "failures" / "n01").read_text().splitlines()
     order, moment, said = line.split(" ", 2)

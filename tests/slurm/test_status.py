@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.errors import FluxError
-from megatron_flux.metrics import JsonlRecorder
+from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.slurm import queue, status
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm

@@ -4,7 +4,7 @@ What the jobs compute is the same training: on the CPU stock and flux add in the
 equal to the last digit to the one of the job that was never interrupted, whatever happened to the others.
 
 Starts are dear and much of a job's life is waiting, so the jobs run beside each other, each on nodes of its own, and a
-test waits for its job's story.
+test waits for its job's story. Their Python is warm (:mod:`tests.warm`), but not where a node is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ import pytest
 import yaml
 
 from megatron_flux.cli.slurm import JobOptions, scripts
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe
@@ -39,7 +40,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 40
 # Dropout: a resume that did not restore the random state would show.
 SETTINGS = ["dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64", "log_interval=10", "data=text"]
-AT_A_TIME = 3
+AT_A_TIME = 4
 NO_PREFLIGHT = {"environment": {"MEGATRON_FLUX_PREFLIGHT": "0"}}
 
 
@@ -102,15 +103,16 @@ class Job:
         return self.root / "rep-0" / "checkpoints" / arm / "latest_checkpointed_iteration.txt"
 
     def rank_process(self, rank: int) -> psutil.Process:
-        """A rank's process: its words name the job's folder, its environment the rank, and a launcher began it."""
+        """What a launcher started as the rank: its words name the job's folder, its environment the rank.
+
+        It is warm, so what it forks as it saves does not look like it.
+        """
         for process in psutil.process_iter():
             try:
                 mine = any(word.startswith(f"--out={self.root}") for word in process.cmdline())
-                # A rank that saves forks processes which look like it.
-                launched = mine and "megatron_flux.run.node" in process.parent().cmdline()
-                if launched and process.environ().get("RANK") == str(rank):
+                if mine and process.environ().get("RANK") == str(rank):
                     return process
-            except (psutil.Error, AttributeError):
+            except psutil.Error:
                 continue
         raise AssertionError(f"rank {rank} is not there")
 
@@ -136,8 +138,11 @@ def compare(cluster: Cluster) -> Job:
 
 
 def lose_a_node(cluster: Cluster) -> Job:
+    """What Slurm ends is fresh: it finds all of it below its own processes."""
     settings = [f"steps={STEPS}", "save_interval=4", "save_keep=2"]
-    job = Job.submitted(cluster, range(2, 5), NO_PREFLIGHT, mode="flux", settings=settings)
+    fresh = f"((${{SLURM_RESTART_COUNT:-0}})) || MEGATRON_FLUX_PYTHON={sys.executable}"
+    site = {**NO_PREFLIGHT, "setup": [fresh]}
+    job = Job.submitted(cluster, range(2, 5), site, mode="flux", settings=settings)
     cluster.client("scancel", job.collecting)
     job.until(job.tracker().exists, "a checkpoint")
     bad = job.hosts()[1]
@@ -246,10 +251,10 @@ def stop_without_requeues(cluster: Cluster) -> Job:
 
 
 STORIES: list[Callable[[Cluster], Any]] = [
-    compare,  # the longest ones first
-    signal_during_saves,
+    lose_a_node,  # the longest ones first
     kill_a_rank_then_cancel_and_resume,
-    lose_a_node,
+    compare,
+    signal_during_saves,
     miss_the_networks_floor,
     start_on_bad_nodes,
     stop_without_requeues,
@@ -257,11 +262,14 @@ STORIES: list[Callable[[Cluster], Any]] = [
 
 
 @pytest.fixture(scope="module")
-def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future[Any]]]:
+def stories(
+    cluster: Cluster, warm_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, Future[Any]]]:
     """What becomes of each job."""
     folder = tmp_path_factory.mktemp("jobs")
     with user_of(cluster, folder), ThreadPoolExecutor(AT_A_TIME) as pool:
-        os.environ["MEGATRON_FLUX_CACHE"] = str(folder / "cache")  # user_of takes it away again
+        # user_of takes them away again
+        os.environ |= {"MEGATRON_FLUX_CACHE": str(folder / "cache"), "MEGATRON_FLUX_PYTHON": warm_python}
         shutil.copytree(Path(__file__).parent, folder / "text", ignore=shutil.ignore_patterns("__pycache__"))
         try:
             yield {story: pool.submit(story, cluster) for story in STORIES}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import megatron_flux
-from megatron_flux.metrics import read_records
+from megatron_flux.metrics.recorder import read_records
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

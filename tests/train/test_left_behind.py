@@ -54,17 +54,17 @@ def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterat
         start_new_session=True,  # as a terminal does
     )
 
-    def wait(condition: Callable[[], object]) -> None:
+    def wait(condition: Callable[[], object], interval: float) -> None:
         deadline = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.005)
+            time.sleep(interval)
 
     try:
         # Not Path.glob, which raises when a folder goes while it looks.
-        wait(lambda: len(glob.glob(f"{saved}/*/latest_checkpointed_iteration.txt")) == 2)
-        wait(lambda: glob.glob(f"{saved}/*/*.partial/*.distcp"))
+        wait(lambda: len(glob.glob(f"{saved}/*/latest_checkpointed_iteration.txt")) == 2, 0.1)
+        wait(lambda: glob.glob(f"{saved}/*/*.partial/*.distcp"), 0.005)
         yield Endless(process, out, mark)
     finally:
         end(mark)

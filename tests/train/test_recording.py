@@ -43,7 +43,7 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            words(sys.executable, corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
+            words(warm_python, corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
         )
         try:
             deadline = time.monotonic() + 300
@@ -97,7 +97,7 @@ def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> No
     about = {row["iteration"]: row["flux/run"] for row in rows if "flux/run" in row}
     assert list(about) == [1, resumed + 1]
     before, after = about[1], about[resumed + 1]
-    assert set(before) == set(schema.RUN)
+    assert set(before) == set(schema.described("flux/run"))
     assert (before["resumed_from"], after["resumed_from"]) == (None, resumed)
     assert before["wandb_id"] == after["wandb_id"] == wandb_id
     assert (before["job"], after["job"]) == (None, {"id": "4711", "name": "night-run", "restart": "1"})

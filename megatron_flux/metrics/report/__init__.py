@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import benchmarks, render, training
 from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
@@ -47,10 +46,6 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
     chapters, title = make_chapters(load_all(paths))
     if lead is not None:
         chapters[0] = replace(chapters[0], parts=[lead, *chapters[0].parts])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; choose a folder that can be written") from error
     page = strict_json.write_text(out / "report.html", render.html(chapters, title))
     pictures = render.write_pictures(chapters, out) if png else {}
     text = strict_json.write_text(out / "report.md", render.markdown(chapters, pictures))
@@ -59,25 +54,25 @@ def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: 
 
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """The chapters about these runs, and a title for the whole."""
-    runs, notes = with_pairs(runs)
+    runs = with_pairs(runs)
     makers = {"operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
     chapters = [makers.get(run.kind, training.chapter)(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
-    chapters.insert(0, _overview(runs, notes))
+    chapters.insert(0, _overview(runs))
     return chapters, chapters[0].title
 
 
-def _overview(runs: Sequence[Run], notes: list[str]) -> Chapter:
+def _overview(runs: Sequence[Run]) -> Chapter:
     """Verdicts, step times and speed-ups in tables, and what differs between the runs."""
     trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
-    for first, second in combinations(trained, 2):
-        apart = different_models(first, second)
-        if apart and not any(first.name in note and second.name in note for note in notes):
-            notes.append(f"{first.name} and {second.name} trained different models ({apart}): do not compare them.")
-    if notes:
-        parts.append(Part("notes", "Notes", table=Table([("", note) for note in notes])))
+    if notes := [
+        ("", f"{first.name} and {second.name} trained different models ({apart}): do not compare them.")
+        for first, second in combinations(trained, 2)
+        if (apart := different_models(first, second))
+    ]:
+        parts.append(Part("notes", "Notes", table=Table(notes)))
     if trained:
         head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
         parts.append(Part("overview", "Training runs", table=Table(list(map(_row, trained)), head)))

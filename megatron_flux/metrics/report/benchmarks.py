@@ -11,7 +11,7 @@ from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_p
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
-from megatron_flux.metrics.table import CROSS, UNKNOWN, Form, connections, finite, multicast, percent
+from megatron_flux.metrics.table import CROSS, connections, finite, multicast, percent, shown
 
 Row = Mapping[str, Any]
 
@@ -30,7 +30,6 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
     """Overlap efficiency of every method per call, and the times behind it."""
     rows = run.summary["rows"]
     queues = run.summary.get("async_tp_connections")
-    methods = METHODS | ({OWN: (f"torch async-TP, {queues} queues", "other", "circle")} if queues else {})
     caption = "Median over rounds of the slowest rank, all methods interleaved in one run; n and k are the rank's own."
     if queues:
         caption += (
@@ -47,15 +46,18 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
             names = [label(_call(row, "\n")).replace("\n", "<br>") for row in calls]
             points = {
                 name: (colour, symbol, [_efficiency(row, key) for row in calls])
-                for key, (name, colour, symbol) in methods.items()
+                for key, (name, colour, symbol) in METHODS.items()
             }
+            if queues:
+                values = [_efficiency(row.get(OWN) or {}, "async_tp_ms") for row in calls]
+                points[f"torch async-TP, {queues} queues"] = ("other", "circle", values)
             times = [
                 (
                     _call(row, " "),
                     f" {CROSS} ".join(str(row[name]) for name in "mnk"),
-                    *(_cell(row.get(key), "{:.3f}".format) for key in TIMES),
-                    _cell(_efficiency(row, "tuned_ms"), percent),
-                    *(_cell((row.get(OWN) or {}).get("async_tp_ms"), "{:.3f}".format) for _ in own),
+                    *(shown(row.get(key), "{:.3f}".format) for key in TIMES),
+                    shown(_efficiency(row, "tuned_ms"), percent),
+                    *(shown((row.get(OWN) or {}).get("async_tp_ms"), "{:.3f}".format) for _ in own),
                 )
                 for row in calls
             ]
@@ -67,11 +69,8 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
 
 
 def _efficiency(row: Row, method: str) -> float | None:
-    if method == OWN:
-        own = row.get(OWN)
-        return _efficiency(own, "async_tp_ms") if isinstance(own, Mapping) else None
-    time = row.get(method)
-    return overlap_efficiency(time if finite(time) else None, row["gemm_ms"], row["serial_ms"])
+    times = (row.get(name) for name in (method, "gemm_ms", "serial_ms"))
+    return overlap_efficiency(*(time if finite(time) else None for time in times))
 
 
 def _call(row: Row, separator: str) -> str:
@@ -104,10 +103,10 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
             (
                 row["arm"],
                 f"{row['ms_per_layer']:.2f} ({row['ms_per_layer_low']:.2f}…{row['ms_per_layer_high']:.2f})",
-                _cell(row.get("speedup_vs_te"), f"{{:.3f}}{CROSS}".format),
-                _cell(row.get("hidden_share"), percent),
-                _cell(row["breakdown"].get("communication_exposed_ms"), "{:.2f}".format),
-                _cell(row.get("peak_memory_gb"), "{:.1f}".format),
+                shown(row.get("speedup_vs_te"), f"{{:.3f}}{CROSS}".format),
+                shown(row.get("hidden_share"), percent),
+                shown(row["breakdown"].get("communication_exposed_ms"), "{:.2f}".format),
+                shown(row.get("peak_memory_gb"), "{:.1f}".format),
             )
             for row in rows
         ]
@@ -121,10 +120,6 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
 
 def _workload(row: Row) -> str:
     return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}"
-
-
-def _cell(value: Any, form: Form) -> str:
-    return form(value) if finite(value) else UNKNOWN
 
 
 def _environment(run: Run) -> Mapping[str, Any] | None:

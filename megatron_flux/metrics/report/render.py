@@ -11,7 +11,6 @@ too. Nothing is shown by colour alone: lines differ in width, points in shape, b
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
@@ -24,7 +23,7 @@ from megatron_flux.errors import UserError, one_line
 from megatron_flux.metrics.strict_json import without_secrets
 
 Figure = dict[str, Any]
-"""A plotly figure as plain JSON; a trace's colour is a name of the palette in its ``meta.colour``."""
+"""A plotly figure as plain JSON; its colours are ``var(--NAME)`` of the palette."""
 
 _COLOURS = {  # on light, on dark
     "page": ("#ffffff", "#16181b"),
@@ -39,8 +38,8 @@ _COLOURS = {  # on light, on dark
     "part-attention": ("#7db3d8", "#a5cfeb"),
     "part-norm": ("#8a6bb0", "#a98ed0"),
     "part-optimizer": ("#4f9d69", "#6fc08a"),
-    "part-rest": ("#b9b9b9", "#85898f"),
-    "part-exposed": ("#c0392b", "#ff6b5b"),
+    "part-other": ("#b9b9b9", "#85898f"),
+    "part-communication_exposed": ("#c0392b", "#ff6b5b"),
     "part-idle": ("#e6e6e6", "#3f4349"),
 }
 LIGHT, DARK = ({name: pair[index] for name, pair in _COLOURS.items()} for index in (0, 1))
@@ -50,6 +49,7 @@ PNG = {"format": "png", "width": 900, "scale": 2}
 PNG_TIMEOUT_S = 120
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#&~])")
+_COLOUR = re.compile(r"var\(--([\w-]+)\)")
 
 
 class Table(NamedTuple):
@@ -112,48 +112,27 @@ def _figures(chapters: Sequence[Chapter]) -> dict[str, Figure]:
 
 def html(chapters: Sequence[Chapter], title: str) -> str:
     """The page. ``title`` is shown by the browser."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    loader = PackageLoader("megatron_flux.metrics")
-    options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    page = Environment(loader=loader, autoescape=True, **options).get_template("report.html.j2")
     figures = _figures(chapters)
-    scripts = {"figures_json": script_json(figures), "plotlyjs": get_plotlyjs() if figures else ""}
-    return page.render(title=title, chapters=chapters, palettes=PALETTES, **scripts)
-
-
-def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    values = {"figures": figures, "plotlyjs": get_plotlyjs() if figures else "", "palettes": PALETTES}
+    return _rendered("report.html.j2", title=title, chapters=chapters, **values)
 
 
 def markdown(chapters: Sequence[Chapter], pictures: Mapping[str, str]) -> str:
     """The document; ``pictures`` is the path of a figure's PNG by ``<chapter>-<part>``: others are left to the page."""
-    lines: list[str] = []
-    for chapter in chapters:
-        heading = "##" if lines else "#"
-        title = f"{chapter.title}: {chapter.verdict}" if lines else chapter.verdict
-        lines += [f"{heading} {escaped(title)}", "", escaped(chapter.subtitle), ""]
-        for part in chapter.parts:
-            picture = pictures.get(f"{chapter.id}-{part.id}")
-            if part.folded or (part.figure and not picture and not part.table):
-                continue  # the caption would explain a picture that is not here
-            lines += [f"{heading}# {escaped(part.title)}", ""]
-            lines += [f"![{escaped(part.title)}]({picture})", ""] if picture else []
-            lines += [escaped(part.caption), ""] if part.caption else []
-            lines += _markdown_table(part.table) if part.table else []
-    return "\n".join(lines).rstrip() + "\n"
+    return _rendered("report.md.j2", chapters=chapters, pictures=pictures).rstrip() + "\n"
 
 
-def _markdown_table(table: Table) -> list[str]:
-    if not any(row[0] for row in table.rows):
-        return [line for row in table.rows for line in (escaped(row[1]), "")]
-    columns = max(map(len, table.rows))
-    rule = ["---"] + (["---:"] if table.head else ["---"]) * (columns - 1)
-    first, *others = ([escaped(cell) for cell in row] for row in (table.head or [""] * columns, *table.rows))
-    return [*("| " + " | ".join(cells) + " |" for cells in (first, rule, *others)), ""]
+def _rendered(template: str, **values: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    loader = PackageLoader("megatron_flux.metrics")
+    environment = Environment(loader=loader, autoescape=template.endswith(".html.j2"), **options)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    environment.filters["md"] = escaped
+    return environment.get_template(template).render(values)
 
 
 def escaped(text: str) -> str:
@@ -197,21 +176,6 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     return pictures
 
 
-def painted(figure: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
+def painted(figure: Figure, palette: Mapping[str, str]) -> Figure:
     """A figure with its colours filled in; the page's script does the same when the reader's scheme changes."""
-    painted = copy.deepcopy(dict(figure))
-    for trace in painted["data"]:
-        own = palette[trace["meta"]["colour"]]
-        for name in ("marker", "line") if trace["type"] != "bar" else ("marker",):
-            trace[name] = {**trace.get(name, {}), "color": own}
-    layout = painted["layout"]
-    for shape in layout.get("shapes", []):
-        if shape["type"] == "line":
-            shape["line"] = {**shape.get("line", {}), "color": palette[shape["name"]]}
-        else:
-            shape["fillcolor"] = palette[shape["name"]]
-    layout["font"] = {"color": palette["text"], "size": 13}
-    layout["paper_bgcolor"] = layout["plot_bgcolor"] = palette["page"]
-    for axis in ("xaxis", "yaxis"):
-        layout[axis] = {**layout.get(axis, {}), "gridcolor": palette["line"], "linecolor": palette["line"]}
-    return painted
+    return json.loads(_COLOUR.sub(lambda found: palette.get(found[1], found[0]), json.dumps(figure)))

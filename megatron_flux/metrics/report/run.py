@@ -122,7 +122,7 @@ def _load(path: Path) -> Run:
         )
     for arm, tail in tails.items():
         tail.poll()
-        problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.all_problems()]
+        problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.problems()]
     arms = {arm: tail.records for arm, tail in tails.items()}
     breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
@@ -174,17 +174,15 @@ def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
     return found
 
 
-def with_pairs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The runs, with a comparison in front where exactly one of them is stock alone and one flux alone; and notes.
+def with_pairs(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with a comparison in front where exactly one of them is stock alone and one flux alone.
 
     Two such runs of different models are not compared. Of others a note says that they were not interleaved.
     """
     baselines, fluxes = ([run for run in runs if run.kind == "training" and run.only_arm == arm] for arm in ARMS)
-    if len(baselines) != 1 or len(fluxes) != 1:
-        return list(runs), []
+    if len(baselines) != 1 or len(fluxes) != 1 or different_models(baselines[0], fluxes[0]) is not None:
+        return list(runs)
     baseline, flux = baselines[0], fluxes[0]
-    if (apart := different_models(baseline, flux)) is not None:
-        return list(runs), [f"{baseline.name} and {flux.name} trained different models ({apart}): not compared."]
     # Blocks count the order of execution over both arms; these ran one after the other.
     first = baseline.arms["baseline"]
     after = 1 + max(record["block"] for record in first)
@@ -195,7 +193,7 @@ def with_pairs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     )
     arms, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
     name = f"{baseline.name} and {flux.name}"
-    return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs], []
+    return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs]
 
 
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_p
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import Record, timed
-from megatron_flux.metrics.table import CROSS, MINUS, UNKNOWN, counted, memory, milliseconds, percent, shown
+from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
 """How the caption of a part begins whose data the run does not have: such parts become one table."""
@@ -24,14 +24,27 @@ NOT_RECORDED = "Not recorded"
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """What can be compared between arms: waiting for peers is in one of the three, whichever arm it is."""
 
+OWN_MEMORY = (
+    "Peak memory is each arm's own on the rank with the most: what torch's allocator held for it, and workspaces in "
+    "symmetric memory, without what NCCL and CUDA themselves take; on CPUs arms share that of their processes."
+)
 REPLAYED = "Calls inside replayed CUDA graphs are not seen: they are neither counted nor timed one by one."
 WAITS_COUNT = "Exposed: the time beyond the GEMM alone, which has what fused kernels wait for their peers."
 
-SAME_STATE_SINCE = 3
-"""The schema version from which calls are compared with times from the state that training has put the GPU in."""
-EARLIER = "an earlier version compared with times from another state of the GPU"
-
 TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
+SAME_STATE_SINCE = 3
+"""The schema version from which calls are compared with times from the state that training has put the device in."""
+EARLIER = dict.fromkeys((*TIMES[1:], "e_overlap")) | {
+    "withheld": "an earlier version compared with times from another state of the device"
+}
+ACTIVITY = {
+    "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,.0f}".format),
+    "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,.0f}".format),
+    "received from peers": ("flux/bytes_received", memory),
+    "calls left to stock": ("flux/fallback_calls", "{:,.0f}".format),
+    "waits that ran into their limit": ("flux/wait_timeouts", "{:,.0f}".format),
+    "recording (ms)": ("flux/metrics_ms", milliseconds),
+}
 GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
 PER_RANK = {
     "step_ms": ("step (ms)", "{:.1f}".format),
@@ -46,24 +59,19 @@ PER_RANK = {
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
-    speedups = figures.block_speedups(arms, summary["speedup_ci95"], summary["speedup"])
-    found = [(label, text) for label, text in table.findings(summary) if label != "fallback to stock"]
+    damage = [("damage", problem) for problem in run.problems]
     parts = [
-        Part("comparison", "Comparison", table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table([*found, *(("damage", problem) for problem in run.problems)])),
+        Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
+        Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
-        Part("speed-ups", "Speed-up, block by block", *speedups),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
         *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
-        Part("memory", "Peak memory", *figures.peak_memory(summary["arms"], summary["notes"])),
         _ranks(arms),
         *_gpus(arms),
-        _throttling(arms),
-        _fallbacks(run),
     ]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
     if missing:
@@ -106,21 +114,11 @@ def _breakdown(run: Run) -> Part:
         source = str(one.get("source", "?")).upper()
         about.append(f"{arm}: {which} of rank {one.get('rank', '?')}, timeline of the {source}.")
     about += [f"The {arm} arm has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
-    names = [name for name, _ in figures.TIME_PARTS.values()]
-    names += [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
+    names = [*figures.TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
     drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
     rows = [row for row in zip(names, *columns, strict=True) if row[0] in drawn]
     caption = f"¹ Communication beside which nothing else ran. {FUSED_WAITS} {' '.join(about)}"
     return Part("time", title, figure, caption, Table(rows, head=("ms per step", *found)))
-
-
-def _fallbacks(run: Run) -> Part:
-    title, reasons = "Calls left to stock Megatron", Counter(run.summary["flux_fallbacks"]).most_common()
-    rows = [(reason, f"{calls:,}") for reason, calls in reasons]
-    caption = "" if reasons else "None: every patched layer ran flux in every step."
-    if not run.arms["flux"]:
-        caption = "The flux arm has no records."
-    return Part("fallbacks", title, caption=caption, table=Table(rows, ("reason", "calls")) if rows else None)
 
 
 def _efficiency(flux: Sequence[Record]) -> Part | None:
@@ -134,10 +132,10 @@ def _efficiency(flux: Sequence[Record]) -> Part | None:
         why = REPLAYED if replayed else "no step of this run sampled its operators."
         return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {why}")
     seen: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    on_gpu = any(record.get("flux/gpu") for record in flux)
     for record in samples:
+        earlier = record.get("schema", 1) < SAME_STATE_SINCE
         for call in record["flux/calls"]:
-            seen[_key(call)].append(_sound(call, record, on_gpu=on_gpu))
+            seen[_key(call)].append(call | EARLIER if earlier and call.get("gemm_ms") else call)
     values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
     drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
     method = {"flux": ("flux", figures.SYMBOLS["flux"], list(drawn.values()))}
@@ -152,21 +150,13 @@ def _efficiency(flux: Sequence[Record]) -> Part | None:
         (
             " ".join(key[:2]) + (f", {key[2]}" if key[2:] else ""),
             str(seen[key][-1].get("calls", UNKNOWN)),
-            *(_ms(_median(call.get(name) for call in seen[key])) for name in TIMES),
+            *(shown(_median(call.get(name) for call in seen[key]), milliseconds) for name in TIMES),
             shown(value, percent),
         )
         for key, value in values.items()
     ]
     head = ("call", "calls/step", "ms", "GEMM alone", "in turn", "exposed", "E")
     return Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", Table(cells, head))
-
-
-def _sound(call: dict[str, Any], record: Record, *, on_gpu: bool) -> dict[str, Any]:
-    """``call``; without a comparison that an earlier version made with times from another state of the GPU."""
-    gpu = on_gpu or call.get("source") == "tuner"
-    if record.get("schema", 1) >= SAME_STATE_SINCE or not gpu or not call.get("gemm_ms"):
-        return call
-    return {**call, **dict.fromkeys((*TIMES[1:], "e_overlap")), "withheld": EARLIER}
 
 
 def _key(call: dict[str, Any]) -> tuple[str, ...]:
@@ -186,26 +176,12 @@ def _median(values: Iterable[Any]) -> float | None:
     return float(np.median(known)) if known else None
 
 
-def _ms(value: float | None) -> str:
-    return shown(value, milliseconds).replace("-", MINUS)
-
-
 def _activity(flux: Sequence[Record]) -> Part:
     if not flux:
         return Part("operators", "Flux operators", caption="The flux arm has no records.")
-    last, whole = flux[-1], "{:,.0f}".format
-    pairs = [
-        ("all_gather_gemm calls", shown(last.get("flux/all_gather_gemm_calls"), whole)),
-        ("gemm_reduce_scatter calls", shown(last.get("flux/gemm_reduce_scatter_calls"), whole)),
-        ("received from peers", shown(last.get("flux/bytes_received"), memory)),
-        ("calls left to stock", shown(last.get("flux/fallback_calls"), whole)),
-    ]
-    if last.get("flux/wait_timeouts") is not None:
-        pairs.append(("waits that ran into their limit", f"{last['flux/wait_timeouts']:,}"))
-    if (cost := _median(record.get("flux/metrics_ms") for record in flux)) is not None:
-        pairs.append(("recording, median", f"{milliseconds(cost)} ms"))
-    unseen = "" if last.get("flux/all_gather_gemm_calls") is not None else REPLAYED
-    return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(pairs))
+    rows = [(label, shown(flux[-1].get(field), form)) for label, (field, form) in ACTIVITY.items()]
+    unseen = "" if flux[-1].get("flux/all_gather_gemm_calls") is not None else REPLAYED
+    return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(rows))
 
 
 def _choices(flux: Sequence[Record]) -> Part | None:
@@ -214,7 +190,7 @@ def _choices(flux: Sequence[Record]) -> Part | None:
         plan, times = _mapping(_mapping(choice).get("plan")), _mapping(_mapping(choice).get("ms"))
         text = " ".join(f"{name}={value}" for name, value in plan.items())
         best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
-        rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), _ms(best)))
+        rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), shown(best, milliseconds)))
     return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None
 
 
@@ -250,33 +226,27 @@ def _rank_table(arms: Arms) -> Table | None:
 
 
 def _gpus(arms: Arms) -> list[Part]:
-    """Clocks and power, which explain noise."""
+    """Clocks, power and what held clocks down, which explain noise."""
+    throttled = {
+        arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
+        for arm, records in arms.items()
+    }
+    if not any(throttled.values()):
+        runs = (_mapping(record.get("flux/run")) for records in arms.values() for record in records)
+        why = next((run["gpu_source"] for run in runs if run.get("gpu_source")), "no step of this run sampled its GPUs")
+        return [Part("gpus", "Clocks, power and throttling", caption=f"{NOT_RECORDED}: {why}.")]
     parts = []
     for name, title in GPU.items():
         plot, caption = figures.samples(arms, title, lambda record, name=name: (record.get("flux/gpu") or {}).get(name))
         if plot is not None:
             parts.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, f"Over all ranks' GPUs, {caption}"))
-    return parts or [Part("gpus", "Clocks and power", caption=_no_gpus(arms))]
-
-
-def _no_gpus(arms: Arms) -> str:
-    runs = (record.get("flux/run") for records in arms.values() for record in records)
-    why = next((run["gpu_source"] for run in map(_mapping, runs) if run.get("gpu_source")), None)
-    return f"{NOT_RECORDED}: {why or 'no step of this run sampled its GPUs'}."
-
-
-def _throttling(arms: Arms) -> Part:
-    sampled = {
-        arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
-        for arm, records in arms.items()
-    }
-    reasons = sorted({reason for samples in sampled.values() for sample in samples for reason in sample})
+    reasons = sorted({reason for samples in throttled.values() for sample in samples for reason in sample})
     rows = [
-        (reason, *(f"{sum(1 for s in samples if s.get(reason))} of {len(samples)}" for samples in sampled.values()))
+        (reason, *(f"{sum(1 for s in samples if s.get(reason))} of {len(samples)}" for samples in throttled.values()))
         for reason in reasons
     ]
-    caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
-    if not reasons:
-        samples = sum(map(len, sampled.values()))
-        caption = f"None in {counted(samples, 'sample')}." if samples else _no_gpus(arms)
-    return Part("throttling", "Throttling", caption=caption, table=Table(rows, ("reason", *sampled)) if rows else None)
+    caption = f"None in {counted(sum(map(len, throttled.values())), 'sample')}."
+    if rows:
+        caption = "Samples in which at least one GPU's clocks were held down, by NVML's reason."
+    held = Table(rows, ("reason", *throttled)) if rows else None
+    return [*parts, Part("throttling", "Throttling", caption=caption, table=held)]

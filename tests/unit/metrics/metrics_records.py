@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.metrics import JsonlRecorder, schema, summarize, write_summary
+from megatron_flux.metrics import schema
+from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.metrics.summary import summarize, write_summary
 
 Record = dict[str, Any]
 

@@ -19,6 +19,7 @@ def info(**changes: Any) -> dict[str, Any]:
     settings |= {"precision": "bf16", "global_batch_size": 4, "lr": 1e-3, "steps": 18, "wandb_project": "project-x"}
     return {
         "config": settings | {"out": "runs/group-x"} | changes,
+        "wandb": {"group": "group-x", "run": "run-x"},
         "device": {"name": "NVIDIA H200", "kind": "cuda", "count": 2},
         "layout": {"tp": 2, "pp": 1, "dp": 1, "precision": "bf16"},
         "versions": {"torch": "2.13.0"},

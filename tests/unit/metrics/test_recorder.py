@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import JsonlRecorder, read_records
+from megatron_flux.metrics.recorder import JsonlRecorder, read_records
 from tests.unit.metrics.metrics_records import Record, record
 
 

@@ -38,7 +38,7 @@ def changed(folder: Path, arm: str, change: dict[str, Any], **settings: Any) -> 
 
 
 def left(result: Result) -> list[str]:
-    return [one.label for one in result.left]
+    return [one.quantity for one in result.left]
 
 
 def test_the_same_run_stays_in_every_band(tmp_path: Path, results: Path) -> None:
@@ -87,7 +87,7 @@ def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     unknown = dict.fromkeys(("peak-memory-bytes", "flux/allocated_peak_bytes"))
     runs = [changed(tmp_path / name, "flux", unknown) for name in ("run", "results")]
     result = compare(*runs, Bands())
-    assert [one.state for one in result.checked if one.label == "flux peak memory"] == ["not checked"]
+    assert [one.state for one in result.checked if one.quantity == "flux peak memory"] == ["not checked"]
     assert result.verdict.startswith("against results: 5 of 5")
     arms = {arm: [item | unknown for item in items] for arm, items in full_arms().items()}
     none = full_run(tmp_path / "none", arms)
@@ -107,7 +107,7 @@ def earlier(folder: Path, arms: tuple[str, ...] = ("baseline", "flux"), **settin
 def test_memory_of_earlier_comparisons_is_not_that_of_an_arm(tmp_path: Path) -> None:
     run, then = full_run(tmp_path / "run"), earlier(tmp_path / "then")
     result = compare(run, then, Bands())
-    assert [one.state for one in result.checked if "memory" in one.label] == ["not checked"] * 2
+    assert [one.state for one in result.checked if "memory" in one.quantity] == ["not checked"] * 2
     assert any(re.match("then: Peak memory of the flux arm .*the other arm's memory is", note) for note in result.notes)
     with pytest.raises(UserError, match="the other arm's memory is in it, flux's workspaces are not; give results"):
         compare(run, then, Bands(), ("memory",))
@@ -115,13 +115,13 @@ def test_memory_of_earlier_comparisons_is_not_that_of_an_arm(tmp_path: Path) -> 
 
 def test_memory_of_earlier_trainings_is_compared_with_what_was_allocated(tmp_path: Path) -> None:
     then = earlier(tmp_path / "then", ("flux",), command="train")
-    memory = [one for one in compare(full_run(tmp_path / "run"), then, Bands()).checked if "memory" in one.label]
-    assert [(one.label, one.then, one.now) for one in memory] == [
+    memory = [one for one in compare(full_run(tmp_path / "run"), then, Bands()).checked if "memory" in one.quantity]
+    assert [(one.quantity, one.then, one.now) for one in memory] == [
         ("flux peak memory, allocated alone", "768.0 MiB", "768.0 MiB")
     ]
     then = earlier(tmp_path / "stock", ("baseline",), command="train")
-    memory = [one for one in compare(full_run(tmp_path / "other"), then, Bands()).checked if "memory" in one.label]
-    assert [(one.label, one.then, one.now) for one in memory] == [("baseline peak memory", "768.0 MiB", "1.00 GiB")]
+    memory = [one for one in compare(full_run(tmp_path / "other"), then, Bands()).checked if "memory" in one.quantity]
+    assert [(one.quantity, one.then, one.now) for one in memory] == [("baseline peak memory", "768.0 MiB", "1.00 GiB")]
 
 
 @pytest.mark.parametrize(
@@ -182,15 +182,6 @@ def test_checks() -> None:
             parse_checks(text)
 
 
-def test_benchmarks(tmp_path: Path) -> None:
-    assert not compare(LAYERS, LAYERS, Bands(0, 0, 0)).left
-    summary = json.loads((LAYERS / "summary.json").read_text())
-    summary["rows"][3]["ms_per_layer"] *= 1.06
-    summary["rows"][4]["peak_memory_gb"] *= 1.06
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert left(compare(tmp_path, LAYERS, Bands())) == [
-        "gpt3-175b 2048 4 4 flux_local, ms",
-        "gpt3-175b 2048 4 4 flux_te, peak GB",
-    ]
-    with pytest.raises(UserError, match=r"is a run of layers and .* of operators"):
-        compare(tmp_path, RESULTS / "ops-h200x4-nvlink" / "m8192", Bands())
+def test_benchmarks_are_refused(results: Path) -> None:
+    with pytest.raises(UserError, match="layer-h200x4-nvlink is a benchmark"):
+        compare(results, LAYERS, Bands())

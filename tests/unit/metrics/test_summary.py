@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import read_summary, summarize, write_summary
-from megatron_flux.metrics.summary import MIN_PAIRED_BLOCKS, largest, paired_blocks, relative_difference, spread
+from megatron_flux.metrics.summary import (
+    MIN_PAIRED_BLOCKS,
+    largest,
+    paired_blocks,
+    relative_difference,
+    spread,
+    summarize,
+    write_summary,
+)
 from tests.unit.metrics.metrics_records import Record, interleaved, record
 
 
@@ -230,30 +237,11 @@ def test_info_is_taken_over_and_the_file_is_strict_json(tmp_path: Path) -> None:
     }
     json.dumps(summary, allow_nan=False)
     write_summary(tmp_path / "summary.json", summary)
-    assert read_summary(tmp_path / "summary.json") == summary
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert "Infinity" in (tmp_path / "summary.json").read_text()
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "holds a list"),
-        ("{}", "is not a summary"),
-        ('{"arms": {}, "schema_version": 99}', "schema version 99"),
-        ('{"arms": {}, "schema_version": NaN}', "NaN is not JSON"),
-    ],
-)
-def test_damaged_summary(tmp_path: Path, text: str, cause: str) -> None:
-    path = tmp_path / "summary.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=cause) as caught:
-        read_summary(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_summary_that_cannot_be_written(tmp_path: Path) -> None:
+def test_summary_that_cannot_be_written() -> None:
     with pytest.raises(UserError, match="cannot write"):
-        write_summary(tmp_path / "missing" / "summary.json", {})
+        write_summary(Path("/dev/null/missing/summary.json"), {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import Any
 
 import pytest
 
-from megatron_flux.metrics import print_summary, summarize, verdict
+from megatron_flux.metrics.summary import summarize, verdict
+from megatron_flux.metrics.table import print_summary
 from tests.unit.metrics.metrics_records import Record, interleaved
 
 REASON = "column layer: a reason [bold]with markup[/bold] that is longer than eighty columns, " + "and longer " * 10
@@ -23,7 +25,8 @@ def comparison(**changes: Any) -> dict[str, Any]:
 def piped(summary: dict[str, Any], encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    print_summary(summary, file)
+    with contextlib.redirect_stdout(file):
+        print_summary(summary)
     file.flush()
     return raw.getvalue().decode(encoding)
 

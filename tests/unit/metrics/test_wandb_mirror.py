@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from wandb.util import get_core_path
 
-from megatron_flux.metrics import WandbMirror, wandb_mirror
+from megatron_flux.metrics import wandb_mirror
 from megatron_flux.metrics.strict_json import without_secrets
+from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
 from tests.unit.metrics.report_runs import full_run
 

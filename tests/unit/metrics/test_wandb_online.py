@@ -15,8 +15,9 @@ import pytest
 import wandb
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import ARMS, WandbMirror, schema
-from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
+from megatron_flux.metrics import schema
+from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED, WandbMirror
 from megatron_flux.metrics.wandb_online import SECTIONS, save, sync
 from tests.unit.metrics.metrics_records import record
 from tests.unit.metrics.report_runs import RESULTS, full_run, info

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import JsonlRecorder
+from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.watch import Watched, view, watch
 from tests.unit.metrics.metrics_records import record, sampled_record
 from tests.unit.metrics.report_runs import RESULTS, full_run, one_arm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -203,9 +202,10 @@ for i in range(40):
 """
 
 
-def test_writers_at_the_same_time_lose_no_answer(tmp_path: Path) -> None:
+def test_writers_at_the_same_time_lose_no_answer(warm_python: str, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    writers = [subprocess.Popen([sys.executable, "-c", STORE, str(path), name]) for name in "ab"]
+    (tmp_path / "writer.py").write_text(STORE)
+    writers = [subprocess.Popen([warm_python, "-m", "writer", str(path), name], cwd=tmp_path) for name in "ab"]
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
     assert len(tuning_cache.load(path)) == 80
     assert not list(path.parent.glob("tuned.json?*"))

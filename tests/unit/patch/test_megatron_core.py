@@ -70,13 +70,13 @@ def test_a_version_that_is_none_is_refused_with_the_range() -> None:
 
 @pytest.mark.parametrize("version", ["2.11", "2.11.0a0+1234567.nv26.01", "2.13.0+cpu", "2.13.0+cu130", "3.0"])
 def test_supported_torch(version: str) -> None:
-    megatron_core.check_torch(version)
+    megatron_core.check_release("torch", version, megatron_core.SUPPORTED_TORCH)
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "1.13", "2.10.0+cu128"])
 def test_other_torch_is_refused_with_the_range(version: str) -> None:
     with pytest.raises(UnsupportedVersionError, match=r">=2\.11") as error:
-        megatron_core.check_torch(version)
+        megatron_core.check_release("torch", version, megatron_core.SUPPORTED_TORCH)
     assert version in str(error.value)
 
 

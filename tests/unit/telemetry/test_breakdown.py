@@ -1,4 +1,4 @@
-"""Names of kernels and operators, intervals, and the busy time of categories in traces made by hand."""
+"""Names of kernels and operators, and the busy time of categories in traces made by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.telemetry.breakdown import CATEGORIES, category, common, cpu_category, length, of_layers, union
+from megatron_flux.telemetry.breakdown import CATEGORIES, category, cpu_category, of_layers
 
 NAMES = {
     "gemm": [
@@ -67,13 +67,6 @@ def test_kernels_are_known_by_name(expected: str, name: str) -> None:
 )
 def test_operators_of_the_host_are_known_by_name(name: str, expected: str | None) -> None:
     assert cpu_category(name) == expected
-
-
-def test_intervals() -> None:
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert length([(0, 4), (5, 6)]) == 5
-    assert common([(0, 4), (5, 8)], [(1, 2), (3, 6), (7, 9)]) == [(1, 2), (3, 4), (5, 6), (7, 8)]
-    assert common([], [(0, 1)]) == common([(0, 1)], [(1, 2)]) == []
 
 
 def event(name: str, start: float, end: float, stream: int, kind: str = "kernel") -> dict[str, Any]:

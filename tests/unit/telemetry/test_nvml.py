@@ -105,7 +105,7 @@ def test_the_link_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, variable: str
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(variable.split(",")))
-    monkeypatch.setattr(environment, "_link_by_cuda", lambda count: pytest.fail("CUDA was asked"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: pytest.fail("CUDA was asked"))
     found = environment.link()
     assert (found["kind"], found["pairs"], found["peer_access"]) == link
     assert environment.device_name() == f"GPU {variable[0]}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.telemetry.profiler import clock_shifts_ns, merge, merge_run, trace_file, write_trace
+from megatron_flux.telemetry.profiler import clock_shifts_ns, merge, merge_run, write_trace
 
 
 def rank_trace(rank: int, host: str, clock_ns: list[int], base_ns: int, at_us: float) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_hosts_are_aligned_by_their_barriers() -> None:
     ]
     merged = merge(traces)
     begun = {e["pid"]: e["ts"] for e in merged["traceEvents"] if e["ph"] == "X"}
-    assert list(begun.values()) == [0.0, 3.0, 1000.0]
+    assert list(begun.values()) == [100.0, 103.0, 1100.0]
     assert len(begun) == 3
     assert len({e["id"] for e in merged["traceEvents"] if e["ph"] == "s"}) == 3
     names = [e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"]
@@ -58,7 +58,7 @@ def test_ranks_of_one_host_are_not_shifted() -> None:
 
 def test_merging_a_run(tmp_path: Path) -> None:
     for rank in (0, 1):
-        write_trace(trace_file(tmp_path / "flux", rank), rank_trace(rank, "a", [1], 0, 5.0))
+        write_trace(tmp_path / "flux" / "trace" / f"rank{rank:05d}.json.gz", rank_trace(rank, "a", [1], 0, 5.0))
     (written,) = merge_run(tmp_path)
     again = merge_run(tmp_path)  # does not merge what was merged
     assert again == [written]
@@ -68,7 +68,7 @@ def test_merging_a_run(tmp_path: Path) -> None:
 def test_bad_traces_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no traces"):
         merge_run(tmp_path)
-    file = trace_file(tmp_path / "flux", 0)
+    file = tmp_path / "flux" / "trace" / "rank00000.json.gz"
     file.parent.mkdir(parents=True)
     file.write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])
     with pytest.raises(UserError, match=r"rank00000.json.gz cannot be read"):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import StorageError, UserError
-from megatron_flux.metrics import JsonlRecorder
+from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.run import launcher
 from megatron_flux.train import checkpoint_access, checkpoint_folder, config
 from megatron_flux.train.data import Corpus, fingerprint

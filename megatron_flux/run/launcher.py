@@ -106,7 +106,8 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
 def _passing_on(name: str | None) -> Iterator[None]:
     """Hand the signal ``name`` to the ranks, every second once it has come; afterwards it is ignored.
 
-    Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.rank.StopRequest`) or not listen yet.
+    Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.rank.StopRequest`) or not listen yet. SIGALRM
+    is the clock meanwhile.
     """
     if name is None:
         yield

@@ -211,11 +211,9 @@ class Arm:
     def _open_mirror(self) -> WandbMirror:
         config = self.config
         names = run_folder.load_wandb_names(config)
-        about = run_folder.run_info(config)
-        del about["command"]  # words and paths of the machine, which wandb is not told elsewhere either
         return WandbMirror(
             config.wandb,
-            {**config.model_dump(mode="json"), **about},
+            {**config.model_dump(mode="json"), **run_folder.run_info(config)},
             self.folder,
             resuming=self.trainer.iteration > 0,
             per_rank=config.wandb_ranks,

@@ -56,13 +56,14 @@ def description(config: RunConfig) -> dict[str, Any]:
     return {
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
+        "command": folder.command_line(),
         "started": folder.started(),
         "wandb": _wandb_names(config)._asdict(),
     }
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
-    """Versions, device, link, job, layout and command."""
+    """Versions, device, link, job and layout: no words or paths of the machine, which wandb is not told either."""
     layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision")
     return {
         "versions": environment.versions(),
@@ -70,7 +71,6 @@ def run_info(config: RunConfig) -> dict[str, Any]:
         "link": environment.link()["kind"],
         "job": environment.job(),
         "layout": {name: getattr(config, name) for name in layout},
-        "command": folder.command_line(),
     }
 
 

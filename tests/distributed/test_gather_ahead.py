@@ -355,7 +355,8 @@ def rank_twin(late: int | None, captured: bool) -> None:
         with captured_calls() if captured else contextlib.nullcontext():
             for gather_ahead in (False, True):
                 for found, wanted in zip(blocks.results(gather_ahead), expected, strict=True):
-                    require_close(f"{gather_ahead=}", found, wanted)
+                    # Rounding adds up over the blocks, with some processors to 1e-5; a lost shard is far above.
+                    require_close(f"{gather_ahead=}", found, wanted, 1e-4)
     finally:
         del registry._backends["twin"]
 

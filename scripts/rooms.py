@@ -28,7 +28,8 @@ ROOMS = (
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 160, 20_000
+MOST_FILES, MOST_LINES = 160, 22_000
+"""What there is, rounded up. Raise them only for what users can do more, and aim at 20,000."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ ROOMS = (
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 160, 24_300
+MOST_FILES, MOST_LINES = 160, 24_524
 """What there is, rounded up: 22,000, and 2,300 for links other than NVLink. Raise them only for what users gain."""
 
 

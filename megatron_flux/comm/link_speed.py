@@ -1,12 +1,11 @@
 """How fast the links of this host's GPUs are: a short measurement, for people. Nothing is decided by it.
 
-:func:`pairs`: one process copies between its GPUs by copy engine. A *push* is in a stream of the GPU that has the
-data, a *pull* in one of the GPU that gets it. Each ordered pair is measured alone, then all GPUs at once, each with
-all its peers in the order of an all-gather.
-
-:func:`through_host`: collective. Each rank copies between its device and slots of shared memory, as the lanes of
-:mod:`~megatron_flux.comm.host_link` do: down into its own, up out of its neighbour's; alone, and all ranks at once. Then
-the link itself gathers and exchanges. On CPUs the device is memory, too.
+* :func:`pairs`: one process copies between its GPUs by copy engine. A *push* is in a stream of the GPU that has the
+  data, a *pull* in one of the GPU that gets it. Each ordered pair is measured alone, then all GPUs at once, each with
+  all its peers in the order of an all-gather.
+* :func:`through_host`: collective. Each rank copies between its device and slots of shared memory, as the lanes of
+  :mod:`~megatron_flux.comm.host_link` do: down into its own, up out of its neighbour's; alone, and all ranks at once.
+  Then the link itself gathers and exchanges. On CPUs the device is memory, too.
 
 Speeds are in GB/s (1e9 bytes), each the best of :data:`REPEATS` after one to warm up. Of each GPU's memory it takes
 ``64 MiB * (GPUs + 1)``: 576 MiB where there are 8.

@@ -118,7 +118,7 @@ def reserve(
     ``wanted`` and ``budget`` (bytes) are ``keep_gathered`` and ``keep_gathered_bytes`` of
     :class:`~megatron_flux.FluxConfig`.
     """
-    if wanted is None and ((link := state_of(group).link) is None or link.is_nvlink or not x.is_cuda):
+    if wanted is None and (not x.is_cuda or (link := state_of(group).link) is None or link.kind == "nvlink"):
         return None  # also where nobody has asked for the link yet
     if wanted is False or not (torch.is_grad_enabled() and weight.requires_grad) or group.size() == 1:
         return None

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import of_all_ranks
-from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.config import Backends
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops.backends import registry
@@ -102,39 +102,36 @@ class _Ledger:
             self.counted, self.refused = held, 0
 
 
-_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
-
-
 def reserve(
     x: torch.Tensor,
     weight: torch.Tensor,
     group: dist.ProcessGroup,
     backends: Backends,
-    wanted: bool | None,
     budget: int | None,
 ) -> Kept | None:
     """Where the gathered ``x`` ``[s/tp, b, k]`` of a column-parallel layer's forward goes; None if it is not kept.
 
-    ``wanted`` and ``budget`` (bytes) are ``keep_gathered`` and ``keep_gathered_bytes`` of
-    :class:`~megatron_flux.FluxConfig`.
+    ``budget`` (bytes) is ``keep_gathered_bytes`` of :class:`~megatron_flux.FluxConfig`.
     """
-    if wanted is None and (not x.is_cuda or (link := state_of(group).link) is None or link.kind == "nvlink"):
-        return None  # also where nobody has asked for the link yet
-    if wanted is False or not (torch.is_grad_enabled() and weight.requires_grad) or group.size() == 1:
+    if not (torch.is_grad_enabled() and weight.requires_grad) or group.size() == 1:
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or capturing(x):
         return None
     if not _would_be_the_same(x, weight, group, backends):
         return None
-    ledger = _ledgers.get(group)
-    if ledger is None:
-        ledger = _ledgers[group] = _Ledger()
-    return ledger.keep(group.size() * x.numel() * x.element_size(), x, budget, group)
+    state = state_of(group)
+    if state.kept is None:
+        state.kept = _Ledger()
+    return state.kept.keep(group.size() * x.numel() * x.element_size(), x, budget, group)
+
+
+def _ledgers() -> list[_Ledger]:
+    return [state.kept for state in all_states() if state.kept is not None]
 
 
 def report() -> dict[str, int]:
     """``inputs`` that are kept now, their ``bytes``, and how many were kept in ``total``; in this process."""
-    found = list(_ledgers.values())
+    found = _ledgers()
     return {
         "inputs": sum(len(ledger.alive) for ledger in found),
         "bytes": sum(ledger.held() for ledger in found),
@@ -167,5 +164,5 @@ def _offer(mine: _Ledger, x: torch.Tensor, asked: int | None) -> int:
     if asked is None and not x.is_cuda:
         return sys.maxsize
     budget = torch.cuda.mem_get_info(x.device)[0] // 4 if asked is None else asked
-    others = (ledger for ledger in list(_ledgers.values()) if ledger is not mine and ledger.asked == asked)
+    others = (ledger for ledger in _ledgers() if ledger is not mine and ledger.asked == asked)
     return max(0, budget - sum(ledger.granted or 0 for ledger in others))

@@ -34,7 +34,7 @@ _HELP = {
     "dgrad": "Operator backend of dgrad, where it is another one.",
     "wgrad": "Backend of the gather for wgrad, where it is another one.",
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
-    "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad; without it, on slow links only.",
+    "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad.",
     "keep_gathered_bytes": "How many bytes a process may keep so; without it a quarter of the free GPU memory.",
     "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
     "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",

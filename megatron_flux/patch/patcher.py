@@ -260,8 +260,8 @@ def _check_link(config: FluxConfig) -> None:
 
 
 def _check_keep(config: FluxConfig) -> None:
-    if config.keep_gathered not in (None, True, False):
-        raise UserError(f"keep_gathered must be True, False or None, not {config.keep_gathered!r}")
+    if config.keep_gathered not in (True, False):
+        raise UserError(f"keep_gathered must be True or False, not {config.keep_gathered!r}")
     given = config.keep_gathered_bytes
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
         raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")

@@ -38,7 +38,7 @@ def gathered_bytes() -> int:
 class Block:
     """Column, tanh, row; fp32."""
 
-    def __init__(self, backend: Any = "reference", keeps: bool | None = True, budget: int | None = None) -> None:
+    def __init__(self, backend: Any = "reference", keeps: bool = True, budget: int | None = None) -> None:
         self.weights = [normals(2 * HIDDEN, HIDDEN, seed=1), normals(HIDDEN, 2 * HIDDEN, seed=2)]
         for weight in self.weights:
             weight.requires_grad_()
@@ -235,7 +235,7 @@ def rank_keeps_nothing() -> None:
     finally:
         del registry._backends["twin"]
     assert held() == (0, 0)
-    y = Block(keeps=None).column(x)  # on CPUs only when asked
+    y = Block(keeps=False).column(x)
     assert held() == (0, 0)
     del y
 

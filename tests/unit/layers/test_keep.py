@@ -1,4 +1,4 @@
-"""Where gathered inputs are kept by default, and how much of the GPU's memory: without a GPU."""
+"""How much of the GPU's memory kept inputs may have: without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm.group_state import Link, state_of
 from megatron_flux.config import Backends
 from megatron_flux.layers import keep
 from megatron_flux.ops.backends import registry
@@ -26,28 +25,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_select", lambda *args: (registry.get_backend("reference"), []))
 
 
-def kept(group: Any, elements: int, wanted: bool | None = None) -> keep.Kept | None:
+def kept(group: Any, elements: int) -> keep.Kept | None:
     """Of an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(is_cuda=True, device="cuda", numel=lambda: elements, element_size=lambda: 2)
     weight: Any = SimpleNamespace(requires_grad=True)
-    return keep.reserve(x, weight, group, Backends.of("auto"), wanted, None)
-
-
-@pytest.mark.parametrize(
-    ("link", "by_default"), [("nvlink", False), ("p2p", True), ("host", True), ("none", True), (None, False)]
-)
-def test_by_default_on_slow_links_only(link: str | None, by_default: bool) -> None:
-    group = group_of(2)
-    state_of(group).link = None if link is None else Link(link, "")
-    assert (kept(group, 10) is not None) is by_default
-    assert kept(group, 10, True) is not None
-    assert kept(group, 10, False) is None
+    return keep.reserve(x, weight, group, Backends.of("auto"), None)
 
 
 def test_a_quarter_of_the_free_memory_for_all_groups() -> None:
     first, second = group_of(2), group_of(2)
-    for group in (first, second):
-        state_of(group).link = Link("host", "")
     held = kept(first, 200)
     assert held is not None
     assert held.nbytes == 2 * 200 * 2

@@ -224,7 +224,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
     if kind != "TE row":
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
-        options |= {"keep_gathered": None, "keep_gathered_bytes": None}
+        options |= {"keep_gathered": False, "keep_gathered_bytes": None}
     if kind == "TE norm column":
         norm = kwargs.pop("norm")
         assert (norm[0], norm[1] is layer.layer_norm_weight, norm[2]) == ("norm", True, None)

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,12 +21,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megatron_flux.cli import report, slurm
+from megatron_flux.cli import report, slurm, start
 from megatron_flux.cli.bench import bench, tune
 from megatron_flux.cli.start import report_console
 from megatron_flux.cli.train import compare, train
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.megatron_lm import source_patches
+from megatron_flux.run import launcher
 from megatron_flux.version import __version__
 
 
@@ -86,17 +88,42 @@ def watch(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    links: Annotated[bool, typer.Option("--links", help="Measure the links between GPUs: some seconds.")] = False,
+) -> None:
     """Say what this machine has, what would be patched, and whether flux can run; exit code 1 if it cannot."""
     from megatron_flux.telemetry.environment import examine, show
 
     found = examine()
+    if links:
+        found["link_speed"] = _link_speed()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
         show(found, report_console())
     if not found["ok"]:
         raise typer.Exit(1)
+
+
+def _link_speed() -> dict[str, Any]:
+    """Measured by one process for each GPU, or two without GPUs. Raises UserError: one GPU, or under a launcher."""
+    import torch
+
+    from megatron_flux.telemetry import link_report
+
+    gpus = torch.cuda.device_count()
+    ranks = launcher.world_size(None, gpus=gpus, otherwise=2)
+    if launcher.launched():
+        raise UserError("doctor --links starts its own processes; start it without a launcher")
+    if ranks < 2:
+        raise UserError("doctor --links measures between GPUs, and one is visible; leave it out")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "links.json"
+        about = f"measuring the links of {ranks} {'GPUs' if gpus else 'processes, there is no GPU'}"
+        left = "the rest of doctor runs without --links"
+        start.on_ranks("doctor", about, link_report, str(file), ranks, left=left)
+        return json.loads(file.read_text())
 
 
 @trace.callback()

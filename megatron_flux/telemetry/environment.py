@@ -21,6 +21,7 @@ from megatron_flux.errors import FluxError
 from megatron_flux.ops import backend_names
 from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.megatron_core import REPLACED, SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, TE_REPLACED, shown
+from megatron_flux.telemetry import link_report
 from megatron_flux.version import __version__
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
@@ -171,7 +172,7 @@ def examine() -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print what :func:`examine` found."""
+    """Print what :func:`examine` found, and ``link_speed``, if it was measured."""
     supported, names, connected = found["supported"], found["devices"], found["link"]
     peers, why = f"{connected['peer_access']} of {connected['pairs']}", connected["reason"]
     parts = {
@@ -181,6 +182,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         ],
         "devices": [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)],
         "link": [f"{connected['kind']}  ({peers} GPU pairs with peer access{f', {why}' if why else ''})"],
+        **({"link speed": link_report.lines(found["link_speed"])} if "link_speed" in found else {}),
         "backends": [", ".join(found["backends"])],
         "would patch": found["would_patch"] or ["nothing"],
         "notes": found["notes"],

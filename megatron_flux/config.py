@@ -47,6 +47,15 @@ class FluxConfig:
     its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; backends that gather into memory of
     their own (``reference``, ``pipelined``) keep it a little longer."""
 
+    keep_gathered: bool | None = None
+    """Keep what a column-parallel layer has gathered in forward for its wgrad, where memory allows, instead of
+    gathering it again (:mod:`megatron_flux.layers.keep`); results are the same. None: on GPUs that are not connected by
+    NVLink. Fused kernels' gathered inputs are never kept."""
+
+    keep_gathered_bytes: int | None = None
+    """How many bytes a process may keep so; layers beyond gather again. None: a quarter of the GPU memory that is free
+    at the first such call; on CPUs no limit."""
+
     link: str | None = None
     """The strongest link to use between a group's ranks: ``none``, ``host``, ``p2p`` or ``nvlink``
     (:mod:`megatron_flux.comm.links`). None: ``MEGATRON_FLUX_LINK``, else whatever there is."""

@@ -15,9 +15,11 @@ row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)
 
 The column layer may have a norm before its gather. It saves its shard of ``x`` and gathers it again in backward: saving
 the gathered ``x`` would cost ``tp`` times the activation memory. Source: Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
+Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2. Over slow links it is saved all the same,
+within a budget (``keep``).
 
-Reading order: ``linears``, ``prefetch`` (the gather for wgrad, started early), ``backward`` (what the backwards share).
+Reading order: ``linears``, ``prefetch`` (the gather for wgrad, started early), ``keep`` (no such gather),
+``backward`` (what the backwards share).
 """
 
 from megatron_flux.layers.linears import Norm, column_parallel_linear, row_parallel_linear

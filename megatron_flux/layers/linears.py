@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.config import Backends
-from megatron_flux.layers import prefetch
+from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import (
     LinearState,
     autocast_of,
@@ -126,8 +126,20 @@ def _column_forward(
 ) -> torch.Tensor:
     """``saved``: which of the saved tensors is ``x``; None if it is not to be prefetched."""
     linear: ColumnState = ctx.linear
-    prefetch.register(ctx, linear, saved)
+    kept = linear.kept
+    prefetch.register(ctx, linear, saved if kept is None else None)
     try:
+        if kept is not None:
+            y, kept.gathered = ops.all_gather_gemm(
+                x,
+                weight,
+                linear.group,
+                bias=bias,
+                epilogue_bias=epilogue_bias,
+                return_gathered=True,
+                backend=linear.backends.forward,
+            )
+            return y
         return ops.all_gather_gemm(
             x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, backend=linear.backends.forward
         )
@@ -208,6 +220,8 @@ def column_parallel_linear(
     backend: str | Backends = "auto",
     epilogue_bias: bool = False,
     gather_ahead: bool = True,
+    keep_gathered: bool | None = False,
+    keep_gathered_bytes: int | None = None,
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T + bias`` or ``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, differentiable.
 
@@ -223,9 +237,13 @@ def column_parallel_linear(
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
         epilogue_bias: see there.
         gather_ahead: see :class:`~megatron_flux.FluxConfig`.
+        keep_gathered: likewise.
+        keep_gathered_bytes: likewise.
     """
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
     linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    if keep_gathered is not False:
+        linear.kept = keep.reserve(x, weight, group, linear.backends, keep_gathered, keep_gathered_bytes)
     if norm is None:
         return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
     kernels, *affine = norm

@@ -48,6 +48,7 @@ from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.layers.backward import LinearState
+from megatron_flux.layers.keep import Kept
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -60,6 +61,8 @@ class ColumnState(LinearState):
     _saved: tuple[torch.Tensor | None, ...] | None = None
     _pending: Pending | None = None
     _begun: int = 0
+    kept: Kept | None = None
+    """What forward has gathered, where it is kept: then nothing is gathered here."""
 
     def saved_tensors(self, ctx: Any) -> tuple[torch.Tensor | None, ...]:
         """``ctx.saved_tensors``, which may have been unpacked already; ends the prefetch. For the layer's backward."""
@@ -77,13 +80,18 @@ class ColumnState(LinearState):
             self.gather(x)
 
     def gather(self, x: torch.Tensor) -> None:
-        """Start gathering, where that was not done early."""
-        if self._pending is None:
+        """Start gathering, where that was not done early, or in forward."""
+        if self._pending is None and self.kept is None:
             self._pending = ops.all_gather(x, self.group, backend=self.backends.wgrad)
             self._begun = ops.all_gathers_begun(self.group)
 
     def gathered(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """``x`` ``[s, b, k]`` for the current stream, if a gather was started; gathered anew if another began since."""
+        """``x`` ``[s, b, k]`` for the current stream, if it was kept or a gather was started; gathered anew if
+        another began since.
+        """
+        if self.kept is not None:
+            kept, self.kept = self.kept, None
+            return kept.taken()
         pending, self._pending = self._pending, None
         if pending is not None and self._begun != ops.all_gathers_begun(self.group):
             pending.wait()  # it must be finished all the same

@@ -18,7 +18,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
 from megatron_flux.patch.megatron_core import installed_megatron_core
-from megatron_flux.settings import sm_margin
+from megatron_flux.settings import LINKS, WIRES, sm_margin
 from megatron_flux.version import __version__
 
 VARIABLE = "MEGATRON_FLUX"
@@ -27,12 +27,17 @@ VARIABLE = "MEGATRON_FLUX"
 SAMPLE_INTERVAL = 10
 
 _BACKENDS = ("backend", *Backends._fields)
+_CHOICES = {"link": LINKS, "wire": WIRES}
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
     "forward": "Operator backend of forward, where it is another one.",
     "dgrad": "Operator backend of dgrad, where it is another one.",
     "wgrad": "Backend of the gather for wgrad, where it is another one.",
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
+    "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad; without it, on slow links only.",
+    "keep_gathered_bytes": "How many bytes a process may keep so; without it a quarter of the free GPU memory.",
+    "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
+    "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",
     "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
 }
 
@@ -60,11 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     types = get_type_hints(FluxConfig)
     for field in fields(FluxConfig):
-        kind: dict[str, Any] = {"type": types[field.name]}
-        if types[field.name] is bool:
+        kind: dict[str, Any] = {"type": int}
+        if types[field.name] in (bool, bool | None):
             kind = {"action": argparse.BooleanOptionalAction}
         elif field.name in _BACKENDS:
             kind = {"choices": backend_names()}
+        elif field.name in _CHOICES:
+            kind = {"choices": _CHOICES[field.name]}
         default = None if field.default is MISSING else field.default
         about = _HELP.get(field.name, f"FluxConfig.{field.name}")
         group.add_argument(f"--flux-{field.name.replace('_', '-')}", default=default, help=about, **kind)

@@ -115,6 +115,8 @@ class LinearPatch:
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
                 backend=backends,
                 gather_ahead=self.config.gather_ahead,
+                keep_gathered=self.config.keep_gathered,
+                keep_gathered_bytes=self.config.keep_gathered_bytes,
             )
 
         return _forward_impl
@@ -166,7 +168,12 @@ class LinearPatch:
                 y = row_parallel_linear(x, weight, layer.tp_group, **options)
                 y = y if bias is None else y + bias  # not sharded: added once, after the sum
             else:
-                options |= {"epilogue_bias": True, "gather_ahead": self.config.gather_ahead}
+                options |= {
+                    "epilogue_bias": True,
+                    "gather_ahead": self.config.gather_ahead,
+                    "keep_gathered": self.config.keep_gathered,
+                    "keep_gathered_bytes": self.config.keep_gathered_bytes,
+                }
                 if kind == TE_NORM_COLUMN:
                     options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
                 y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)

@@ -25,6 +25,7 @@ import torch
 from megatron_flux.comm import links
 from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
+from megatron_flux.layers import keep
 from megatron_flux.ops import backend_names, stats
 from megatron_flux.patch import te_seam, tuning
 from megatron_flux.patch.linears import CHOICE, TE_KINDS, LinearPatch
@@ -64,13 +65,14 @@ def patch(config: FluxConfig | None = None) -> None:
     ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
-        UserError: a backend, a link or a wire that does not exist.
+        UserError: a backend, a link or a wire that does not exist, or a budget that is no number of bytes.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global _linears
     if config is not None:
         _check_backends(config.backends)
         _check_link(config)
+        _check_keep(config)
     if _linears is not None:
         if config is not None and config != _linears.config:
             _linears.config = config
@@ -178,8 +180,9 @@ def report() -> dict[str, Any]:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
         ``fallbacks``: stock calls by ``"kind: reason"``, and operator calls that had to take a slower backend;
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators;
-        ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs
-        are replayed, it is not called any more.
+        ``kept_gathered``: gathered ``inputs`` that column-parallel layers keep now, their ``bytes``, and how many were
+        kept in ``total``; ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python
+        called: where graphs are replayed, it is not called any more.
     """
     now = _linears
     fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
@@ -190,6 +193,7 @@ def report() -> dict[str, Any]:
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
+        "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
     }
 
@@ -253,6 +257,14 @@ def _check_link(config: FluxConfig) -> None:
         raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")
     if config.wire not in WIRES:
         raise UserError(f"unknown wire {config.wire!r}; use one of: {', '.join(WIRES)}")
+
+
+def _check_keep(config: FluxConfig) -> None:
+    if config.keep_gathered not in (None, True, False):
+        raise UserError(f"keep_gathered must be True, False or None, not {config.keep_gathered!r}")
+    given = config.keep_gathered_bytes
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
+        raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
 
 
 def _want(config: FluxConfig) -> None:

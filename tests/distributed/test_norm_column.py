@@ -1,7 +1,8 @@
 """The norm and column-parallel linear in one function, against torch's norm before the plain column-parallel linear.
 
 Covered, for tp 2 and 4: results and all gradients with and without biases and mean; any of the operands without
-gradient; an input that is not contiguous; main_grad; two forwards before a backward; what is saved.
+gradient; an input that is not contiguous; main_grad; two forwards before a backward; what is saved; keeping
+what was gathered.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_flux.layers import keep
 from tests.distributed.data import TOLERANCE, normals, require_close
 from tests.distributed.pool import WorkerPool
 
@@ -183,3 +185,23 @@ def test_nothing_gathered_is_saved(world2: WorkerPool, frozen: bool) -> None:
     m = S_PER_RANK * B
     input_and_output = m * K * (1 if frozen else 2)
     assert world2.run(rank_saved, frozen) == [input_and_output + K + 2 * m] * 2
+
+
+def rank_kept(kind: str) -> None:
+    dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
+    found = []
+    for keeps in (False, True):
+        o = operands(kind, True)
+        y = ours(kind, o, backend="reference", keep_gathered=keeps)
+        assert keep.report()["inputs"] == keeps
+        y.backward(dy)
+        assert keep.report()["inputs"] == 0
+        found.append(gradients(o))
+    plain, kept = found
+    for name, gradient in plain.items():
+        assert torch.equal(kept[name], gradient), name
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_the_gathered_output_of_the_norm_can_be_kept(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_kept, kind)

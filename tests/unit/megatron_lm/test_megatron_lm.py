@@ -57,6 +57,9 @@ def test_arguments_become_the_config() -> None:
     assert config_from(args) == FluxConfig(backend="reference", dgrad="auto", strict=True)
     assert config_from(parsed("--flux", "--no-flux-strict")) == FluxConfig()
     assert config_from(parsed("--flux", "--no-flux-gather-ahead")) == FluxConfig(gather_ahead=False)
+    keeping = parsed("--flux", "--flux-keep-gathered", "--flux-keep-gathered-bytes", "4096", "--flux-link", "host")
+    assert config_from(keeping) == FluxConfig(keep_gathered=True, keep_gathered_bytes=4096, link="host")
+    assert config_from(parsed("--flux", "--no-flux-keep-gathered")) == FluxConfig(keep_gathered=False)
 
 
 def test_adding_the_group_twice_adds_it_once() -> None:

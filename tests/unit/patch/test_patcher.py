@@ -249,6 +249,21 @@ def test_an_unknown_link_or_wire_is_refused_before_anything_changes(given: dict[
     assert (methods(), config(), links.wanted()) == before
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"keep_gathered": "yes"}, "keep_gathered must be True, False or None, not 'yes'"),
+        ({"keep_gathered_bytes": -1}, "keep_gathered_bytes must be a number of bytes, 0 or more, not -1"),
+        ({"keep_gathered_bytes": 0.5}, "keep_gathered_bytes must be a number of bytes, 0 or more, not 0.5"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(given: dict[str, object], said: str) -> None:
+    before = methods(), config()
+    with pytest.raises(UserError, match=said):
+        patch(FluxConfig(**given))
+    assert (methods(), config()) == before
+
+
 def test_link_and_wire_hold_from_the_patch_on() -> None:
     try:
         patch(FluxConfig(link="host", wire="int8", strict=True))

@@ -1,0 +1,314 @@
+"""Keeping the gathered input of column-parallel layers for wgrad.
+
+Covered: gradients equal to the bit and the number of gathers, with the reference and the chunked backends, on pairs of
+layers and on GPTModel, recompute included; the budget, several micro-batches in flight, bytes after backward, after a
+dropped graph (also one that only some ranks have collected) and after an exception; what keeps nothing: no graph, hooks
+on saved tensors, a frozen weight, wires that differ, memory that is not the caller's own; backward after unpatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, ops, set_backend
+from megatron_flux.config import Backends
+from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.fused import FusedBackend
+from tests.distributed.data import normals
+from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+ROWS, BATCH, HIDDEN = 2, 4, 8
+
+
+def gathered_bytes() -> int:
+    """Of one input of :class:`Block`."""
+    return dist.get_world_size() * ROWS * BATCH * HIDDEN * 4
+
+
+class Block:
+    """Column, tanh, row; fp32."""
+
+    def __init__(self, backend: Any = "reference", keeps: bool | None = True, budget: int | None = None) -> None:
+        self.weights = [normals(2 * HIDDEN, HIDDEN, seed=1), normals(HIDDEN, 2 * HIDDEN, seed=2)]
+        for weight in self.weights:
+            weight.requires_grad_()
+        self.backend, self.keeps, self.budget = backend, keeps, budget
+
+    def column(self, x: torch.Tensor) -> torch.Tensor:
+        return column_parallel_linear(
+            x,
+            self.weights[0],
+            None,
+            dist.group.WORLD,
+            backend=self.backend,
+            keep_gathered=self.keeps,
+            keep_gathered_bytes=self.budget,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return row_parallel_linear(torch.tanh(self.column(x)), self.weights[1], dist.group.WORLD, backend=self.backend)
+
+    def results(self, micro_batches: int = 3) -> tuple[list[torch.Tensor], int]:
+        """Gradients after as many forwards and then as many backwards, and how many gathers these began."""
+        begun = ops.all_gathers_begun(dist.group.WORLD)
+        inputs = [normals(ROWS, BATCH, HIDDEN, seed=10 + i).requires_grad_() for i in range(micro_batches)]
+        for y in [self.forward(x) for x in inputs]:
+            y.square().sum().backward()
+        gradients = [*(x.grad for x in inputs), *(weight.grad for weight in self.weights)]
+        return gradients, ops.all_gathers_begun(dist.group.WORLD) - begun
+
+
+def one_input() -> torch.Tensor:
+    return normals(ROWS, BATCH, HIDDEN, seed=5).requires_grad_()
+
+
+def held() -> tuple[int, int]:
+    now = keep.report()
+    return now["inputs"], now["bytes"]
+
+
+def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert other.any(), f"{i} is zero: nothing is compared"
+        assert torch.equal(one, other), f"{i} differs"
+
+
+def rank_same_numbers(backend: str) -> None:
+    plain, gathers = Block(backend, False).results()
+    assert gathers == 3
+    total = keep.report()["total"]
+    found, gathers = Block(backend).results()
+    assert gathers == 0
+    assert keep.report()["total"] - total == 3
+    require_equal(found, plain)
+    assert held() == (0, 0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "chunked_int8", "auto"])
+def test_the_same_numbers_with_fewer_gathers(world: WorkerPool, backend: str) -> None:
+    world.run(rank_same_numbers, backend)
+
+
+def rank_budget() -> None:
+    plain, _ = Block("reference", False).results()
+    for room, gathers in ((0, 3), (gathered_bytes() - 1, 3), (2 * gathered_bytes() + 7, 1), (3 * gathered_bytes(), 0)):
+        block = Block("reference", True, room)
+        for _ in range(3):  # what backward gives back is there for the next step
+            for weight in block.weights:
+                weight.grad = None
+            found, begun = block.results()
+            assert begun == gathers, room
+            require_equal(found, plain)
+        outputs = []
+        for _ in range(4):
+            outputs.append(block.column(one_input()))
+            assert held()[1] <= room
+        for y in outputs:
+            y.sum().backward()
+        assert held() == (0, 0)
+
+
+def test_a_budget_is_never_exceeded(world2: WorkerPool) -> None:
+    world2.run(rank_budget)
+
+
+def rank_least_budget() -> None:
+    """What ranks may keep differs: all keep what the poorest can."""
+    block = Block("reference", True, (3 - dist.get_rank()) * gathered_bytes() + 1)
+    _, gathers = block.results(5)
+    assert gathers == 5 - 2
+
+
+def test_ranks_agree_on_the_least_budget(world2: WorkerPool) -> None:
+    world2.run(rank_least_budget)
+
+
+def rank_dropped() -> None:
+    """A graph that nobody runs backward: freed at once, and the next refusal makes room again on all ranks."""
+    plain, _ = Block("reference", False).results()
+    block = Block("reference", True, 3 * gathered_bytes() + 3)
+    for _ in range(5):
+        y = block.column(one_input())
+        assert held() == (1, gathered_bytes())
+        del y
+        assert held() == (0, 0)
+    # One rank's graph waits for the garbage collector: peers must not keep what it cannot.
+    gc.disable()
+    try:
+        for _ in range(3):
+            y = block.column(one_input())
+            if dist.get_rank() == 0:
+                circle: list[Any] = [y]
+                circle.append(circle)
+                del circle
+            del y
+        require_equal(block.results()[0], plain)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert held() == (0, 0)
+    for weight in block.weights:
+        weight.grad = None
+    for _ in range(3):
+        block.results()
+    for weight in block.weights:
+        weight.grad = None
+    found, gathers = block.results()
+    assert gathers == 0
+    require_equal(found, plain)
+
+
+def test_a_dropped_graph(world2: WorkerPool) -> None:
+    world2.run(rank_dropped)
+
+
+def rank_exception() -> None:
+    """Between forward and backward."""
+    block = Block()
+
+    def step() -> None:
+        y = block.forward(one_input())
+        assert held()[0] == 1
+        raise ValueError(f"on purpose, with {tuple(y.shape)} alive")
+
+    with contextlib.suppress(ValueError):
+        step()
+    assert held() == (0, 0)
+
+
+def test_an_exception_before_backward(world2: WorkerPool) -> None:
+    world2.run(rank_exception)
+
+
+def rank_twice() -> None:
+    """A second backward through a retained graph gathers; one for the input alone gives the memory back too."""
+    block = Block()
+    y = block.forward(one_input())
+    y.sum().backward(retain_graph=True)
+    first = block.weights[0].grad.clone()
+    assert held() == (0, 0)
+    begun = ops.all_gathers_begun(dist.group.WORLD)
+    y.sum().backward()
+    assert ops.all_gathers_begun(dist.group.WORLD) == begun + 1
+    assert torch.equal(block.weights[0].grad, 2 * first)
+    x = one_input()
+    torch.autograd.grad(block.forward(x).sum(), [x])
+    assert held() == (0, 0)
+
+
+def test_two_backwards(world2: WorkerPool) -> None:
+    world2.run(rank_twice)
+
+
+def rank_keeps_nothing() -> None:
+    block, x = Block(), one_input()
+    with torch.no_grad():
+        y = block.column(x)
+    assert held() == (0, 0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = block.column(x)
+    assert held() == (0, 0)
+    for reentrant in (False, True):
+        y = torch.utils.checkpoint.checkpoint(block.forward, x, use_reentrant=reentrant)
+        assert held() == (0, 0)
+        y.sum().backward()
+        assert held() == (0, 0)
+    block.weights[0].requires_grad_(False)
+    y = block.column(x)
+    assert held() == (0, 0)
+    for backends in (("chunked_int8", "auto", "reference"), ("reference", "auto", "chunked_int8")):
+        y = Block(Backends(*backends)).column(x)  # wgrad would gather other numbers
+        assert held() == (0, 0)
+    ops.register_backend(FusedBackend("twin", twin=True))
+    try:
+        y = Block("twin").column(x)  # a slab, which the next call overwrites
+    finally:
+        del registry._backends["twin"]
+    assert held() == (0, 0)
+    y = Block(keeps=None).column(x)  # on CPUs only when asked
+    assert held() == (0, 0)
+    del y
+
+
+def test_what_keeps_nothing(world2: WorkerPool) -> None:
+    world2.run(rank_keeps_nothing)
+
+
+# Whole models.
+
+
+def rank_model(backend: str, options: dict[str, Any], gathers: int) -> None:
+    """``gathers``: that are left with keeping."""
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model("llama", **options)
+        with flux(FluxConfig(strict=True, backend=backend)) as seen:
+            plain_loss, plain = loss_and_gradients(model)
+        assert seen.calls[f"all_gather/{backend}"] == 2 * 2 + 1
+        with flux(FluxConfig(strict=True, backend=backend, keep_gathered=True)) as seen:
+            loss, gradients = loss_and_gradients(model)
+        assert seen.calls.get(f"all_gather/{backend}", 0) == gathers
+        assert torch.equal(loss, plain_loss)
+        assert plain.keys() == gradients.keys()
+        require_equal(list(gradients.values()), list(plain.values()))
+        assert held() == (0, 0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_whole_model(world2: WorkerPool, backend: str, recompute: str | None) -> None:
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    world2.run(rank_model, backend, {"recompute_granularity": recompute, **full} if recompute else {}, 0)
+
+
+def rank_by_layer() -> None:
+    """A layer whose directions differ in their wires gathers as before, the others keep."""
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model("gpt3")
+        set_backend(model, "reference", names="*.0.*.linear_fc1", wgrad="chunked_int8")
+        with flux(FluxConfig(strict=True, backend="reference", keep_gathered=True)) as seen:
+            loss_and_gradients(model)
+        assert {name: n for name, n in seen.calls.items() if name.startswith("all_gather/")} == {
+            "all_gather/chunked_int8": 1
+        }
+
+
+def test_a_layer_with_a_backend_of_its_own(world2: WorkerPool) -> None:
+    world2.run(rank_by_layer)
+
+
+def rank_unpatched() -> None:
+    """Two models in flight, whose backwards come after unpatch()."""
+
+    def train(config: FluxConfig) -> list[torch.Tensor]:
+        models, losses = [gpt_model("gpt3"), gpt_model("llama")], []
+        with flux(config):
+            for model in models:
+                losses.append(model(**batch(1)).float().mean())
+            kept.append(held()[0])
+        for loss in losses:
+            loss.backward()
+        return [p.grad for model in models for p in model.parameters()]
+
+    kept: list[int] = []
+    with megatron(tp=dist.get_world_size()):
+        torch.manual_seed(7)
+        plain = train(FluxConfig(strict=True, backend="reference"))
+        torch.manual_seed(7)
+        found = train(FluxConfig(strict=True, backend="reference", keep_gathered=True))
+    assert kept == [0, 2 * (2 * 2 + 1)]
+    assert held() == (0, 0)
+    require_equal(found, plain)
+
+
+def test_two_models_and_backward_after_unpatch(world2: WorkerPool) -> None:
+    world2.run(rank_unpatched)

@@ -1,0 +1,60 @@
+"""Where gathered inputs are kept by default, and how much of the GPU's memory: without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm.group_state import Link, state_of
+from megatron_flux.config import Backends
+from megatron_flux.layers import keep
+from megatron_flux.ops.backends import registry
+from tests.unit.groups import group_of
+
+FREE = 4000
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ranks only this one says anything; ``auto`` is ``reference``."""
+    monkeypatch.setattr(keep, "of_all_ranks", lambda mine, group: [mine])
+    monkeypatch.setattr(keep, "capturing", lambda x: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, 0))
+    monkeypatch.setattr(registry, "_select", lambda *args: (registry.get_backend("reference"), []))
+
+
+def kept(group: Any, elements: int, wanted: bool | None = None) -> keep.Kept | None:
+    """Of an input of ``elements`` of two bytes."""
+    x: Any = SimpleNamespace(is_cuda=True, device="cuda", numel=lambda: elements, element_size=lambda: 2)
+    weight: Any = SimpleNamespace(requires_grad=True)
+    return keep.reserve(x, weight, group, Backends.of("auto"), wanted, None)
+
+
+@pytest.mark.parametrize(
+    ("link", "by_default"), [("nvlink", False), ("p2p", True), ("host", True), ("none", True), (None, False)]
+)
+def test_by_default_on_slow_links_only(link: str | None, by_default: bool) -> None:
+    group = group_of(2)
+    state_of(group).link = None if link is None else Link(link, "")
+    assert (kept(group, 10) is not None) is by_default
+    assert kept(group, 10, True) is not None
+    assert kept(group, 10, False) is None
+
+
+def test_a_quarter_of_the_free_memory_for_all_groups() -> None:
+    first, second = group_of(2), group_of(2)
+    for group in (first, second):
+        state_of(group).link = Link("host", "")
+    held = kept(first, 200)
+    assert held is not None
+    assert held.nbytes == 2 * 200 * 2
+    more = kept(first, 51)
+    assert more is None
+    rest = kept(first, 50)
+    assert rest is not None
+    assert kept(second, 1) is None
+    held.taken()
+    assert kept(first, 200) is not None

@@ -276,8 +276,9 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     assert bias is layer.bias
     assert not y.any()
     options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference")}
+    column = options | {"gather_ahead": True, "keep_gathered": None, "keep_gathered_bytes": None}
     assert seam.calls == [
-        ((layer.weight, layer.bias, GROUP), options | {"gather_ahead": True}),
+        ((layer.weight, layer.bias, GROUP), column),
         ((layer.weight, GROUP), options),
         ((layer.weight, GROUP), options),
     ]

@@ -224,6 +224,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
     if kind != "TE row":
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
+        options |= {"keep_gathered": None, "keep_gathered_bytes": None}
     if kind == "TE norm column":
         norm = kwargs.pop("norm")
         assert (norm[0], norm[1] is layer.layer_norm_weight, norm[2]) == ("norm", True, None)
@@ -234,9 +235,11 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
 
 @pytest.mark.parametrize("kind", ["TE norm column", "TE column"])
 def test_whether_to_gather_ahead_is_passed_on(world: SimpleNamespace, kind: str) -> None:
-    world.linears.config = FluxConfig(backend="reference", gather_ahead=False)
+    keeping = {"keep_gathered": True, "keep_gathered_bytes": 4096}
+    world.linears.config = FluxConfig(backend="reference", gather_ahead=False, **keeping)
     world.forwards[kind](Layer(), X)
     assert world.calls[0][2]["gather_ahead"] is False
+    assert keeping.items() <= world.calls[0][2].items()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
 * ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights and main gradients, plus what the arm has
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
+* ``link`` connects the ranks; ``wire`` is what the arm sends over it.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
 * ``breakdown``: of :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 """
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench import process_group, report
-from megatron_flux.bench.layer_config import LayerConfig
+from megatron_flux.bench.layer_config import LayerConfig, check_graphs
 from megatron_flux.bench.layer_workload import WorkloadBench
 from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
@@ -49,7 +50,7 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
     calls ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
-        UserError: a GPU run without a CUDA device.
+        UserError: a GPU run without a CUDA device, a link that is not there, or CUDA graphs over one that has none.
     """
     from megatron.core import parallel_state
 
@@ -61,8 +62,12 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
     ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
     first = ranks.rank() == 0
     say = log if first else lambda _: None
+    links.want(links.Wanted(config.link))  # as all arms do, so that none changes what is known of the group
+    link = links.probe(group, device)
+    check_graphs(config.cuda_graphs, link.kind)
     summary: dict[str, Any] = {
-        **process_group.machine(group, links.probe(group, device)),
+        **process_group.machine(group, link),
+        "wire": config.wire,
         "config": config.model_dump(mode="json"),
         "rows": [],
         "skipped": [],
@@ -81,7 +86,7 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
                 deadline = began + config.seconds * (index + 1) / len(config.workloads)
             say(f"{workload.label}: {workload.layers} layers, tp {group.size()}")
             bench = WorkloadBench(
-                workload, config, group, ranks, device, lambda text, of=workload: say(f"{of.label} {text}")
+                workload, config, group, ranks, device, link.kind, lambda text, of=workload: say(f"{of.label} {text}")
             )
             rows, skipped, rounds = bench.run(deadline)
             summary["rows"] += rows

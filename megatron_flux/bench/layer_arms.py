@@ -11,6 +11,8 @@ te_ub        TransformerEngine spec    TransformerEngine's userbuffers (``tp_com
 flux_local   those of ``local``        under ``megatron_flux.patched()``
 flux_te      those of ``te``           under ``megatron_flux.patched()``
 …_own_gather                           as these two without ``gather_ahead``
+…_fp8wire                              as these two, all calls on ``chunked_fp8``; likewise ``…_int8wire``. The wire is
+                                       chosen by backend: one that the tuner is told of would be another process's
 floor        those of ``local``        communication left out: no training run
 busy_floor   those of ``local``        its bytes sent, but never waited for: no training run
 ===========  ========================  ===========================================================================
@@ -38,7 +40,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_flux import FluxConfig, ops, patched, report
-from megatron_flux.bench.layer_config import Workload
+from megatron_flux.bench.layer_config import NEED_PEERS, Workload
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import NotHereError
 from megatron_flux.errors import FluxError
@@ -79,20 +81,34 @@ def block_of(arm: str) -> BlockKind:
     return "te" if arm == "te" or arm.startswith("flux_te") else "local"
 
 
-def why_not(arm: str, device: torch.device) -> str | None:
+def wire_of(arm: str) -> str:
+    """What an arm sends."""
+    return arm.rpartition("_")[2].removesuffix("wire") if arm.endswith("wire") else "exact"
+
+
+def why_not(arm: str, device: torch.device, link: str) -> str | None:
     """Why an arm cannot be built here; None if nothing speaks against it."""
-    if block_of(arm) == "local":
-        return None
-    if device.type != "cuda":
-        return "TransformerEngine needs a GPU"
-    return None if importlib.util.find_spec("transformer_engine") else "TransformerEngine is not installed"
+    if block_of(arm) != "local":
+        if device.type != "cuda":
+            return "TransformerEngine needs a GPU"
+        if not importlib.util.find_spec("transformer_engine"):
+            return "TransformerEngine is not installed"
+    if arm in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):
+        return f"it needs peer access between GPUs; the link is {link}"
+    if wire_of(arm) != "exact" and link != "host":
+        return f"8-bit wires are for the link host; the link is {link}"
+    return None
 
 
-def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backend: str) -> Arm:
+def make(
+    arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backend: str, link: str | None = None
+) -> Arm:
     """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
 
-    ``backend`` is the operator backend of the flux arms.
+    ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use.
     """
+    if (wire := wire_of(arm)) != "exact":
+        backend = f"chunked_{wire}"
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         x.grad = None
@@ -102,10 +118,10 @@ def make(arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, ba
 
     def active() -> AbstractContextManager[None]:
         if arm in FLOORS:
-            return patched(FluxConfig(backend=FLOORS[arm].name))
+            return patched(FluxConfig(backend=FLOORS[arm].name, link=link))
         if not arm.startswith("flux"):
             return nullcontext()
-        return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather")))
+        return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather"), link=link))
 
     if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():
         ops.register_backend(FLOORS[arm])

@@ -10,11 +10,15 @@ from pydantic import Field
 from megatron_flux.bench.shapes import MODELS, Options, check_divides, layer_activations, named, working_memory
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
+from megatron_flux.train.options import LinkOptions
 from megatron_flux.train.presets import ModelShape
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
 """Those that run unless others are asked for; see :mod:`megatron_flux.bench.layer_arms`."""
 ON_REQUEST = ("flux_local_own_gather", "flux_te_own_gather", "busy_floor")
+
+NEED_PEERS = ("te_ub", "busy_floor")
+"""Arms whose ranks write into each other's memory."""
 
 TINY = "tiny"
 LAYER_MODELS = {
@@ -70,7 +74,7 @@ WORKLOADS = (
 )
 
 
-class _Measuring(Options):
+class _Measuring(LinkOptions, Options):
     """How a run measures."""
 
     backend: str = Field("auto", description="Operator backend of the flux arms: auto, or one by name.")
@@ -92,7 +96,8 @@ class LayerOptions(_Measuring):
     arms: str = Field(
         ",".join(ARMS),
         description="Arms, separated by commas. floor skips all communication, busy_floor sends and never waits: not "
-        f"training runs. On request: {', '.join(ON_REQUEST)}.",
+        f"training runs. On request: {', '.join(ON_REQUEST)}. With --wire fp8 flux_local is followed by "
+        "flux_local_fp8wire and flux_te by flux_te_fp8wire, whose calls all run chunked_fp8; int8 likewise.",
     )
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per step, instead of each model's own.")
@@ -116,6 +121,23 @@ class LayerConfig(_Measuring):
     """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
 
 
+def over_wire(wire: str) -> dict[str, str]:
+    """The arms that send nothing but ``wire``, and those that they are like; none for ``exact``."""
+    return {} if wire == "exact" else {f"{arm}_{wire}wire": arm for arm in ("flux_local", "flux_te")}
+
+
+def with_wire(arms: list[str], wire: str) -> list[str]:
+    """``arms``, each followed by the one that is like it over ``wire``."""
+    more = {like: arm for arm, like in over_wire(wire).items()}
+    return list(dict.fromkeys(name for arm in arms for name in (arm, more.get(arm, arm))))
+
+
+def check_graphs(cuda_graphs: bool, link: str | None) -> None:
+    """Refuse graphs of what goes through host memory: the CPU takes part in it."""
+    if cuda_graphs and link in ("host", "none"):
+        raise UserError(f"--cuda-graphs cannot capture what goes over the link {link}; leave one of them out")
+
+
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     """Decide everything and check that it fits together.
 
@@ -123,7 +145,8 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
         UserError: an unknown model, arm or backend, or sizes that ``tp`` does not divide.
     """
     models = named("model", options.models, LAYER_MODELS)
-    arms = named("arm", options.arms, (*ARMS, *ON_REQUEST))
+    arms = with_wire(named("arm", options.arms, (*ARMS, *ON_REQUEST, *over_wire(options.wire))), options.wire)
+    check_graphs(options.cuda_graphs, options.link)
     if options.cuda_graphs and "busy_floor" in arms:
         raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
     if options.backend not in backend_names():

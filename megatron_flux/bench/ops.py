@@ -287,8 +287,7 @@ def work(text: str) -> None:
     """Measure on this rank what an :class:`OpsRun` as JSON says; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
     rank.set_environment()
-    if wanted.link == "host":
-        os.environ.setdefault("NCCL_P2P_DISABLE", "1")  # stock on the same link
+    rank.set_nccl_link(wanted.link)
     links.want(links.Wanted(link=wanted.link, wire=wanted.wire))
     log = wanted.out / "log.txt"
     with process_group.logged_to(log), process_group.opened() as group:

@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
-from megatron_flux.metrics.table import connections, multicast, number
+from megatron_flux.metrics.table import connections, link, multicast, number
 from megatron_flux.ops.kernel_config import label_of
 
 Row = Mapping[str, Any]
@@ -106,7 +106,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
 
     queues = connections(summary.get("environment"))
     _print_table(
-        f"{tp} x {summary['device']}, {summary['link']}, tp = {tp}, {len(rows)} call(s)",
+        f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {len(rows)} call(s)",
         (*CALL, *names.values(), *(f"E {names[name]}" for name in coloured), "<choice"),
         map(cells, rows),
         "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
@@ -259,7 +259,7 @@ def _layer_cells(row: Row) -> tuple[str, ...]:
 
 def show_layers(summary: Row, file: IO[str] | None = None) -> None:
     """Print one table per workload, what was skipped and why."""
-    print(f"{summary['device']}, tp {summary['tp']}, {summary['link']}, {_conditions(summary)}", file=file)
+    print(f"{summary['device']}, tp {summary['tp']}, {link(summary)}, {_conditions(summary)}", file=file)
     for title, rows in _by_workload(summary):
         stock = [
             f"{row['arm']}: {calls} calls ran stock: {reason}"
@@ -284,6 +284,7 @@ def layers_svg(summary: Row) -> str:
     note += "floor skips all communication: not a training run."
     return _PICTURES.get_template("layers.svg.j2").render(
         summary,
+        link=link(summary),
         workloads=_by_workload(summary),
         note=note,
         conditions=_conditions(summary),

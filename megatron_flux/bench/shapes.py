@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.errors import UserError
+from megatron_flux.train.options import LinkOptions
 from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
 
 MODELS = {
@@ -124,8 +125,8 @@ class CallOptions(Options):
     dtype: Literal["bf16", "fp16"] = Field("bf16", description="Of operands and results.")
 
 
-class OpsOptions(Options):
-    """Options of ``bench ops`` alone."""
+class OpsOptions(LinkOptions, Options):
+    """Options of ``bench ops`` alone. With a wire other than ``exact`` chunked is measured over it as well."""
 
     rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
     burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
@@ -136,12 +137,6 @@ class OpsOptions(Options):
         le=32,
         description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
         "after all else. 0: not at all.",
-    )
-    link: Literal["nvlink", "p2p", "host"] | None = Field(
-        None, description="Use no stronger link than this; with host NCCL has no peer access either."
-    )
-    wire: Literal["exact", "fp8", "int8"] = Field(
-        "exact", description="Where the link is not NVLink, measure chunked with this wire as well."
     )
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")

@@ -107,6 +107,12 @@ def connections(environment: Mapping[str, Any] | None) -> str:
     return "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS {value}"
 
 
+def link(summary: Mapping[str, Any]) -> str:
+    """What connected the ranks of a benchmark, and what went over it where that was not the numbers as they are."""
+    wire = summary.get("wire") or "exact"
+    return f"{summary.get('link', '?')}{'' if wire == 'exact' else f', {wire} wire'}"
+
+
 HEAD = ("", "baseline", "flux", "difference")
 """The cells of a row. The difference is flux against the baseline in per cent, empty where that says nothing."""
 

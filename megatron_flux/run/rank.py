@@ -46,6 +46,16 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def set_nccl_link(link: str | None) -> None:
+    """Where flux may not use peer access (``link``: ``host`` or ``none``), start NCCL without it too, but for what the
+    user has set; before NCCL starts. The first rank says so.
+    """
+    if link in ("host", "none"):
+        value = os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+        if is_first():
+            logger.info("link %s: NCCL runs with NCCL_P2P_DISABLE=%s, for stock and flux alike", link, value)
+
+
 def is_first() -> bool:
     """Whether this is rank 0, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"

@@ -66,8 +66,10 @@ def device_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def link() -> dict[str, Any]:
+def link(asked: str | None = None) -> dict[str, Any]:
     """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
+
+    ``asked``: the strongest link to use, instead of ``MEGATRON_FLUX_LINK``; without GPUs ``host`` can be asked for.
 
     ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or ``p2p``
     as in :mod:`megatron_flux.comm.links`, or a weaker one where that is asked for; ``reason``: why it is not
@@ -75,7 +77,8 @@ def link() -> dict[str, Any]:
     """
     count = torch.cuda.device_count()
     if count < 2:
-        return {"kind": "none", "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
+        kind = "host" if asked == "host" and count == 0 else "none"
+        return {"kind": kind, "reason": f"{count} GPU(s)", "pairs": 0, "peer_access": 0}
     pairs = count * (count - 1)
     seen = nvml.pairs()
     if seen is not None and len(seen) == pairs:
@@ -86,9 +89,10 @@ def link() -> dict[str, Any]:
         found = links.between(list(range(count)))
     if peers < pairs:
         found = Link("host", "not every pair of GPUs has peer access")
-    asked = settings.link()
+    by = "MEGATRON_FLUX_LINK asks" if asked is None else "asked"
+    asked = asked or settings.link()
     if asked is not None and links.KINDS.index(asked) < links.KINDS.index(found.kind):
-        found = Link(asked, f"MEGATRON_FLUX_LINK asks for it, there is {found.kind}")
+        found = Link(asked, f"{by} for it, there is {found.kind}")
     return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
 
 

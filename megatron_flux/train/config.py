@@ -76,7 +76,8 @@ class RunConfig(CheckpointOptions, RunOptions):
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
         directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
-        return FluxConfig(backend=self.backend, gather_ahead=self.gather_ahead, strict=self.strict, **directions)
+        same = {name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire")}
+        return FluxConfig(**same, **directions)
 
     @property
     def tokens_per_step(self) -> int:
@@ -99,6 +100,7 @@ def resolve(
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
     flux = getattr(special, "flux", True)
     _check_backends(options, device, precision)
+    _check_link(options, device)
     if options.transformer_impl == "transformer_engine":
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
     pp = options.pp
@@ -189,6 +191,15 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
             raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
+
+
+def _check_link(options: TrainOptions, device: str) -> None:
+    """The link can be had on this device, and something heeds the wire."""
+    if device != "cuda" and options.link in ("nvlink", "p2p"):
+        raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
+    if options.wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
+        given = f"--wire {options.wire} is for the backends auto and tuned, on GPUs"
+        raise UserError(f"{given}; leave it out, and to send nothing else use --backend chunked_{options.wire}")
 
 
 def _named_backends(options: TrainOptions) -> list[str]:

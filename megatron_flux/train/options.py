@@ -16,6 +16,19 @@ class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class LinkOptions(_Options):
+    """What connects the ranks of a tensor-parallel group; of benchmarks too."""
+
+    link: Literal["nvlink", "p2p", "host", "none"] | None = _option(
+        None,
+        "Use no stronger link than this. With host and none NCCL has no peer access either, unless NCCL_P2P_DISABLE is "
+        "set. Default: MEGATRON_FLUX_LINK, else whatever there is.",
+    )
+    wire: Literal["exact", "fp8", "int8"] = _option(
+        "exact", "What flux may send where the link is host: exact, or also fp8 or int8, whose results differ."
+    )
+
+
 class ShapeOptions(_Options):
     """A preset, and sizes that differ from it."""
 
@@ -44,7 +57,7 @@ class ModelOptions(ShapeOptions):
     nproc: int | None = _option(None, "Processes to start on this machine. Default: one per GPU, or 2 on a CPU.", ge=1)
 
 
-class RunOptions(_Options):
+class RunOptions(LinkOptions):
     """How to train it. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
 
     tp: int | None = _option(None, "Tensor-parallel size. Default: processes / pp.", ge=1)

@@ -52,7 +52,7 @@ def load_wandb_names(config: RunConfig) -> WandbNames:
 
 
 def description(config: RunConfig) -> dict[str, Any]:
-    """What a reader of the run needs to know: the configuration, versions, device, link and command."""
+    """What a reader of the run needs to know: the configuration, versions, device, link, wire and command."""
     return {
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
@@ -63,12 +63,13 @@ def description(config: RunConfig) -> dict[str, Any]:
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
-    """Versions, device, link, job and layout: no words or paths of the machine, which wandb is not told either."""
+    """Versions, device, link, wire, job, layout: no words or paths of the machine, which wandb is not told either."""
     layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision")
     return {
         "versions": environment.versions(),
         "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},
-        "link": environment.link()["kind"],
+        "link": environment.link(config.link)["kind"],
+        "wire": config.wire,
         "job": environment.job(),
         "layout": {name: getattr(config, name) for name in layout},
     }

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import RendezvousError
+from megatron_flux.run import rank
 from megatron_flux.train import data
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.run_folder import load_config
@@ -24,7 +25,7 @@ from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 def process_groups(config: Any) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
-    ``config`` has ``device``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait.
+    ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait.
     RendezvousError where the ranks have not found each other. On an error inside, the groups are left as they are:
     tearing them down would wait for peers that may be gone.
     """
@@ -34,6 +35,7 @@ def process_groups(config: Any) -> Iterator[torch.device]:
     if config.device == "cuda":
         backend, device_id = "nccl", (device := torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
         torch.cuda.set_device(device)
+        rank.set_nccl_link(config.link)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
     except dist.DistError as error:
@@ -48,11 +50,11 @@ def process_groups(config: Any) -> Iterator[torch.device]:
 
 def _no_meeting(cause: str, timeout: float) -> str:
     """Why the ranks have not met, in one line, by what torch says of it (with a C++ backtrace on some platforms)."""
-    rank, size, address, port = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    number, size, address, port = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if "EADDRINUSE" in cause:
         return f"port {port} (MASTER_PORT) is in use on this machine; give the launcher another one"
     return (
-        f"rank {rank} of {size} has not met the others at {address}:{port} within {timeout:.0f} s "
+        f"rank {number} of {size} has not met the others at {address}:{port} within {timeout:.0f} s "
         f"({cause.splitlines()[0]}); are all of them running, or is this left in the environment from a launcher?"
     )
 

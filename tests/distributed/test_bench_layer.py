@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, Workload
+from megatron_flux.comm import links
+from megatron_flux.errors import UserError
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.train.presets import PRESETS, ModelShape
 from tests.distributed.megatron_world import megatron
@@ -60,6 +62,7 @@ def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dic
             return layer.run(config(tp, out=out, **changes), log=lambda text: None)
     finally:
         ReferenceBackend.gemm_reduce_scatter = stock
+        links.want(links.Wanted())
 
 
 def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
@@ -97,6 +100,41 @@ def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [(line["model"], line["arm"]) for line in lines] == [(r["model"], r["arm"]) for r in summary["rows"]]
     assert all(len(line["step_ms"]) == len(line["host_ms"]) == 3 for line in lines)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "int8"])
+def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path, wire: str) -> None:
+    arms = ("local", "flux_local", f"flux_local_{wire}wire", "busy_floor", "floor")
+    changes = {"arms": arms, "link": "host", "wire": wire, "backend": "chunked"}
+    summary = world2.run(run, 2, tmp_path, changes)[0]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert (summary["link"], summary["wire"], summary["config"]["link"]) == ("host", wire, "host")
+    assert {s["arm"]: s["reason"] for s in summary["skipped"]} == {
+        "busy_floor": "it needs peer access between GPUs; the link is host"
+    }
+    ran = {"flux_local": "chunked", f"flux_local_{wire}wire": f"chunked_{wire}", "floor": "floor"}
+    for row in summary["rows"]:
+        assert (row["link"], row["wire"]) == ("host", wire if row["arm"] == f"flux_local_{wire}wire" else "exact")
+        if (backend := ran.get(row["arm"])) is not None:
+            assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {backend}
+    flux = [row["agreement"] for row in summary["rows"] if row["arm"].startswith("flux")]
+    for exact, coarse in zip(flux[::2], flux[1::2], strict=True):
+        assert max(exact[name] for name in ("y", "dx", "wgrad")) < 1e-5 < coarse["y"]
+        assert exact["ok"]
+        assert coarse["ok"]
+
+
+def graphs_over_host(out: Path) -> str:
+    with pytest.raises(UserError) as error:
+        run(2, out, {"link": "host", "cuda_graphs": True})
+    return str(error.value)
+
+
+def test_no_graphs_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
+    assert (
+        world2.run(graphs_over_host, tmp_path)
+        == ["--cuda-graphs cannot capture what goes over the link host; leave one of them out"] * 2
+    )
 
 
 def rank_unsynchronised() -> None:

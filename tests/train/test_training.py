@@ -64,6 +64,22 @@ def test_compare_writes_what_it_promises(comparison: tuple[Path, str]) -> None:
     assert baseline["flux/active_layers"] == baseline["flux/all_gather_gemm_calls"] == 0
 
 
+def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
+    """On CPUs the same protocol over the same shared memory."""
+    out = tmp_path / "run"
+    small = ["--preset", "tiny", "--nproc", "2", "--steps", "4", "--seq-length", "64", "--num-layers", "1"]
+    command("compare", *small, "--link", "host", "--backend", "chunked", "--sample-interval", "2", "--out", out)
+    assert losses(out / "flux") == losses(out / "baseline")
+    described = json.loads((out / "config.json").read_text())
+    assert (described["link"], described["wire"]) == ("host", "exact")
+    flux = records(out / "flux")
+    assert (flux[0]["flux/run"]["link"], flux[0]["flux/run"]["wire"]) == ("host", "exact")
+    sampled = [call for record in flux if record["flux/sampled"] for call in record["flux/calls"]]
+    assert {call["backend"] for call in sampled} == {"chunked"}
+    assert {call["operator"] for call in sampled} >= {"all_gather_gemm", "gemm_reduce_scatter"}
+    assert all(record["flux/bytes_received"] > 0 and not record["flux/fallback_calls"] for record in flux)
+
+
 def test_report_opens_without_a_network(comparison: tuple[Path, str]) -> None:
     page = (comparison[0] / "report.html").read_text()
     assert "plotly" in page

@@ -11,7 +11,7 @@ from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_p
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
-from megatron_flux.metrics.table import CROSS, connections, finite, multicast, percent, shown
+from megatron_flux.metrics.table import CROSS, connections, finite, link, multicast, percent, shown
 
 Row = Mapping[str, Any]
 
@@ -133,7 +133,7 @@ def _chapter(run: Run, id_: str, what: str, parts: list[Part]) -> Chapter:
     userbuffers = any(row.get("arm") == "te_ub" for row in summary["rows"])
     conditions = (
         f"{what}; {summary.get('tp', '?')} {CROSS} {summary.get('device', '?')}",
-        str(summary.get("link", "?")),
+        link(summary),
         multicast(environment, userbuffers=userbuffers),
         connections(environment),
     )

@@ -81,6 +81,8 @@ def test_overrides_and_order() -> None:
         ),
         ({}, 1, "needs tensor parallelism"),
         ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
+        ({"link": "host", "cuda_graphs": True}, 8, "--cuda-graphs cannot capture what goes over the link host"),
+        ({"arms": "flux_te_fp8wire"}, 8, "unknown arm 'flux_te_fp8wire'"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], tp: int, said: str) -> None:
@@ -117,7 +119,7 @@ def a_row(arm: str, ms: float, **more: Any) -> dict[str, Any]:
         "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown", "sw_power_cap"]],
     }
     agreement = {"with": "te", "y": 0.01, "ok": more.pop("ok", True)} if arm != "floor" else None
-    return row(GPT, made, samples, agreement, more.get("breakdown", {}), more.get("trace"))
+    return row(GPT, made, samples, agreement, more.get("breakdown", {}), more.get("trace"), "nvlink")
 
 
 @pytest.fixture
@@ -175,8 +177,30 @@ def test_table_and_picture(summary: dict[str, Any]) -> None:
 
 def test_arms_without_their_packages() -> None:
     cpu = torch.device("cpu")
-    assert layer_arms.why_not("floor", cpu) is None
-    assert layer_arms.why_not("te_ub", cpu) == "TransformerEngine needs a GPU"
+    assert layer_arms.why_not("floor", cpu, "none") is None
+    assert layer_arms.why_not("te_ub", cpu, "none") == "TransformerEngine needs a GPU"
+
+
+def test_arms_that_the_link_does_not_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_arms.importlib.util, "find_spec", lambda name: name)
+    gpu = torch.device("cuda", 0)
+    for link in ("host", "none"):
+        for arm in ("te_ub", "busy_floor"):
+            assert layer_arms.why_not(arm, gpu, link) == f"it needs peer access between GPUs; the link is {link}"
+        for arm in ("te", "local", "flux_te", "flux_local", "floor"):
+            assert layer_arms.why_not(arm, gpu, link) is None
+    assert layer_arms.why_not("flux_te_fp8wire", gpu, "host") is None
+    assert layer_arms.why_not("flux_te_fp8wire", gpu, "p2p") == "8-bit wires are for the link host; the link is p2p"
+    assert layer_arms.why_not("busy_floor", gpu, "p2p") is None
+
+
+def test_a_wire_has_arms_of_its_own() -> None:
+    config = resolve(LayerOptions(arms="te,flux_te,flux_local,floor", link="host", wire="fp8"), 8)
+    assert config.arms == ("te", "flux_te", "flux_te_fp8wire", "flux_local", "flux_local_fp8wire", "floor")
+    assert (config.link, config.wire) == ("host", "fp8")
+    assert [layer_arms.wire_of(arm) for arm in config.arms] == ["exact", "exact", "fp8", "exact", "fp8", "exact"]
+    assert [layer_arms.block_of(arm) for arm in config.arms[2:5]] == ["te", "local", "local"]
+    assert resolve(LayerOptions(arms="flux_te_int8wire,te", wire="int8"), 8).arms == ("flux_te_int8wire", "te")
 
 
 def test_command_refuses_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,6 +42,26 @@ def test_transformer_engine_must_be_there(
     assert "--transformer-impl local" in str(error.value)
 
 
+def test_link_and_wire_are_the_flux_arms() -> None:
+    options = TrainOptions(link="host", wire="fp8", backend="tuned")
+    run = config.resolve(options, CompareOptions(), world_size=2, device="cuda", out=Path("runs/x"))
+    assert run.flux_config == FluxConfig(backend="tuned", link="host", wire="fp8")
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "said"),
+    [
+        ({"link": "nvlink"}, "cpu", "--link nvlink needs GPUs, this run is on cpu; use --link host or none"),
+        ({"wire": "int8"}, "cpu", "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
+        ({"wire": "fp8", "backend": "chunked"}, "cuda", "--wire fp8 is for the backends auto and tuned, on GPUs"),
+    ],
+)
+def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        config.resolve(TrainOptions(**given), CompareOptions(), world_size=2, device=device, out=Path("runs/x"))
+    assert said in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("given", "special", "device", "said"),
     [

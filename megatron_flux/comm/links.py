@@ -71,6 +71,11 @@ def wanted() -> Wanted:
     return _wanted
 
 
+def asked() -> str | None:
+    """The strongest link to use, as the user has said; None where nothing was said."""
+    return _wanted.link or settings.link()
+
+
 def want(what: Wanted) -> None:
     """Let ``what`` hold from here on, on all ranks; what was decided for groups is forgotten if it differs."""
     global _wanted
@@ -87,18 +92,18 @@ def want(what: Wanted) -> None:
 
 def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Link:
     """``there``, or the weaker link that was asked for; collective. Raises UserError: it would be a stronger one."""
-    asked = _wanted.link or settings.link()
-    if asked is None or asked == there.kind:
+    link = asked()
+    if link is None or link == there.kind:
         return there
-    if device.type != "cuda" and asked == "host" and len(set(of_all_ranks(socket.gethostname(), group))) == 1:
+    if device.type != "cuda" and link == "host" and len(set(of_all_ranks(socket.gethostname(), group))) == 1:
         return Link("host", "asked for")
-    if KINDS.index(asked) > KINDS.index(there.kind):
+    if KINDS.index(link) > KINDS.index(there.kind):
         raise UserError(
-            f"link={asked} (or MEGATRON_FLUX_LINK) asks for more than there is: this group's link is {there.kind}"
+            f"link={link} (or MEGATRON_FLUX_LINK) asks for more than there is: this group's link is {there.kind}"
             f"{f' ({there.reason})' if there.reason else ''}; use one of: "
             f"{', '.join(KINDS[: KINDS.index(there.kind) + 1])}"
         )
-    return Link(asked, f"asked for, where there is {there.kind}")
+    return Link(link, f"asked for, where there is {there.kind}")
 
 
 def _link(group: dist.ProcessGroup, device: torch.device) -> Link:

@@ -158,8 +158,10 @@ class TunedBackend:
         return None if self.chunked and _over_host(x, group) else self.fused.why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """As of ``fused``, where that may run."""
-        return None if self.chunked and _over_host(x, group) else self.fused.untested(x, group)
+        """As of ``fused``, where that may run; over host memory, where nobody has asked for that."""
+        if not (self.chunked and _over_host(x, group)):
+            return self.fused.untested(x, group)
+        return None if links.asked() == "host" else "the link is host memory; MEGATRON_FLUX_LINK=host has flux use it"
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""

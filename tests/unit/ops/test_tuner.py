@@ -322,7 +322,7 @@ def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBack
 
 
 def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBackend) -> None:
-    assert over_host.why_not(X, W, GROUP) is over_host.untested(X, GROUP) is None
+    assert over_host.why_not(X, W, GROUP) is None
     assert call(over_host) == ("chunked", None)
     assert gather(over_host, torch.zeros(6)) == ("chunked", None), "a bias is no obstacle"
     OperatorCall("all_gather", X, None, GROUP).run(over_host).wait()
@@ -333,6 +333,16 @@ def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBack
     assert over_host.prepare(OperatorCall("all_gather", X, None, GROUP), (16, 4)) is None
     with captured_calls():
         assert call(over_host) == ("reference", None), "it cannot be captured"
+
+
+def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
+    assert "MEGATRON_FLUX_LINK=host" in (over_host.untested(X, GROUP) or "")
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "host")
+    assert over_host.untested(X, GROUP) is None
+    monkeypatch.delenv("MEGATRON_FLUX_LINK")
+    monkeypatch.setattr(tuner.links, "_wanted", tuner.links.Wanted(link="host"))
+    assert over_host.untested(X, GROUP) is None
 
 
 def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:

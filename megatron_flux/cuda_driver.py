@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,13 +36,19 @@ _ARGUMENTS = {
 }
 
 
+def library(arguments: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
+    """The driver's library, with the types of ``arguments`` by function; OSError where there is none, AttributeError
+    where it is too old to have one of these.
+    """
+    lib = ctypes.CDLL("libcuda.so.1")
+    for name, types in arguments.items():
+        getattr(lib, name).argtypes = types
+    return lib
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The driver's library; OSError where there is none."""
-    lib = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _ARGUMENTS.items():
-        getattr(lib, name).argtypes = arguments
-    return lib
+    return library(_ARGUMENTS)
 
 
 @functools.cache
@@ -54,7 +61,8 @@ def available() -> bool:
     return True
 
 
-def _refused(what: str, status: int) -> OperatorError:
+def refused(what: str, status: int) -> OperatorError:
+    """The error of a call that returned ``status``; ``what`` it was to do."""
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return OperatorError(f"CUDA refused {what}: {text.value.decode() if text.value else 'unknown error'} ({status})")
@@ -71,14 +79,14 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
         torch.cuda.current_stream().query()
         status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status:
-        raise _refused(f"a launch of {grid} x {threads} threads", status)
+        raise refused(f"a launch of {grid} x {threads} threads", status)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Copy ``nbytes`` between addresses that this device can reach, by copy engine, in the order of ``stream``."""
     status = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
     if status:
-        raise _refused(f"a copy of {nbytes} bytes between GPUs", status)
+        raise refused(f"a copy of {nbytes} bytes between GPUs", status)
 
 
 class _Copy2D(ctypes.Structure):
@@ -102,21 +110,21 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, strea
     )  # fmt: skip
     status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(wanted), stream)
     if status:
-        raise _refused(f"a copy of {rows} x {width} bytes between GPUs", status)
+        raise refused(f"a copy of {rows} x {width} bytes between GPUs", status)
 
 
 def record(event: int, stream: int) -> None:
     """Record ``event`` in the order of ``stream``."""
     status = _driver().cuEventRecord(event, stream)
     if status:
-        raise _refused("to record an event", status)
+        raise refused("to record an event", status)
 
 
 def wait(stream: int, event: int) -> None:
     """Make ``stream`` wait for what ``event`` was last recorded behind."""
     status = _driver().cuStreamWaitEvent(stream, event, 0)
     if status:
-        raise _refused("to put a stream behind an event", status)
+        raise refused("to put a stream behind an event", status)
 
 
 def capture_id(stream: int) -> int:
@@ -124,7 +132,7 @@ def capture_id(stream: int) -> int:
     state, number = _I(), _U64()
     status = _driver().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
     if status:
-        raise _refused("to name the capture of a stream", status)
+        raise refused("to name the capture of a stream", status)
     if state.value != _CAPTURING:
         raise OperatorError(
             "a stream is not being captured any more: an earlier call, on any of its streams, is not allowed in a CUDA "
@@ -162,5 +170,5 @@ def tensor_map(
         0,
     )
     if status:
-        raise _refused(f"a tensor map of {list(shape)} by {list(box)}", status)
+        raise refused(f"a tensor map of {list(shape)} by {list(box)}", status)
     return made

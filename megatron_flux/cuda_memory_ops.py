@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_flux.cuda_driver import _refused
+from megatron_flux.cuda_driver import library, refused
 
 _P, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
 _ARGUMENTS = {
@@ -67,34 +67,30 @@ class Packed:
         for count, array in self._calls:
             status = _driver().cuStreamBatchMemOp_v2(stream, count, array, 0)
             if status:
-                raise _refused(f"{count} memory operations in a stream", status)
+                raise refused(f"{count} memory operations in a stream", status)
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The driver's library. OSError: there is none; AttributeError: it is older than CUDA 12."""
-    lib = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _ARGUMENTS.items():
-        getattr(lib, name).argtypes = arguments
-    return lib
+    return library(_ARGUMENTS)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Copy ``nbytes`` between addresses of this device and registered host memory, in the order of ``stream``."""
     status = _driver().cuMemcpyAsync(target, source, nbytes, stream)
     if status:
-        raise _refused(f"a copy of {nbytes} bytes between host and GPU", status)
+        raise refused(f"a copy of {nbytes} bytes between host and GPU", status)
 
 
 def register(address: int, nbytes: int) -> int:
     """Pin ``nbytes`` of this process at ``address`` (both multiples of a page) and return the device's address."""
     status = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE_AND_MAPPED)
     if status:
-        raise _refused(f"to pin {nbytes} bytes of shared memory", status)
+        raise refused(f"to pin {nbytes} bytes of shared memory", status)
     found = _U64()
     status = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
     if status:
-        raise _refused("a device address of pinned memory", status)
+        raise refused("a device address of pinned memory", status)
     return found.value
 
 
@@ -102,4 +98,4 @@ def unregister(address: int) -> None:
     """Undo :func:`register`; nothing may be under way to that memory."""
     status = _driver().cuMemHostUnregister(address)
     if status:
-        raise _refused("to unpin shared memory", status)
+        raise refused("to unpin shared memory", status)

@@ -231,6 +231,15 @@ def _reasons() -> dict[int, str]:
     return found
 
 
+def pci_address(device: torch.device) -> str | None:
+    """The place of a GPU on the PCI bus as sysfs writes it, such as ``0000:3b:00.0``; None where NVML does not tell."""
+    gpu = found_behind(device)
+    if gpu is None:
+        return None
+    domain, _, rest = gpu.bus_id().lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
 def _visible() -> list[Any]:
     """Handles of the GPUs in ``CUDA_VISIBLE_DEVICES``, in its order; like CUDA, up to the first that is not there."""
     count = pynvml.nvmlDeviceGetCount()

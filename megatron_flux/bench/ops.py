@@ -217,20 +217,12 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     peers = state_of(group).slab("bench", LINK_BYTES, device, False)
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     target = peers.half(0, (group.rank() - 1) % group.size())[:LINK_BYTES]
-    best = 0.0
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(5):
-        dist.barrier(group=group)
-        torch.cuda.synchronize()
-        start.record()
+
+    def push() -> None:
         for _ in range(4):
             target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        best = max(best, 4 * LINK_BYTES / start.elapsed_time(end) / 1e6)
-    rate = torch.tensor(best, device=device)
-    dist.all_reduce(rate, op=dist.ReduceOp.MIN, group=group)
-    return rate.item()
+
+    return _best_rate(push, 4 * LINK_BYTES, group, device)
 
 
 def _host_rate(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -238,16 +230,25 @@ def _host_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     link = transports.transport_of(group, device)
     mine = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     theirs = torch.empty(group.size(), LINK_BYTES, dtype=torch.uint8, device=device)
+
+    def gather() -> None:
+        link.gather("all_gather", mine, theirs, [0, LINK_BYTES]).wait()
+
+    return _best_rate(gather, (group.size() - 1) * LINK_BYTES, group, device)
+
+
+def _best_rate(move: Callable[[], None], nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """GB/s at which ``move``, by all ranks at once, brings each of them ``nbytes``: slowest rank, best of 5."""
     best = 0.0
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(5):
         dist.barrier(group=group)
         torch.cuda.synchronize()
         start.record()
-        link.gather("all_gather", mine, theirs, [0, LINK_BYTES]).wait()
+        move()
         end.record()
         torch.cuda.synchronize()
-        best = max(best, (group.size() - 1) * LINK_BYTES / start.elapsed_time(end) / 1e6)
+        best = max(best, nbytes / start.elapsed_time(end) / 1e6)
     rate = torch.tensor(best, device=device)
     dist.all_reduce(rate, op=dist.ReduceOp.MIN, group=group)
     return rate.item()

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import cuda_memory_ops as memory_ops
+from megatron_flux import nvml
 from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.errors import FluxError, UserError, one_line
 
@@ -183,13 +184,12 @@ def _near(device: torch.device) -> Iterator[None]:
 
 def _processors(device: torch.device) -> set[int]:
     """Those beside the GPU; empty where that is not known."""
-    if device.type != "cuda":
+    address = nvml.pci_address(device) if device.type == "cuda" else None
+    if address is None:
         return set()
-    about = torch.cuda.get_device_properties(device)
     try:
-        place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-        return parsed((Path("/sys/bus/pci/devices") / place / "local_cpulist").read_text())
-    except (AttributeError, OSError, ValueError):
+        return parsed((Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
         return set()
 
 

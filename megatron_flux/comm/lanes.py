@@ -1,7 +1,6 @@
 """Lanes: queues of copies and of waits for words, in the order in which they were enqueued.
 
 The link through host memory (:mod:`megatron_flux.comm.host_link`) has two: one down, from the device to host memory,
-The link through host memory (:mod:`megatron_flux.comm.host_link`) has two: one down, from the device to host memory,
 and one up. What is in one runs in order; between the two, words decide. On GPUs a lane is a CUDA stream
 (:class:`StreamLane`): copies by copy engine, words by the GPU's front end (:mod:`megatron_flux.cuda_memory_ops`), no
 SM. On CPUs it is the processor (:class:`ProcessorLane`): with two threads, or at once where it is called.

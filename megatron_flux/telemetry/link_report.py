@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import settings
+from megatron_flux import nvml, settings
 from megatron_flux.comm import link_speed
 from megatron_flux.comm.collectives import first_rank
 from megatron_flux.errors import FluxError, OperatorError, one_line
@@ -42,7 +42,7 @@ def work(argument: str) -> None:
         group = dist.group.WORLD
         found: dict[str, Any] = {"device": device.type, "ranks": group.size(), "gpus": [], "pairs": []}
         if device.type == "cuda":
-            found["gpus"] = [place(bus_id(gpu)) for gpu in range(group.size())]
+            found["gpus"] = [place(nvml.pci_address(torch.device("cuda", gpu))) for gpu in range(group.size())]
             found |= first_rank(group, lambda: link_speed.pairs(group.size()))
         found["host"] = link_speed.through_host(group, device)
         dist.barrier()
@@ -52,15 +52,6 @@ def work(argument: str) -> None:
     if group.rank() == 0:
         Path(argument).write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def bus_id(gpu: int) -> str | None:
-    """The place of a CUDA device on the PCI bus as sysfs writes it; None where torch does not tell."""
-    about = torch.cuda.get_device_properties(gpu)
-    try:
-        return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-    except AttributeError:
-        return None
 
 
 def place(bus: str | None, root: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:

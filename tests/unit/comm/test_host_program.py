@@ -185,7 +185,7 @@ def test_many_operations_are_several_calls() -> None:
 
 def test_what_cuda_refuses_is_an_operator_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ops, "_driver", lambda: Driver(801))
-    monkeypatch.setattr(memory_ops, "_refused", lambda what, status: OperatorError(f"{what} ({status})"))
+    monkeypatch.setattr(memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
     with pytest.raises(OperatorError, match=r"1 memory operations in a stream \(801\)"):
         Packed([WordOp(WRITE, 0, 0)]).enqueue(7)
 

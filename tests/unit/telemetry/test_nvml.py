@@ -157,6 +157,17 @@ def test_links_and_memory_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert Gpu("2").remapped_rows() is None
 
 
+def test_the_place_of_a_gpu_as_sysfs_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "of_device", lambda device: types.SimpleNamespace(bus_id=lambda: "00000000:3B:00.0"))
+    assert nvml.pci_address(torch.device("cuda", 0)) == "0000:3b:00.0"
+
+    def unknown(device: torch.device) -> None:
+        raise LookupError("no NVML")
+
+    monkeypatch.setattr(nvml, "of_device", unknown)
+    assert nvml.pci_address(torch.device("cuda", 0)) is None
+
+
 class TimedOutError(RefusedError):
     value = pynvml.NVML_ERROR_TIMEOUT
 

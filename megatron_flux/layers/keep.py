@@ -142,8 +142,8 @@ def report() -> dict[str, int]:
 def _would_be_the_same(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backends: Backends) -> bool:
     """Whether forward hands out memory of the caller's own, with the numbers that wgrad would gather."""
     # Not by `select`, which counts a call.
-    forward = registry._select(backends.forward, x, weight, group)[0]
-    wgrad = registry._select(backends.wgrad, x, None, group)[0]
+    forward = registry.resolve(backends.forward, x, weight, group)[0]
+    wgrad = registry.resolve(backends.wgrad, x, None, group)[0]
     link = state_of(group).link
     over_host = link is not None and link.kind == "host"
     if not isinstance(forward, _OWN_MEMORY) and not (isinstance(forward, TunedBackend) and over_host):

@@ -89,13 +89,13 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     backend asked for by name that cannot take these operands.
     """
     if not x.is_cuda:
-        return _select(name, x, weight, group)[0]
+        return resolve(name, x, weight, group)[0]
     # Asking the backends for their limits takes longer than a launch.
     chosen = state_of(group).chosen
     call = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())
     found = chosen.get(call)
     if found is None:
-        backend, reasons = _select(name, x, weight, group)
+        backend, reasons = resolve(name, x, weight, group)
         found = chosen[call] = backend, f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
         if reasons and group.rank() == 0:
             logger.warning("megatron_flux: operators run on %s", found[1])
@@ -105,7 +105,7 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     return backend
 
 
-def _select(
+def resolve(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, list[str]]:
     """The backend, and why ``auto`` passed others over."""

@@ -22,7 +22,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep, "of_all_ranks", lambda mine, group: [mine])
     monkeypatch.setattr(keep, "capturing", lambda x: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, 0))
-    monkeypatch.setattr(registry, "_select", lambda *args: (registry.get_backend("reference"), []))
+    monkeypatch.setattr(registry, "resolve", lambda *args: (registry.get_backend("reference"), []))
 
 
 def kept(group: Any, elements: int) -> keep.Kept | None:

@@ -68,7 +68,8 @@ class GroupState:
         """The column-parallel layer that ran forward last and that no row-parallel one has taken
         (:mod:`megatron_flux.layers.prefetch`)."""
         self.kept: Any = None  # the ledger of :mod:`megatron_flux.layers.keep`
-        self.chosen: dict[Hashable, Any] = {}  # answers of :func:`megatron_flux.ops.backends.registry.select`
+        self.chosen: dict[Hashable, Any] = {}
+        """Answers of :func:`megatron_flux.ops.backends.registry.select`, and of :mod:`megatron_flux.layers.keep`."""
         self.prepared: dict[Hashable, Any] = {}
         """Calls of :mod:`megatron_flux.ops.fast_path`; they hold slabs, and go when a slab does."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -117,9 +117,16 @@ def reserve(
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or capturing(x):
         return None
-    if not _would_be_the_same(x, weight, group, backends):
-        return None
     state = state_of(group)
+    # Asked once, as backends are: it takes longer than a launch.
+    call = ("kept", backends, x.dtype, x.device, weight.is_contiguous())
+    same = state.chosen.get(call)
+    if same is None:
+        same = _would_be_the_same(x, weight, group, backends)
+        if x.is_cuda:
+            state.chosen[call] = same
+    if not same:
+        return None
     if state.kept is None:
         state.kept = _Ledger()
     return state.kept.keep(group.size() * x.numel() * x.element_size(), x, budget, group)

@@ -27,8 +27,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept(group: Any, elements: int) -> keep.Kept | None:
     """Of an input of ``elements`` of two bytes."""
-    x: Any = SimpleNamespace(is_cuda=True, device="cuda", numel=lambda: elements, element_size=lambda: 2)
-    weight: Any = SimpleNamespace(requires_grad=True)
+    x: Any = SimpleNamespace(
+        is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, element_size=lambda: 2
+    )
+    weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
     return keep.reserve(x, weight, group, Backends.of("auto"), None)
 
 

@@ -7,7 +7,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_flux.bench.shapes import MODELS, Options, check_divides, layer_activations, named, working_memory
+from megatron_flux.bench.shapes import (
+    BY_DEFAULT,
+    MODELS,
+    Options,
+    check_divides,
+    layer_activations,
+    named,
+    working_memory,
+)
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.train.options import LinkOptions
@@ -69,6 +77,8 @@ WORKLOADS = (
     Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4),
     Workload(model="gpt3-175b", seq=2048, micro_batch=1, layers=4),
     Workload(model="llama-70b", seq=4096, micro_batch=2, layers=4),
+    Workload(model="gpt3-6.7b", seq=2048, micro_batch=4, layers=8),
+    Workload(model="llama-7b", seq=4096, micro_batch=2, layers=8),
     Workload(model="llama-405b", seq=8192, micro_batch=1, layers=2),
     Workload(model=TINY, seq=256, micro_batch=2, layers=2),
 )
@@ -90,7 +100,7 @@ class LayerOptions(_Measuring):
     """Options as given."""
 
     models: str = Field(
-        ",".join(MODELS),
+        ",".join(BY_DEFAULT),
         description=f"Models, separated by commas: {', '.join(LAYER_MODELS)} (a small one, to try the machine).",
     )
     arms: str = Field(

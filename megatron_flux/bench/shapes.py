@@ -19,8 +19,12 @@ from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
 MODELS = {
     "gpt3-175b": PRESETS["gpt3-175b"].shape,
     "llama-70b": PRESETS["llama2-70b"].shape,
+    "gpt3-6.7b": PRESETS["gpt3-6.7b"].shape,
+    "llama-7b": PRESETS["llama2-7b"].shape,
     "llama-405b": LLAMA3_405B,
 }
+BY_DEFAULT = ("gpt3-175b", "llama-70b", "llama-405b")
+"""Those that a benchmark measures unless told otherwise: a few minutes' worth."""
 LAYERS = ("qkv", "proj", "fc1", "fc2")
 DIRECTIONS = ("forward", "dgrad")
 
@@ -115,7 +119,10 @@ class Options(BaseModel):
 class CallOptions(Options):
     """Which calls, on how many GPUs; for both commands."""
 
-    models: str = Field(",".join(MODELS), description="Models whose linear layers are called, separated by commas.")
+    models: str = Field(
+        ",".join(BY_DEFAULT),
+        description=f"Models whose linear layers are called, separated by commas: {', '.join(MODELS)}.",
+    )
     tokens: str = Field("1024,2048,4096,8192,16384", description="Rows m of the whole group, separated by commas.")
     layers: str = Field(",".join(LAYERS), description="Which linear layers, separated by commas.")
     directions: str = Field("forward,dgrad", description="forward, dgrad or both, separated by commas.")

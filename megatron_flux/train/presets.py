@@ -89,7 +89,11 @@ PRESETS = {
     "gpt3-175b": Preset(
         _shape(96, 12288, 96, 96, 49152, 2048, 50257, **_GPT, position_embedding="learned_absolute"), 4, 1, 6e-5
     ),
-    # Touvron et al., arXiv 2307.09288, table 1.
+    "gpt3-6.7b": Preset(
+        _shape(32, 4096, 32, 32, 16384, 2048, 50257, **_GPT, position_embedding="learned_absolute"), 4, 1, 1.2e-4
+    ),
+    # Touvron et al., arXiv 2307.09288, table 1 (MLP of the 7B: its released configuration).
+    "llama2-7b": Preset(_shape(32, 4096, 32, 32, 11008, 4096, 32000, **_LLAMA), 2, 1, 3e-4),
     "llama2-70b": Preset(_shape(80, 8192, 64, 8, 28672, 4096, 32000, **_LLAMA), 2, 1, 1.5e-4),
     # Llama team, arXiv 2407.21783, table 3.
     "llama3-70b": Preset(_shape(80, 8192, 64, 8, 28672, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 1.5e-4),

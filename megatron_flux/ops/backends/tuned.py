@@ -168,8 +168,10 @@ class TunedBackend:
         name, config = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
-        if name in self.chunked and not capturing(call.x):
-            return call.run(self.chunked[name])
+        if (by := self.chunked.get(name)) is not None and not (
+            capturing(call.x) and by.why_not(call.x, None, call.group)
+        ):
+            return call.run(by)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)
@@ -282,7 +284,7 @@ class TunedBackend:
             return lambda: found.wait() if isinstance(found := call.run(backend), Pending) else found
 
         ways = {"reference": way(self.reference)}
-        for name, backend in self.chunked.items() if not capturing(call.x) else ():
+        for name, backend in self.chunked.items():
             if (
                 backend.wire in (EXACT, links.wanted().wire)
                 and backend.why_not(call.x, call.weight, call.group) is None

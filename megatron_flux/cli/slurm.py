@@ -193,7 +193,9 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     from megatron_flux.slurm.job import Job, collect_script, job_script, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
-    layout = options.model_dump(include={"nodes", "tp", "pp", "link", "wire", "repetitions", "retries"}, exclude_none=True)
+    layout = options.model_dump(
+        include={"nodes", "tp", "pp", "link", "wire", "repetitions", "retries"}, exclude_none=True
+    )
     site = options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
     profile = Profile.load(options.profile, site)
     resolved = resolve(Job.load(options.job, layout), profile, options.mode, parse_settings(options.set))

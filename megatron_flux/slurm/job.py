@@ -112,8 +112,12 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     known = {**TrainOptions.model_fields, **special.model_fields}
     for name in given:
         if name in _OWN:
-            how = f"give --{name}, or the field of job or profile" if name in ("link", "wire") else "leave it out"
-            raise UserError(f"{name} of job {job.name} is no training option, the job itself sets it; {how}")
+            how = (
+                f"give --{name}, or the field of job or profile"
+                if name in ("link", "wire")
+                else "leave it out of the training options"
+            )
+            raise UserError(f"{name} of job {job.name} is set by the job itself; {how}")
         if name not in known:
             allowed = ", ".join(sorted(set(known) - _OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
@@ -152,7 +156,7 @@ def _link(job: Job, profile: Profile) -> LinkKind:
         )
     if link in ("host", "none") and _MARGIN in profile.environment:
         raise UserError(
-            f"{_MARGIN} of profile {profile.name} is for fused kernels, which need peer access, and the link is {link}; "
+            f"{_MARGIN} of profile {profile.name} is for fused kernels, which need peer access; the link is {link}: "
             "take it out of the profile's environment"
         )
     return link
@@ -287,7 +291,14 @@ def _tune(resolved: Resolved) -> list[str] | None:
     """
     profile, run = resolved.profile, resolved.run
     tuned = run.backend in ("auto", "tuned") if resolved.link == "nvlink" else run.backend == "tuned"
-    if not (profile.tune and tuned and resolved.link != "host" and resolved.mode != "baseline" and run.device == "cuda" and run.tp in (2, 4, 8)):
+    if not (
+        profile.tune
+        and tuned
+        and resolved.link != "host"
+        and resolved.mode != "baseline"
+        and run.device == "cuda"
+        and run.tp in (2, 4, 8)
+    ):
         return None
     tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
     own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]

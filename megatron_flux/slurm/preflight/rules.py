@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_flux.comm.host_memory import FOLDER
 from megatron_flux.comm.host_ring import Layout
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import FP8, FP8_CAPABILITY
@@ -142,8 +143,8 @@ def node_findings(found: Mapping[str, Any], expected: Expected) -> list[Finding]
     total, free = (nbytes >> 20 for nbytes in found["shared_memory"])
     if (needed := expected.shared_memory >> 20) > free:
         line = (
-            f"/dev/shm has {free} MiB left of {total}, the link through host memory needs {needed} MiB; look for files "
-            "that others left there, and give a container more (--shm-size, or the host's /dev/shm as a mount)"
+            f"{FOLDER} has {free} MiB left of {total}, the link through host memory needs {needed} MiB; look for files "
+            "that others left there, and give a container more (--shm-size, or the host's as a mount)"
         )
         findings.append(("shared_memory", line))
     for index, gpu in enumerate(found["gpus"]):

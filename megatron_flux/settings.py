@@ -1,16 +1,20 @@
 """What the environment says: how kernels run, as of CUDA's start in this process, and where caches are.
 
 ===============================  =====================================================================================
+``MEGATRON_FLUX``                whether Megatron-LM's scripts run with flux; read when their arguments are parsed
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
+``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact, fp8 or int8; read when layers are patched
+``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
-Of the first three, a value set after CUDA's start does not count: CUDA would not know of it, and ranks or kernels would
-not agree. torch calls :func:`_hold` when it starts CUDA, or here if it has done so already; until then, and where there
-is no CUDA, the environment is read as it is. None of this is read in prepared calls. A bad value is a UserError.
+Of those from ``CUDA_DEVICE_MAX_CONNECTIONS`` to ``MEGATRON_FLUX_TIMEOUT_S``, a value set after CUDA's start does not
+count: CUDA would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA,
+or here if it has done so already; until then, and where there is no CUDA, the environment is read as it is. None of
+this is read in prepared calls. A bad value is a UserError.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 from platformdirs import user_cache_dir
 
 from megatron_flux.errors import UserError
+from megatron_flux_autoload import OFF, ON
 
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
 LINKS = ("none", "host", "p2p", "nvlink")
@@ -30,6 +35,14 @@ LINKS = ("none", "host", "p2p", "nvlink")
 WIRES = ("exact", "fp8", "int8")
 """What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
 _held: dict[str, str | None] | None = None
+
+
+def switched_on() -> bool:
+    """Whether flux is on in a Megatron-LM script that does not say so itself."""
+    given = os.environ.get("MEGATRON_FLUX", "")
+    if given.lower() not in (*OFF, *ON):
+        raise UserError(f"MEGATRON_FLUX={given!r}: set it to one of {', '.join(ON)} (on) or {', '.join(OFF[1:])} (off)")
+    return given.lower() in ON
 
 
 def one_queue() -> bool:
@@ -61,9 +74,23 @@ def timeout_s() -> float | None:
 
 def link() -> str | None:
     """The strongest link to use; None where nothing is given."""
-    given = os.environ.get("MEGATRON_FLUX_LINK") or None
-    if given is not None and given not in LINKS:
-        raise UserError(f"MEGATRON_FLUX_LINK must be one of {', '.join(LINKS)}, not {given!r}")
+    return _one_of(LINKS, "MEGATRON_FLUX_LINK")
+
+
+def wire() -> str | None:
+    """What may be sent over a host link; None where nothing is given."""
+    return _one_of(WIRES, "MEGATRON_FLUX_WIRE")
+
+
+def grad_wire() -> str | None:
+    """What gradients may be sent as over a host link; None where nothing is given."""
+    return _one_of(WIRES, "MEGATRON_FLUX_GRAD_WIRE")
+
+
+def _one_of(allowed: tuple[str, ...], name: str) -> str | None:
+    given = os.environ.get(name) or None
+    if given is not None and given not in allowed:
+        raise UserError(f"{name} must be one of {', '.join(allowed)}, not {given!r}")
     return given
 
 

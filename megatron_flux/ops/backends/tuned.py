@@ -154,8 +154,9 @@ class TunedBackend:
         return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Whatever keeps ``fused`` from running; nothing where the link is ``host``."""
-        return None if self.chunked and _over_host(x, group) else self.fused.why_not(x, weight, group)
+        """Whatever keeps ``fused`` from running, or ``chunked`` where the link is ``host``."""
+        over_host = self.chunked and _over_host(x, group)
+        return (self.chunked["chunked"] if over_host else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """As of ``fused``, where that may run; over host memory, where nobody has asked for that."""
@@ -168,7 +169,7 @@ class TunedBackend:
         name, config = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
-        if name in self.chunked and not capturing(call.x):
+        if name in self.chunked:
             return call.run(self.chunked[name])
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
@@ -282,7 +283,7 @@ class TunedBackend:
             return lambda: found.wait() if isinstance(found := call.run(backend), Pending) else found
 
         ways = {"reference": way(self.reference)}
-        for name, backend in self.chunked.items() if not capturing(call.x) else ():
+        for name, backend in self.chunked.items():
             if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
                 tried = self._tried(call, name, way(backend))
                 if tried is not None:

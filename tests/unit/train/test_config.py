@@ -90,6 +90,8 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
         ({"recompute": "full"}, CheckpointOptions(), "cuda", "--recompute full"),
         ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
         ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
+        ({"dgrad_backend": "chunked_int8"}, CheckpointOptions(), "cuda", "'chunked_int8', which cannot be captured"),
+        ({"link": "host"}, CheckpointOptions(), "cuda", "local with the link host (--link, MEGATRON_FLUX_LINK), over"),
         (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
             CheckpointOptions(),
@@ -109,7 +111,7 @@ def test_cuda_graphs_that_cannot_be(
 
 
 def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> None:
-    options = TrainOptions(cuda_graph_impl="local", backend="pipelined")
+    options = TrainOptions(cuda_graph_impl="local", backend="pipelined", link="host")
     run = config.resolve(options, CheckpointOptions(flux=False), world_size=2, device="cuda", out=Path("runs/x"))
     assert run.cuda_graph_impl == "local"
 

@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError
-from megatron_flux.ops import backend_names
+from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
@@ -246,8 +247,8 @@ def _check_cuda_graphs(
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)
-    if special.flux and "pipelined" in (options.backend, *backends):
-        raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
+    if special.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
+        raise UserError(f"{given} with {reason}")
     if special.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
         raise UserError(
             f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "

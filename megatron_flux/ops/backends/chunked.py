@@ -66,7 +66,7 @@ class ChunkedBackend:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
             )
-        return _why_not_captured(x, group) if capturing(x) else None
+        return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""

@@ -154,8 +154,9 @@ class TunedBackend:
         return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Whatever keeps ``fused`` from running; nothing where the link is ``host``."""
-        return None if self.chunked and _over_host(x, group) else self.fused.why_not(x, weight, group)
+        """Whatever keeps ``fused`` from running, or ``chunked`` where the link is ``host``."""
+        over_host = self.chunked and _over_host(x, group)
+        return (self.chunked["chunked"] if over_host else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """As of ``fused``, where that may run; over host memory, where nobody has asked for that."""

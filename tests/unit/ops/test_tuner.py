@@ -333,8 +333,9 @@ def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBack
     assert over_host.prepare(OperatorCall("all_gather", X, None, GROUP), (16, 4)) is None
     with captured_calls():
         assert call(over_host) == ("chunked", None)
-        over_host.chunked["chunked"].reason = "its transport cannot be captured"  # type: ignore[attr-defined]
+        over_host.chunked["chunked"].reason = "it cannot be captured"  # type: ignore[attr-defined]
         assert call(over_host) == ("reference", None)
+    assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
 
 
 def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,12 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
         ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
         ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
         (
+            {"dgrad_backend": "chunked_int8", "link": "none"},
+            CheckpointOptions(),
+            "cuda",
+            "'chunked_int8' over the link none, which cannot be captured",
+        ),
+        (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
             CheckpointOptions(),
             "cuda",

@@ -101,6 +101,7 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "wandb_id": "abcd1234",
             "job": {"id": "4711", "name": "gpt3", "restart": "0"},
             "nodes": ["node1"],
+            "node_of_rank": [0] * ranks,
             "ranks": ranks,
             "link": "nvlink",
             "wire": "exact",

@@ -26,6 +26,7 @@ class SendRecv:
     """See the module; one per group."""
 
     kind = "send_recv"
+    captures = False  # untried
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Nothing is communicated."""

@@ -61,6 +61,8 @@ class Transport(Protocol):
     """See the module."""
 
     kind: str
+    captures: bool
+    """Whether its calls may become part of CUDA graphs."""
 
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> Gather:
         """Send ``mine`` ``[nbytes]`` to all peers; peer ``p``'s arrives in ``theirs[p]`` (``[tp, nbytes]``, whose own

@@ -14,7 +14,7 @@ from megatron_flux.metrics.report.figures import Arms
 from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.summary import ARMS, Record, sampled, spread, timed
+from megatron_flux.metrics.summary import ARMS, VALIDATION, Record, sampled, spread, timed
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
@@ -56,7 +56,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         *([beside] if (beside := _sampled(run)) else []),
-        Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token")),
+        Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),

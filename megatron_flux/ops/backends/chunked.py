@@ -103,7 +103,9 @@ class ChunkedBackend:
         return Pending(full, wait, keep=(x, full))
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`. Always finished: all is enqueued."""
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`. With ``async_op`` the transfers that are left when
+        the GEMMs have ended run beside what comes next.
+        """
         compare_calls(call)
         x, n, group, wire = call.x, call.n, call.group, self.wire
         tp, rank = group.size(), group.rank()
@@ -126,13 +128,26 @@ class ChunkedBackend:
                     wires.encode(wire, part, block, known)
                 exchange.send(block)
             gemm(x[rank * mp : (rank + 1) * mp], own)
-            exchange.wait()
-            if wire == wires.EXACT:
-                wires.add(wire, theirs, own, rank, y, known)
-            else:
-                for (first, last), data in zip(itertools.pairwise(rows), itertools.pairwise(cuts), strict=True):
-                    wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
-        return Pending(y)
+            exchange.enqueue()
+
+        begun = torch.cuda.current_stream(x.device) if x.is_cuda and call.async_op else None
+
+        def wait() -> None:
+            with unbroken(transport, call.operator):
+                exchange.wait()
+                if wire == wires.EXACT:
+                    wires.add(wire, theirs, own, rank, y, known)
+                else:
+                    for (first, last), data in zip(itertools.pairwise(rows), itertools.pairwise(cuts), strict=True):
+                        wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
+            if begun is not None and (now := torch.cuda.current_stream(x.device)) != begun:
+                for part in (theirs, sent, own):  # the memory of another stream, which does not wait for this one
+                    part.record_stream(now)
+
+        pending = Pending(y, wait, keep=(x, theirs, sent, own))
+        if not call.async_op:
+            pending.wait()
+        return pending
 
 
 class _Gathered:

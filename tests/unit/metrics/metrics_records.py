@@ -107,6 +107,7 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "ranks": ranks,
             "link": "nvlink",
             "wire": "exact",
+            "grad_wire": "exact",
             "device": "NVIDIA H200",
             "peak_tflops": 989.4,
             "peak_source": "NVIDIA data sheet, dense bf16",

@@ -245,6 +245,8 @@ class HostExchange:
         self._parts = iter(program.parts)
         self._sent: list[torch.Tensor] = []
         self._held: tuple[int, Callable[[], None]] | None = None
+        self._end: Callable[[], None] | None = None
+        self._finished = False
 
     def send(self, block: torch.Tensor) -> None:
         """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
@@ -262,9 +264,18 @@ class HostExchange:
         behind()
         self._link.run(next(self._parts).steps, self._rows)
 
-    def wait(self) -> None:
+    def enqueue(self) -> None:
         """See the protocol."""
         self._flush()
-        self._link.behind(LANES)()
+        if self._end is None:
+            self._end = self._link.behind(LANES)
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self.enqueue()
+        if self._finished or self._end is None:
+            return
+        self._finished = True
+        self._end()
         self._link.ended(self)
         self._sent.clear()

@@ -127,6 +127,9 @@ class SendRecvExchange:
         received = self._theirs[source, cuts[piece] : cuts[piece + 1]]
         self._under_way.append((source, by.step(self._operator, peer, block, source, received), block))
 
+    def enqueue(self) -> None:
+        """See the protocol: everything is."""
+
     def wait(self) -> None:
         """See the protocol."""
         for source, works, _ in self._under_way:

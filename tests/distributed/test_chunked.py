@@ -137,6 +137,38 @@ def test_8_bit(world2: WorkerPool, way: str, name: str) -> None:
     world2.run(random_shapes, way, name, 5)
 
 
+def left_open(way: str, name: str) -> None:
+    """Sums and gathers that were begun together, with finished calls between, and are waited for in reverse."""
+    group, tolerance = dist.group.WORLD, WIRES[name]
+    use(way, group)
+    get_backend(name).pieces = 3
+    rank, tp = group.rank(), group.size()
+    weight = integers(40, 24, seed=1, high=1)
+    opened = []
+    for seed in range(4):
+        whole = integers(8 * tp, 24, seed=100 * seed + rank, high=1)
+        x = integers(8, 24, seed=100 * seed + 50 + rank, high=1)
+        sums = whole @ weight.t()
+        dist.all_reduce(sums, group=group)
+        with poisoned():
+            summed = ops.gemm_reduce_scatter(whole, weight, group, async_op=True, backend=name)
+            opened.append((summed, sums[8 * rank : 8 * rank + 8]))
+            opened.append((ops.all_gather(x, group, backend=name), gathered(x, group)))
+        between = ops.all_gather_gemm(x, weight, group, backend=name)
+        require_close("all_gather_gemm", between, gathered(x, group) @ weight.t(), tolerance)
+    for pending, want in reversed(opened):
+        assert relative_error(pending.wait(), want) <= tolerance
+        assert pending.wait() is pending.wait()
+    get_backend(name).pieces = None
+    state_of(group).transports.clear()
+
+
+@OVER
+@pytest.mark.parametrize("name", ["chunked", "chunked_int8"])
+def test_calls_may_stay_open(world2: WorkerPool, way: str, name: str) -> None:
+    world2.run(left_open, way, name)
+
+
 def late(way: str, name: str) -> None:
     group = dist.group.WORLD
     use(way, group)

@@ -45,7 +45,7 @@ def title(plan: dict[str, Any]) -> str:
     """What is predicted, in one line."""
     line = (
         "{preset} on {gpus} x {device}, tp {tp} x pp {pp} x dp {dp}, micro-batch {micro_batch_size} x {micro_batches}, "
-        "sequence {shape[seq_length]}"
+        "sequence {shape[seq_length]}, link {link}"
     )
     return f"{plan['kind']}: {line.format_map(plan['job'])}"
 
@@ -64,14 +64,25 @@ def show(plan: dict[str, Any], console: Console) -> None:
     )
     rows = [(name.replace("_", " "), *(f"{of[name]:.1f}" for of in memory)) for name in memory[0]]
     console.print(_table((f"{kind}: memory per GPU, GB", *arms), rows))
+    if plan["choices"]:
+        console.print(f"{kind}: flux over the link host by what it sends and keeps")
+        header = "bits a number|x kept for wgrad|flux, ms|speed-up|memory per GPU, GB"
+        row = "{bits}|{keep_gathered}|{flux_ms:,.0f}|{speedup:.2f}|{memory_gb:.1f}"
+        console.print(_table_of(plan["choices"], header, row))
     if plan["sensitivity"]:
         console.print(f"{kind}: the same job on slower links within a node")
         header = f"NCCL reaches, GB/s|baseline, ms|flux, ms|speed-up|speed-up, E {LOW_OVERLAP:.2f}|exposed TP"
         row = "{reached_gb_per_s:.0f}|{baseline_ms:,.0f}|{flux_ms:,.0f}|{speedup:.2f}|{speedup_low:.2f}|"
         console.print(_table_of(plan["sensitivity"], header, row + "{tp_exposed_share:.0%}"))
+    console.print(f"NCCL reaches {used['nccl_reaches_gb_per_s']:.1f} GB/s per GPU in a node" + _chunks(used))
     console.print(f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else ""))
     for note in plan["notes"]:
         console.print(f"note: {note}")
+
+
+def _chunks(used: dict[str, Any]) -> str:
+    reached = used["chunks_reach_gb_per_s"]
+    return "" if reached is None else f", flux through host memory {reached:.1f}"
 
 
 def show_validation(found: dict[str, Any], console: Console) -> None:
@@ -113,7 +124,7 @@ def show_layout(found: dict[str, Any], job: Job, console: Console) -> None:
     console.print(_table_of(stages, "stage|layers|parameters per rank|output|linears that run flux", row))
     reasons = {view["reason"] for view in found["ranks"]}
     if found["linears"] and None in reasons:
-        console.print(f"Fused calls of a layer on {found['device']}, before tuning (m x n x k of a rank):")
+        console.print(f"Flux's calls of a layer on {found['device']}, before tuning (m x n x k of a rank):")
         row = "{layer}|{direction}|{op}|{m} x {n} x {k}|{kernel}|{plan}"
         console.print(_table_of(found["linears"], "layer|direction|operator|shape|kernel|plan", row))
     for reason in sorted(reasons - {None}):

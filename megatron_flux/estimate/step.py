@@ -79,7 +79,9 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
     if arm == "flux":
-        hidden = max(dgrad.fused, max(0.0, gather - before) + dgrad.collective)
+        nbytes = 0 if rates.keep_gathered else nbytes
+        late = max(0.0, rates.transfer(nbytes, tp) - before) if nbytes else 0.0
+        hidden = max(dgrad.fused, late + dgrad.link) + rates.coding(nbytes / 2)
         total = hidden + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
     return Phase(compute, total - compute, gather + dgrad.collective)
 
@@ -165,8 +167,8 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
 
 def _measured(one: Layer, layers: MeasuredLayers, arm: str, job: Job) -> Layer:
     """The measured layer, shared out between forward and backward as predicted; ``one`` if it was not measured."""
-    total, floor = layers.ms(arm, *job.sizes), layers.ms("floor", *job.sizes)
-    if total is None:
+    total, floor = layers.ms(arm, *job.sizes, wire=job.wire), layers.ms("floor", *job.sizes)
+    if total is None or (arm == "flux" and job.keep_gathered):  # benchmarks keep nothing
         return one
     compute = min(floor, total) if floor is not None else total * (1 - one.both.exposed / one.total)
     parts = []
@@ -271,6 +273,8 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
         held = (2 * (run.pp - index - 1) + (chunks - 1) * run.pp + 1) / chunks
     held = min(held, run.micro_batches)
     activations = held * job.layers_per_stage * layer_activations(shape, tokens, tp, run.recompute, run.dropout > 0)
+    if arm == "flux" and job.keep_gathered and run.recompute != "full":  # x of QKV and of FC1, of all ranks
+        activations += held * job.layers_per_stage * 2 * 2 * tokens * hidden
     if index == 0 and run.dropout > 0:
         activations += held * tokens * hidden / tp
     if index == run.pp - 1:
@@ -284,7 +288,7 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
         "optimizer": 12 * count / (run.dp if run.distributed_optimizer else 1),
         "activations": activations,
         "working": working,
-        "flux_workspace": flux_workspace(tokens, hidden) if arm == "flux" and tp > 1 else 0.0,
+        "flux_workspace": flux_workspace(tokens, hidden, job.link) if arm == "flux" and tp > 1 else 0.0,
     }
     gb = {name: nbytes / 1e9 for name, nbytes in found.items()}
     return gb | {"total": sum(gb.values())}
@@ -323,8 +327,11 @@ def norm_parameters(shape: ModelShape) -> int:
     return shape.hidden_size * (2 if shape.normalization == "LayerNorm" else 1)
 
 
-def flux_workspace(tokens: int, hidden: int) -> int:
+def flux_workspace(tokens: int, hidden: int, link: str = "nvlink") -> int:
     """Bytes of flux's two slabs (:mod:`megatron_flux.comm.slab`), x gathered for GEMMs or partials, and x gathered for
-    wgrad: each has two halves of the largest call, and flags.
+    wgrad: each has two halves of the largest call, and flags. Over the link host there are none, but what a scatter
+    sends and receives (:mod:`megatron_flux.ops.backends.chunked`).
     """
+    if link == "host":
+        return 2 * 2 * tokens * hidden
     return 2 * 2 * (size_class(2 * tokens * hidden) + 4 * FLAG_WORDS)

@@ -37,6 +37,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.checks import OperatorCall, compare_calls
+from megatron_flux.ops.cuda_graphs import UNCAPTURED, capturing
 
 PIECE_BYTES = 12 << 20
 """A shard is cut into pieces of about this size: smaller ones hide more, and make GEMMs of fewer rows."""
@@ -63,6 +64,8 @@ class ChunkedBackend:
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet."""
+        if x.is_cuda and self.name in UNCAPTURED and capturing(x):
+            return "it cannot be captured in CUDA graphs"
         if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"

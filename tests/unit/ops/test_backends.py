@@ -10,9 +10,11 @@ import torch
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import reference, registry
+from megatron_flux.ops.backends import reference, registry, tuned
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call_events import OpStats
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.cuda_graphs import captured_calls
 from tests.unit.groups import group_of
 
 
@@ -148,3 +150,19 @@ def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(UserError, match=r"'pipelined' cannot be captured in a CUDA graph.*use backend='auto'"):
             call()
+
+
+def test_what_chunked_runs_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner asks chunked, so that auto says why stock runs in graphs over host memory."""
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuned, "_over_host", lambda *_: True)
+    names = ("chunked", "chunked_int8", "tuned")
+    for name in names:
+        assert get_backend(name).why_not(x, None, group_of(2)) is None
+    with captured_calls():
+        for name in names:
+            assert get_backend(name).why_not(x, None, group_of(2)) == "it cannot be captured in CUDA graphs"
+        assert get_backend("chunked").why_not(torch.zeros(2, 2), None, group_of(2)) is None, (
+            "on CPUs nothing is captured"
+        )

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from megatron_flux.bench.layer_config import LAYER_MODELS, over_wire
+from megatron_flux.bench.layer_config import LAYER_MODELS, over_wires
 from megatron_flux.bench.shapes import layer_activations, layer_cases, working_memory
+from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import step
 from megatron_flux.estimate.job import PlanOptions, device
@@ -54,7 +55,7 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     if len(workloads) < 2 and not through_host:
         raise UserError(f"{layers.source} has {len(workloads)} workload(s); leaving one out needs at least two")
     arms = {arm: (of, EXACT) for arm, of in ARMS.items()}
-    arms |= {arm: (ARMS[like], wire) for wire in (FP8, INT8) for arm, like in over_wire(wire).items()}
+    arms |= {arm: (ARMS[like], wire) for wire in (FP8, INT8) for arm, like in over_wires(Wires.of(wire, wire)).items()}
     rows, speedups = [], []
     for workload, measured in workloads.items():
         name, seq, micro_batch = workload

@@ -300,7 +300,7 @@ def read_ops(paths: list[Path]) -> MeasuredCalls | None:
             times = [row["chunked_ms" if through_host and name == "tuned_ms" else name] for name in names]
             wires = {wire: row[f"chunked_{wire}_ms"] for wire in (FP8, INT8) if row.get(f"chunked_{wire}_ms")}
             if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
-                calls.append(Call(case, summary["tp"], *times, wires=wires))
+                calls.append(Call(case, summary["tp"], wires=wires, **dict(zip(names, times, strict=True))))
     if len({found.key for found in devices}) > 1:
         raise UserError(f"--ops are of different GPUs: {', '.join(d.key for d in devices)}; give files of one kind")
     if len(kinds) > 1:

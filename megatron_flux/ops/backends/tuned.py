@@ -169,8 +169,10 @@ class TunedBackend:
         name, config = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
-        if name in self.chunked:
-            return call.run(self.chunked[name])
+        if (by := self.chunked.get(name)) is not None and not (
+            capturing(call.x) and by.why_not(call.x, None, call.group)
+        ):
+            return call.run(by)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)

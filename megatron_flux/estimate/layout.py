@@ -28,7 +28,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.prediction import why_stock
 from megatron_flux.estimate.step import stage_parameters
-from megatron_flux.ops.backends.chunked import cuts_of
+from megatron_flux.ops.backends.chunked import pieces_of
 from megatron_flux.ops.kernel_config import ag_config, rs_config
 from megatron_flux.train.config import RunConfig
 
@@ -143,7 +143,7 @@ def linears(job: Job) -> list[dict[str, Any]]:
         hopper = job.device.capability == HOPPER and whole
         call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
         if job.link == "host":
-            pieces = len(cuts_of(rows, 2 * (case.k if gathers else case.n))) - 1
+            pieces = pieces_of(rows, 2 * (case.k if gathers else case.n))
             found.append(call | {"kernel": "chunked", "plan": f"{pieces} piece(s) a shard, wire {job.wire}"})
             continue
         plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_flux.bench.shapes import Case
 from megatron_flux.kernels import wire_format
-from megatron_flux.ops.backends.chunked import cuts_of
+from megatron_flux.ops.backends.chunked import pieces_of
 
 PCIE = {3: 16.0, 4: 32.0, 5: 64.0}
 """Of 16 lanes, by generation."""
@@ -70,7 +70,7 @@ def chunked(case: Case, tp: int, gemm: float, link: float, coding: float, adding
     GEMM of the first block) is not hidden, nor are bringing numbers to 8 bits and back and adding what has come.
     """
     gathers, rows = case.op == "all_gather_gemm", case.m // tp
-    pieces = len(cuts_of(rows, 2 * (case.k if gathers else case.n))) - 1
+    pieces = pieces_of(rows, 2 * (case.k if gathers else case.n))
     alone = gemm / pieces * ((tp - 1) / tp if gathers else 1 / tp)
     return max(CHUNKED_GEMM * gemm, link + alone) + coding + adding
 

@@ -81,8 +81,10 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     if arm == "flux":
         nbytes = 0 if rates.keep_gathered else nbytes
         late = max(0.0, rates.transfer(nbytes, tp) - before) if nbytes else 0.0
-        hidden = max(dgrad.fused, late + dgrad.link) + rates.coding(nbytes / 2)
-        total = hidden + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
+        total = max(dgrad.fused, late + dgrad.link) + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
+        if rates.chunks is not None:  # what is left of the reduce-scatter goes on beside wgrad
+            unhidden = dgrad.fused - max(dgrad.gemm, dgrad.link) + rates.coding(nbytes / 2)
+            total = max(dgrad.gemm + wgrad, late + dgrad.link) + unhidden
     return Phase(compute, total - compute, gather + dgrad.collective)
 
 

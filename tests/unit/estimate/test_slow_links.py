@@ -19,7 +19,7 @@ from megatron_flux.estimate.layout import linears
 from megatron_flux.estimate.measured import validate
 from megatron_flux.estimate.prediction import predict_options
 from megatron_flux.estimate.rates import DEVICES, Rates, read_layers, read_ops
-from megatron_flux.estimate.step import flux_workspace, predict_layer
+from megatron_flux.estimate.step import column_backward, flux_workspace, predict_layer
 
 ROOT = Path(__file__).parents[3]
 H200 = DEVICES["h200"]
@@ -152,6 +152,18 @@ def test_what_is_kept_is_not_transferred_again() -> None:
     assert kept / gathered == pytest.approx(0.8, rel=1e-3)
     stock = [predict_layer(replace(slow, keep_gathered=k), "baseline", shape, 2048, 4, 4).total for k in (False, True)]
     assert stock[0] == stock[1]
+
+
+def test_a_reduce_scatter_goes_on_beside_wgrad() -> None:
+    own, shape = rates(4, keep_gathered=True), LAYER_MODELS["llama-70b"]
+    (fc1,) = (case for case in layer_cases("", shape, 8192, "dgrad", 4) if case.layer == "fc1")
+    pair, wgrad = own.pair(fc1, 4), own.gemm(fc1.k, fc1.n, 8192)
+    assert pair.gemm < pair.link < pair.gemm + wgrad
+    phase = column_backward(own, "flux", 8192, fc1.k, fc1.n, 4, pair)
+    assert phase.total == pytest.approx(pair.gemm + wgrad + pair.fused - pair.link)
+    gathered = column_backward(replace(own, keep_gathered=False), "flux", 8192, fc1.k, fc1.n, 4, pair, before=0.5)
+    late = own.transfer(2 * 3 * 2048 * fc1.n, 4) - 0.5
+    assert gathered.total == pytest.approx(late + pair.fused)
 
 
 # --- plans

@@ -60,7 +60,10 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     for workload, measured in workloads.items():
         name, seq, micro_batch = workload
         own = replace(rates, kind=layers.link, gpus=layers.tp)
-        if not through_host:  # there the constants are those of other runs
+        if through_host:  # the constants are those of other runs, and the host is as fast as it was for TE
+            te = measured.get("te", {})
+            own = replace(own, host_ms_per_layer=te.get("host_ms_per_step", 0.0) / te.get("layers", 1))
+        else:
             own = replace(own, calibration=calibrate(layers, [other for other in workloads if other != workload]))
         found = {}
         for arm, (of, wire) in arms.items():
@@ -68,8 +71,10 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
                 continue
             ms = measured[arm]["ms_per_layer"]
             kind = "baseline" if of == "floor" else of
-            one = step.predict_layer(replace(own, wire=wire), kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
-            predicted = one.both.compute if of == "floor" else one.total  # the floor does not communicate
+            there = replace(own, wire=wire)
+            one = step.predict_layer(there, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
+            # The floor does not communicate.
+            predicted = one.both.compute if of == "floor" else max(one.total, there.host_ms(kind))
             row = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
             found[arm] = row | {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
         rows += found.values()

@@ -18,7 +18,7 @@ from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import slow_links
-from megatron_flux.estimate.slow_links import PCIE
+from megatron_flux.estimate.slow_links import PCIE, SLOW
 from megatron_flux.kernels.wire_format import EXACT, FP8, INT8
 from megatron_flux.train.presets import ModelShape, device_peak
 
@@ -167,6 +167,7 @@ class Rates:
     gpus: int = 8  # of a node, which share its host memory
     wire: str = EXACT  # that flux sends where the link is host
     keep_gathered: bool = False  # of flux: x is not gathered again for wgrad
+    clock: float = 1.0  # times that GEMMs are faster than at the power limit
     calibration: Calibration = Calibration()
 
     @property
@@ -207,7 +208,7 @@ class Rates:
 
     def gemm(self, m: int, n: int, k: int) -> float:
         """``[m, k] x [k, n]``: at the FLOP/s of the most similar measured GEMM, and no faster than the memory."""
-        flops = self.device.gemm * self.device.peak_flops
+        flops = self.clock * self.device.gemm * self.device.peak_flops
         if self.calls:
             like = self.calls.nearest(m, n, k)
             flops = 2e3 * like.case.m * like.case.n * like.case.k / like.gemm_ms
@@ -249,6 +250,8 @@ class Rates:
 
     def overlapped(self, gemm: float, collective: float) -> float:
         """A GEMM with an NCCL kernel beside it, which takes SMs meanwhile."""
+        if self.kind in SLOW:  # the collective is mostly the longer, and may be as long as it is
+            return max(collective, gemm + self.device.nccl_sms / self.device.sms * collective)
         return max(gemm, collective) + self.device.nccl_sms / self.device.sms * min(gemm, collective)
 
     def transfer(self, nbytes: float, tp: int) -> float:
@@ -260,6 +263,11 @@ class Rates:
     def coding(self, numbers: float) -> float:
         """To bring so many numbers to 8 bits and back, where they travel so."""
         return 0.0 if self.wire == EXACT else 3 * numbers / (slow_links.CODED * self.device.memory_gb_per_s * 1e6)
+
+    def host_ms(self, arm: str) -> float:
+        """Host time to enqueue a layer of the arm ``baseline`` or ``flux``."""
+        over_host = arm == "flux" and self.chunks is not None
+        return self.host_ms_per_layer * (slow_links.CHUNKED_HOST[self.wire] if over_host else 1.0)
 
     def pair(self, case: Case, tp: int) -> Pair:
         """All times of one operator call. Measured times stand for themselves while link and overlap are the own."""

@@ -1,8 +1,8 @@
 """Links without NVLink: what NCCL and flux's chunks reach over them, and what a chunked call takes.
 
-Measured are H200s on PCIe 5.0 with 16 lanes that did not use NVLink, in one virtual NUMA node with 300 MB of last-level
-cache; slurm/PLAN.md has every figure, what it is from, and what is taken for other machines. Rates are GB/s (1e9 bytes)
-that one GPU receives, and at the same time sends.
+Measured are H200s on PCIe 5.0 with 16 lanes that did not use NVLink (results/host-link-h200x2, and of four and eight
+the figures in slurm/PLAN.md), in one virtual NUMA node with 300 MB of last-level cache. What is taken for other
+machines is an assumption. Rates are GB/s (1e9 bytes) that one GPU receives, and at the same time sends.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_flux.bench.shapes import Case
-from megatron_flux.kernels import wire_format
+from megatron_flux.kernels.wire_format import EXACT, FP8, GROUP, INT8
 from megatron_flux.ops.backends.chunked import pieces_of
 
 PCIE = {3: 16.0, 4: 32.0, 5: 64.0}
 """Of 16 lanes, by generation."""
 
-COPIED = 0.78
-"""Share of PCIe's rate that one GPU's copies to and from host memory reach, both at once: 50 of 64 GB/s."""
-COPIED_AT_ONCE = {1: 50.0, 2: 42.0, 4: 37.5, 8: 11.4}
-"""What each of so many GPUs of a host reaches at most when all copy. Eight were measured in large slots, 7.3, which
-small ones are taken to improve as they did with four, from 24."""
-CHUNKS = 0.83
-"""Share of those copies that the link through host memory reaches: 35 of 42 GB/s with two GPUs, slots of 2 MB; 31 of
-37.5 with four, by its prototypes."""
+CHUNKS_OVER = 0.72
+"""Share of PCIe's rate that the link through host memory reaches at most: one GPU's copies both ways reach 50 of 64
+GB/s, and with two GPUs the link 0.92 of what theirs do."""
+CHUNKS_AT_ONCE = {2: 38.0, 4: 31.0, 8: 9.5}
+"""What it reaches when so many GPUs of a host use it. Two: 35 to 41, by version and host; four: prototypes; eight: from
+what their copies reach in large slots, 7.3, and what small ones gained with four. Beyond that all share as much."""
+
+SLOW = ("p2p", "host", "none")
+"""Links over which a GPU waits so long that its GEMMs are not at the power limit."""
+SPARED = 1.11
+"""Times that GEMMs are faster there at most: 0.78 of the peak in bursts, where those at the limit reach 0.70."""
 
 NCCL_OVER = {"p2p": 0.24, "host": 0.39, "none": 0.39}
 """Share of PCIe's rate that NCCL reaches: with peer access as on L20s, through host memory 25 of 64 GB/s."""
@@ -33,11 +36,13 @@ what eight had."""
 
 CHUNKED_GEMM = 1.05
 """Times its GEMM, what a chunked call takes that the link does not hold up: smaller GEMMs, and copies beside them."""
+CHUNKED_HOST = {EXACT: 2.0, FP8: 2.2, INT8: 2.2}
+"""Times the host time of stock's layer that one of chunks takes, by wire."""
 CODED = 0.21
 """Share of the memory's bandwidth at which numbers are brought to 8 bits and back."""
 
-LARGEST_ERROR = 0.086
-"""Of a predicted layer of stock's through host memory, against the three that were measured: slurm/PLAN.md."""
+LARGEST_ERRORS = {"baseline": 0.038, "flux": 0.084}
+"""Of predicted layers through host memory, against those that were measured: slurm/PLAN.md."""
 
 
 def shared(at_once: dict[int, float], gpus: int) -> float:
@@ -55,12 +60,12 @@ def nccl(kind: str, pcie: float, gpus: int) -> float:
 
 def chunks(pcie: float, gpus: int) -> float:
     """What the link through host memory reaches."""
-    return CHUNKS * min(COPIED * pcie, shared(COPIED_AT_ONCE, gpus))
+    return min(CHUNKS_OVER * pcie, shared(CHUNKS_AT_ONCE, gpus))
 
 
 def on_wire(nbytes: float, wire: str) -> float:
     """Bytes that travel instead of ``nbytes`` of bf16: with 8 bits one a number, and four for 128 of them."""
-    return nbytes if wire == wire_format.EXACT else nbytes / 2 * (1 + 4 / wire_format.GROUP)
+    return nbytes if wire == EXACT else nbytes / 2 * (1 + 4 / GROUP)
 
 
 def chunked(case: Case, tp: int, gemm: float, link: float, coding: float, adding: float) -> float:
@@ -87,4 +92,5 @@ def origin(kind: str, device: str, gpus: int, measured: bool) -> str:
             f"predicted from rates measured with 2 and 4 H200s of a host (NCCL's with 8), taken for {gpus} x {device}: "
             "measure with doctor --links and bench ops --link host, and give --ops"
         )
-    return f"{first}; stock's layers there were off by up to {LARGEST_ERROR:.1%}, flux's have not been checked"
+    stock, flux = (f"{LARGEST_ERRORS[arm]:.1%}" for arm in ("baseline", "flux"))
+    return f"{first}; where layers were measured, stock's are off by up to {stock}, flux's by up to {flux}"

@@ -8,7 +8,8 @@ backward of QKV and FC1, where dgrad runs beside the all-gather of x and wgrad b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_flux.bench import shapes
@@ -16,6 +17,7 @@ from megatron_flux.bench.shapes import Case, layer_cases, working_memory
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.rates import MeasuredLayers, Pair, Rates
+from megatron_flux.estimate.slow_links import SLOW, SPARED
 from megatron_flux.train.presets import ModelShape, step_flops
 
 BYTES_PER_LOGIT = 44  # read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back
@@ -100,7 +102,21 @@ def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
 def predict_layer(
     rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int, tp: int, recompute: str = "none"
 ) -> Layer:
-    """Predict one layer of ``shape`` in the arm ``baseline`` or ``flux``."""
+    """Predict one layer of ``shape`` in the arm ``baseline`` or ``flux``.
+
+    Where it waits for a slow link, the power that it spares lets the clock rise: it is spent by the square of the clock
+    for the same work, so that the clock is the root of the time over that of computation alone.
+    """
+    one = _layer(rates, arm, shape, seq, micro_batch, tp, recompute)
+    if rates.kind not in SLOW or rates.calls is not None:  # calls are measured in bursts
+        return one
+    clock = min(SPARED, math.sqrt(one.total / one.both.compute))
+    faster = _layer(replace(rates, clock=clock), arm, shape, seq, micro_batch, tp, recompute)
+    both = zip((one.forward, one.backward), (faster.forward, faster.backward), strict=True)
+    return Layer(*(Phase(at.compute, up.total - at.compute, at.collectives) for at, up in both))
+
+
+def _layer(rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int, tp: int, recompute: str) -> Layer:
     m = seq * micro_batch
     dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", shape, m, "dgrad", tp)}
     flops = 2 * seq * seq * shape.hidden_size * micro_batch / tp
@@ -155,7 +171,7 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
     one = predict_layer(rates, arm, *job.sizes, run.recompute)
     if layers is not None and run.recompute == "none":
         one = _measured(one, layers, arm, job)
-    late = count * max(0.0, rates.host_ms_per_layer - one.total)
+    late = count * max(0.0, rates.host_ms(arm) - one.total)
     stages = []
     for index in range(run.pp):
         vocabulary = Layer()

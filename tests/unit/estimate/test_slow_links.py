@@ -26,20 +26,16 @@ H200 = DEVICES["h200"]
 AG, RS = "all_gather_gemm", "gemm_reduce_scatter"
 X = "\N{MULTIPLICATION SIGN}"
 
-# H200s that did not use NVLink, torch 2.11, TransformerEngine 2.11: milliseconds of stock's layer, and without
-# communication (the first two of which were noted in whole milliseconds).
-LAYERS = [
-    ("gpt3-175b", 2048, 4, 4, 81.5, 35.0),
-    ("llama-70b", 4096, 2, 4, 50.1, 17.0),
-    ("gpt3-6.7b", 2048, 4, 2, 18.7, 8.44),
-]
-# Collectives of bf16 [8192, hidden], milliseconds: all-gather, reduce-scatter; by NCCL, and flux's transfers alone with
-# slots of 2 MB. With four GPUs flux's are those of its prototypes.
+MEASURED = [ROOT / "results/host-link-h200x2" / name for name in ("layer-2048x16", "layer-2048x4")]
+# Noted of four H200s that did not use NVLink: milliseconds of stock's layer with TransformerEngine; no raw rounds.
+NOTED = [("gpt3-175b", 2048, 4, 81.5), ("llama-70b", 4096, 2, 50.1)]
+# Collectives of bf16 [8192, hidden], milliseconds, all-gathers and reduce-scatters: by NCCL, and flux's transfers alone
+# with slots of 2 MB: of results/host-link-h200x2, with one lane each way and two; with four GPUs noted, of prototypes.
 COLLECTIVES = [
-    ("NCCL", 4096, 2, (1.35, 1.34)),
-    ("NCCL", 12288, 2, (4.05, 4.03)),
+    ("NCCL", 4096, 2, (1.35, 1.34, 1.35, 1.35)),
+    ("NCCL", 12288, 2, (4.04, 4.03, 4.07, 4.02)),
     ("NCCL", 12288, 4, (5.9, 6.35)),
-    ("chunks", 12288, 2, (2.84, 2.91)),
+    ("chunks", 12288, 2, (2.83, 2.91, 2.46, 2.48)),
     ("chunks", 12288, 4, (4.6, 5.2)),
 ]
 # Calls: operator, tp, local n and k, wire, milliseconds of the GEMM and of the transfer, and of the chunked call. With
@@ -64,18 +60,23 @@ def plan(**options: Any) -> dict[str, Any]:
 # --- against what was measured
 
 
-def test_stocks_layers_are_within_what_is_said_of_them() -> None:
-    section = (ROOT / "slurm/PLAN.md").read_text().split("### Through host memory")[1].split("\n### ")[0]
-    errors = []
-    for model, seq, micro, tp, te, floor in LAYERS:
-        layer = predict_layer(rates(tp), "baseline", LAYER_MODELS[model], seq, micro, tp)
-        for arm, measured, predicted in (("te", te, layer.total), ("floor", floor, layer.both.compute)):
-            error = predicted / measured - 1
-            errors += [abs(error)] if arm == "te" else []
-            row = f"| {model}, {seq} {X} {micro}, tp {tp} | {arm} | {measured:g} | {predicted:.2f} | {error:+.1%} |"
-            assert row in section, row
-            assert abs(error) < 0.09, row
-    assert round(max(errors), 3) == slow_links.LARGEST_ERROR
+def test_layers_are_within_what_is_said_of_them() -> None:
+    text = (ROOT / "slurm/PLAN.md").read_text()
+    section = text.split("### Through host memory")[1].split("\n### ")[0]
+    errors: dict[str, list[float]] = {"baseline": [], "flux": [], "floor": []}
+    rows = [row for path in MEASURED for row in validate(Rates(device=H200), read_layers([path]))["rows"]]
+    assert len(rows) == 11
+    for model, seq, micro, ms in NOTED:
+        predicted = predict_layer(rates(4), "baseline", LAYER_MODELS[model], seq, micro, 4).total
+        row = {"model": model, "seq": seq, "micro_batch": micro, "arm": "te", "measured_ms": ms}
+        rows.append(row | {"predicted_ms": predicted, "error": predicted / ms - 1})
+    for row in rows:
+        line = f"| {row['model']}, {row['seq']} {X} {row['micro_batch']} | {row['arm']} | {row['measured_ms']:.2f} | "
+        assert f"{line}{row['predicted_ms']:.2f} | {row['error']:+.1%} |" in section
+        kind = "floor" if row["arm"] == "floor" else "flux" if "flux" in row["arm"] else "baseline"
+        errors[kind].append(abs(row["error"]))
+    assert {kind: round(max(errors[kind]), 3) for kind in ("baseline", "flux")} == slow_links.LARGEST_ERRORS
+    assert max(errors["floor"]) < 0.08
 
 
 @pytest.mark.parametrize(("what", "hidden", "tp", "measured"), COLLECTIVES)
@@ -83,7 +84,7 @@ def test_collectives_through_host_memory(what: str, hidden: int, tp: int, measur
     nbytes, own = 2 * (tp - 1) * 8192 // tp * hidden, rates(tp)
     predicted = own.collective(nbytes, tp) if what == "NCCL" else own.transfer(nbytes, tp)
     for ms in measured:
-        assert predicted == pytest.approx(ms, rel=0.075), (what, hidden, tp)
+        assert predicted == pytest.approx(ms, rel=0.1), (what, hidden, tp)
 
 
 @pytest.mark.parametrize(("op", "tp", "n", "k", "wire", "gemm", "link", "measured", "off"), CALLS)
@@ -100,7 +101,7 @@ def test_chunked_calls_of_a_measured_gemm_and_transfer(
 def test_the_rates_of_eight_gpus_and_of_more() -> None:
     assert rates(8).nccl == pytest.approx(2 * 7 / 8 * 8192 * 12288 / 19.4e6, rel=0.02)  # 19.4 ms were measured
     assert rates(16).nccl == pytest.approx(4.5)
-    assert rates(8).chunks == pytest.approx(7.3 * 37.5 / 24 * slow_links.CHUNKS, rel=0.001)
+    assert rates(8).chunks == pytest.approx(7.3 * 37.5 / 24 * 31 / 37.5, rel=0.01)
     assert rates(16).chunks == pytest.approx(rates(8).chunks / 2)
 
 
@@ -112,6 +113,7 @@ def test_slower_pcie_is_slower_and_host_memory_is_shared() -> None:
     for faster, slower in itertools.pairwise(generations):
         assert slower.nccl < faster.nccl
         assert slower.chunks < faster.chunks
+    assert generations[1].chunks == pytest.approx(0.72 * 32)
     assert [rates(gpus).chunks for gpus in (1, 2, 4, 8)] == sorted(
         (rates(g).chunks for g in (1, 2, 4, 8)), reverse=True
     )
@@ -132,6 +134,19 @@ def test_chunked_calls_are_within_their_bounds(device: str, wire: str) -> None:
             shape = LAYER_MODELS[model]
             stock, flux = (predict_layer(own, arm, shape, 2048, 4, tp) for arm in ("baseline", "flux"))
             assert flux.both.compute == stock.both.compute < flux.total < stock.total
+
+
+def test_a_gpu_that_waits_has_power_to_spare() -> None:
+    shape = LAYER_MODELS["gpt3-175b"]
+    over = {arm: predict_layer(rates(4), arm, shape, 2048, 4, 4) for arm in ("baseline", "flux")}
+    busy = predict_layer(Rates(device=H200), "baseline", shape, 2048, 4, 4)
+    for layer in over.values():  # what a layer takes without communication does not depend on it
+        assert layer.both.compute == pytest.approx(busy.both.compute)
+    assert rates(4, clock=1.11).gemm(8192, 8192, 8192) == pytest.approx(rates(4).gemm(8192, 8192, 8192) / 1.11)
+    quick = rates(4, clock=slow_links.SPARED)
+    # results/host-link-h200x2/one-lane: FC1 of 175B in 6.42 ms, of 6.7B in 0.71.
+    for n, k, ms in ((24576, 12288, 6.42), (8192, 4096, 0.71)):
+        assert quick.gemm(8192, n, k) == pytest.approx(ms, rel=0.02)
 
 
 def test_eight_bits_travel_as_half_and_a_thirty_second() -> None:
@@ -173,6 +188,12 @@ def test_a_plan_over_host_memory_says_what_it_is_from(capsys: pytest.CaptureFixt
     found = plan(device="h200", gpus=4, gpus_per_node=4, tp=4, pp=1, num_layers=4, link="host")
     assert found["flux_runs_stock"] is None
     assert found["speedup"] > 1.2
+    slow = plan(device="h200", gpus=4, gpus_per_node=4, tp=4, pp=1, num_layers=4, link="host", host_ms_per_layer=40.0)
+    hosts = [slow["arms"][arm]["step"]["host"] for arm in ("baseline", "flux")]
+    assert hosts[0] == 0 < hosts[1], "a layer of stock's takes twice as long"
+    layers = 4 * slow["job"]["micro_batches"]
+    step = slow["arms"]["flux"]["step"]
+    assert step["pipeline"] == pytest.approx(layers * 2.0 * 40.0 + step["vocabulary"])
     assert (found["sensitivity"], found["inputs"]["overlap_efficiency"]) == ([], None)
     assert found["inputs"]["nccl_reaches_gb_per_s"] == pytest.approx(24.96)
     rows = {(row["bits"], row["keep_gathered"]): row for row in found["choices"]}
@@ -183,7 +204,7 @@ def test_a_plan_over_host_memory_says_what_it_is_from(capsys: pytest.CaptureFixt
     workspace = found["arms"]["flux"]["memory"]["flux_workspace"] * 1e9
     assert workspace == 4 * 8192 * 12288 < flux_workspace(8192, 12288)
     (note,) = (note for note in found["notes"] if "measured on H200s that did not use NVLink" in note)
-    assert note.endswith(f"off by up to {slow_links.LARGEST_ERROR:.1%}, flux's have not been checked")
+    assert note.endswith("stock's are off by up to 3.8%, flux's by up to 8.4%")
     other = plan(device="l40s", gpus=128, preset="llama2-70b", link="host", wire="fp8")
     assert any("taken for 8 x l40s: measure with doctor --links" in note for note in other["notes"])
     assert not any("where predictions could be checked" in note for note in other["notes"])

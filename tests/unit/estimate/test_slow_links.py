@@ -77,6 +77,9 @@ def test_layers_are_within_what_is_said_of_them() -> None:
         errors[kind].append(abs(row["error"]))
     assert {kind: round(max(errors[kind]), 3) for kind in ("baseline", "flux")} == slow_links.LARGEST_ERRORS
     assert max(errors["floor"]) < 0.08
+    stock, flux = (100 * slow_links.LARGEST_ERRORS[kind] for kind in ("baseline", "flux"))
+    said = f"are off by {stock:.1f} % at most of stock and {flux:.1f} % of flux;"
+    assert said in " ".join((ROOT / "docs/slurm.md").read_text().split())
 
 
 @pytest.mark.parametrize(("what", "hidden", "tp", "measured"), COLLECTIVES)

@@ -50,7 +50,8 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
 
 
 def _run(command: str, given: TrainOptions, special: CheckpointOptions | CompareOptions, dry_run: bool) -> None:
-    from megatron_flux.run import launcher, rank
+    from megatron_flux.errors import InterruptedRunError
+    from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
 
     run = resolved(given, special, command, given.preset)
@@ -77,7 +78,7 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
     with run_folder.made(run, default=given.out is None) as run:
-        start.on_ranks(
+        asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es), tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
             f"{run.precision}, run folder {run.out}",
@@ -86,5 +87,8 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
             run.world_size,
             left=f"what was recorded is in {run.out}",
             here=lambda run=run: worker.run(run),
-            pass_on=run.exit_signal,
+            pass_on=run.stop_signal,
         )
+        if asked is not None and folder.has_stopped(run.out):
+            go_on = f"the same command with --load {run.save} goes on"
+            raise InterruptedRunError(f"stopped by {asked.name}, saved in {run.save}; {go_on}", asked)

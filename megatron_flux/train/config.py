@@ -72,6 +72,11 @@ class RunConfig(CheckpointOptions, RunOptions):
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
+    def stop_signal(self) -> str | None:
+        """What makes the ranks save and end in order; the command hands it to them on Ctrl-C and SIGTERM, too."""
+        return self.exit_signal or ("USR1" if self.save is not None else None)
+
+    @property
     def split(self) -> str:
         """The shares of the documents that are for training, validation and test, as megatron-core takes them."""
         return "1,0,0" if self.eval_interval is None else "97,3,0"

@@ -207,7 +207,7 @@ class _SaveOptions(_EvalOptions):
 
     save: Path | None = _option(
         None,
-        "Folder for checkpoints: at --save-interval, on --exit-signal and, of train, at the end.",
+        "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and --exit-signal, and, of train, at the end.",
     )
     save_interval: int | None = _option(None, "Steps (of each arm) between checkpoints.", ge=1)
     save_keep: int | None = _option(None, "Newest checkpoints (of each arm) to keep. Default: all.", ge=1)

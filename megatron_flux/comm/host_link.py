@@ -53,6 +53,9 @@ class HostLink:
     """See the module; one per group."""
 
     kind = "host"
+    down: Sequence[int] = DOWN
+    """Lanes that what is sent goes into."""
+    up: Sequence[int] = UP
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class HostLink:
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> HostGather:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("gather", cuts)
-        self._begin(operator, program, LANES)
+        self._begin(operator, program, (*self.down, *self.up))
         self._last = HostGather(self, program, mine, theirs)
         self._last.begin()
         return self._last
@@ -107,7 +110,7 @@ class HostLink:
     def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("exchange", cuts)
-        self._begin(operator, program, UP)
+        self._begin(operator, program, self.up)
         self._last = HostExchange(self, program, theirs, cuts)
         return self._last
 
@@ -125,7 +128,7 @@ class HostLink:
             raise OperatorError(self.alarm.message())
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
-                "the link through host memory cannot be captured in a CUDA graph; train without graphs, or with "
+                f"the link {self.kind} cannot be captured in a CUDA graph; train without graphs, or with "
                 "backend='reference'"
             )
         self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF
@@ -136,8 +139,10 @@ class HostLink:
     def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
         """Enqueue ``steps``; ``rows``: addresses on the device, what is sent last."""
         lanes = self._lanes
-        for number, batch, copies in steps:
+        for number, batch, copies, after in steps:
             lane = lanes[number]
+            if after is not None:
+                lane.after(lanes[after])
             lane.words(batch)
             for row, offset, host, nbytes in copies:
                 if number in DOWN:
@@ -145,9 +150,9 @@ class HostLink:
                 else:
                     lane.copy(rows[row] + offset, host, nbytes)
 
-    def behind(self, numbers: Sequence[int]) -> Callable[[], None]:
-        """What puts the caller's stream behind what these lanes have been given by now."""
-        marks = [self._lanes[number].mark() for number in numbers]
+    def behind(self, numbers: Sequence[int] = ()) -> Callable[[], None]:
+        """What puts the caller's stream behind what these lanes, or all, have been given by now."""
+        marks = [self._lanes[number].mark() for number in numbers or (*self.down, *self.up)]
 
         def wait() -> None:
             for mark in marks:
@@ -161,7 +166,7 @@ class HostLink:
 
     def hold(self, sent: torch.Tensor) -> None:
         """The memory of ``sent`` is read until the lanes are done with it, whichever stream it belongs to."""
-        for number in DOWN:
+        for number in self.down:
             self._lanes[number].hold(sent)
 
     def _program(self, kind: str, cuts: Sequence[int]) -> Program:
@@ -170,9 +175,16 @@ class HostLink:
         if found is None:
             if len(self._programs) >= _MOST_PROGRAMS:  # a training whose shapes never come again
                 self._programs.clear()
-            make = host_program.gather if kind == "gather" else host_program.exchange
-            found = self._programs[key] = make(self.layout, self.rank, self._at, key[1])
+            found = self._programs[key] = self._make(*key)
         return found
+
+    def _make(self, kind: str, cuts: Sequence[int]) -> Program:
+        make = host_program.gather if kind == "gather" else host_program.exchange
+        return make(self.layout, self.rank, self._at, cuts)
+
+    def steps(self, pieces: int) -> list[tuple[int, int]]:
+        """Of an exchange; see :class:`~megatron_flux.comm.transport.Exchange`."""
+        return transport.steps(self.rank, self.tp, pieces)
 
     def ended(self, call: HostGather | HostExchange) -> None:
         """What ``call`` has kept may go; nothing behind the gate runs if a wait was given up."""
@@ -208,10 +220,9 @@ class HostGather:
         link = self._link
         for part in self._parts:
             link.run(part.steps, self._rows)
-            if part.arrived is not None:
-                link.behind(UP)()
-                for d in range(1, link.tp):
-                    yield (link.rank + d) % link.tp, part.arrived
+            if part.arrived:
+                link.behind(link.up)()
+                yield from part.arrived
         self.wait()
 
     def enqueue(self) -> None:
@@ -219,7 +230,7 @@ class HostGather:
         for part in self._parts:
             self._link.run(part.steps, self._rows)
         if self._end is None:
-            self._end = self._link.behind(LANES)
+            self._end = self._link.behind()
 
     def wait(self) -> None:
         """See the protocol."""
@@ -239,7 +250,7 @@ class HostExchange:
     def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, cuts: Sequence[int]) -> None:
         """Nothing is enqueued yet."""
         self._link, self._theirs = link, theirs
-        self.steps = transport.steps(link.rank, link.tp, len(cuts) - 1)
+        self.steps = link.steps(len(cuts) - 1)
         pitch, first = theirs.shape[1], theirs.data_ptr()
         self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), 0]
         self._parts = iter(program.parts)
@@ -250,7 +261,7 @@ class HostExchange:
         """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
         queue that they share.
         """
-        behind = self._link.follow(DOWN)
+        behind = self._link.follow(self._link.down)
         self._flush()
         self._sent.append(block)
         self._held = block.data_ptr(), behind
@@ -265,6 +276,6 @@ class HostExchange:
     def wait(self) -> None:
         """See the protocol."""
         self._flush()
-        self._link.behind(LANES)()
+        self._link.behind()()
         self._link.ended(self)
         self._sent.clear()

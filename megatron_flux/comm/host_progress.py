@@ -79,6 +79,7 @@ class Progress:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, regions: Regions) -> None:
         """Of a link that begins."""
         self.regions = regions
+        self.keep: object = None  # other memory that lanes are at work on
         self.calls: dict[int, Call] = {}  # the last ones, by epoch
         self.release: Callable[[], None] = lambda: None
         self._own = regions.host[group.rank()]

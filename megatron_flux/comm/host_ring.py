@@ -43,7 +43,8 @@ def place(lane: int, what: int) -> int:
     return LANES + lane * LINE + what
 
 
-def _up(nbytes: int, to: int) -> int:
+def up(nbytes: int, to: int) -> int:
+    """``nbytes``, rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to
 
 
@@ -66,12 +67,12 @@ class Layout:
     @property
     def slot_pitch(self) -> int:
         """Bytes from one slot to the next."""
-        return _up(self.slot_bytes, PAGE)
+        return up(self.slot_bytes, PAGE)
 
     @property
     def data(self) -> int:
         """Where the slots begin."""
-        return HEAD + _up(self.slots * self.tp * LINE, PAGE)
+        return HEAD + up(self.slots * self.tp * LINE, PAGE)
 
     @property
     def region_bytes(self) -> int:
@@ -117,5 +118,5 @@ def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
     if total <= 0:
         return []
     count = -(-total // most)
-    size = min(most, _up(-(-total // count), 512))
+    size = min(most, up(-(-total // count), 512))
     return [(at, min(size, last - at)) for at in range(first, last, size)]

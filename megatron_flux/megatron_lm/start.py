@@ -23,7 +23,7 @@ from megatron_flux.version import __version__
 SAMPLE_INTERVAL = 10
 
 _BACKENDS = ("backend", *Backends._fields)
-_CHOICES = {"link": LINKS, "wire": WIRES}
+_CHOICES = {"link": LINKS, "wire": WIRES, "grad_wire": WIRES}
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
     "forward": "Operator backend of forward, where it is another one.",
@@ -34,6 +34,7 @@ _HELP = {
     "keep_gathered_bytes": "How many bytes a process may keep so; without it a quarter of the free GPU memory.",
     "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
     "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",
+    "grad_wire": "The same of gradients; without it MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
     "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
 }
 

@@ -110,7 +110,9 @@ def connections(environment: Mapping[str, Any] | None) -> str:
 def link(summary: Mapping[str, Any]) -> str:
     """What connected the ranks of a benchmark, and what went over it where that was not the numbers as they are."""
     wire = summary.get("wire") or "exact"
-    return f"{summary.get('link', '?')}{'' if wire == 'exact' else f', {wire} wire'}"
+    gradients = summary.get("grad_wire") or wire
+    sent = "" if wire == gradients == "exact" else f", {wire} wire"
+    return f"{summary.get('link', '?')}{sent}{'' if gradients == wire else f', {gradients} for gradients'}"
 
 
 HEAD = ("", "baseline", "flux", "difference")

@@ -186,6 +186,7 @@ class Arm:
             "ranks": dist.get_world_size(),
             "link": environment.link(self.config.link)["kind"],
             "wire": self.config.wire,
+            "grad_wire": self.config.grad_wire,
             "device": environment.device_name(),
             "peak_tflops": self._peak_tflops,
             "peak_source": self._peak_source,

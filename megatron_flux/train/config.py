@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from megatron_flux.config import STOCK, FluxConfig
+from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128
@@ -47,6 +47,8 @@ class RunConfig(CheckpointOptions, RunOptions):
     transformer_impl: Literal["local", "transformer_engine"]
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     device: Literal["cuda", "cpu"]
+    wire: Wire = "exact"
+    grad_wire: Wire = "exact"
     world_size: int
     tp: int
     dp: int
@@ -76,7 +78,9 @@ class RunConfig(CheckpointOptions, RunOptions):
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
         directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
-        same = {name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire")}
+        same = {
+            name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire", "grad_wire")
+        }
         return FluxConfig(**same, **directions)
 
     @property
@@ -100,7 +104,7 @@ def resolve(
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
     flux = getattr(special, "flux", True)
     _check_backends(options, device, precision)
-    _check_link(options, device)
+    wires = _checked_wires(options, device)
     if options.transformer_impl == "transformer_engine":
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
     pp = options.pp
@@ -144,6 +148,8 @@ def resolve(
         "shape": shape,
         "padded_vocab_size": -(-shape.vocab_size // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp,
         "device": device,
+        "wire": wires.activations,
+        "grad_wire": wires.gradients,
         "world_size": world_size,
         "tp": tp,
         "dp": dp,
@@ -193,13 +199,16 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
             raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
 
 
-def _check_link(options: TrainOptions, device: str) -> None:
-    """The link can be had on this device, and something heeds the wire."""
+def _checked_wires(options: TrainOptions, device: str) -> Wires:
+    """What may be sent: the link can be had on this device, and something heeds the wires."""
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
-    if options.wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
-        given = f"--wire {options.wire} is for the backends auto and tuned, on GPUs"
-        raise UserError(f"{given}; leave it out, and to send nothing else use --backend chunked_{options.wire}")
+    wires = Wires.of(options.wire, options.grad_wire)
+    for wire, option, backend in zip(wires, ("--wire", "--grad-wire"), ("--backend", "--dgrad-backend"), strict=True):
+        if wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
+            given = f"{option} {wire} is for the backends auto and tuned, on GPUs"
+            raise UserError(f"{given}; leave it out, and to send nothing else use {backend} chunked_{wire}")
+    return wires
 
 
 def _named_backends(options: TrainOptions) -> list[str]:

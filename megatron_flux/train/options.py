@@ -20,6 +20,9 @@ class _Options(BaseModel):
     group: ClassVar[str]
 
 
+Wire = Literal["exact", "fp8", "int8"]
+
+
 class LinkOptions(_Options):
     """What connects the ranks of a tensor-parallel group; of benchmarks too."""
 
@@ -30,8 +33,18 @@ class LinkOptions(_Options):
         "Use no stronger link than this. With host and none NCCL has no peer access either, unless NCCL_P2P_DISABLE is "
         "set. Default: MEGATRON_FLUX_LINK, else whatever there is.",
     )
-    wire: Literal["exact", "fp8", "int8"] = _option(
-        "exact", "What flux may send where the link is host: exact, or also fp8 or int8, whose results differ."
+    wire: Wire | None = _option(
+        None,
+        "What flux may send where the link is host: exact, or also fp8 or int8, whose results differ. Default: "
+        "MEGATRON_FLUX_WIRE, else exact.",
+    )
+
+
+class LayerLinkOptions(LinkOptions):
+    """The same of whole layers: forward and backward."""
+
+    grad_wire: Wire | None = _option(
+        None, "The same of gradients, where it is something else. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire."
     )
 
 
@@ -168,7 +181,7 @@ class MetricsOptions(_Options):
 
 
 class RunOptions(
-    MetricsOptions, FolderOptions, LinkOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
+    MetricsOptions, FolderOptions, LayerLinkOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
 ):
     """How to train. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
 

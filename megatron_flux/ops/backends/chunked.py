@@ -35,6 +35,7 @@ from megatron_flux.comm.transport import unbroken
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire as wires
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.checks import OperatorCall, compare_calls
 
 PIECE_BYTES = 12 << 20
@@ -62,7 +63,7 @@ class ChunkedBackend:
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet."""
-        if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < (8, 9):
+        if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
             )

@@ -53,6 +53,7 @@ class HostLink:
     """See the module; one per group."""
 
     kind = "host"
+    through = "host memory"
     down: Sequence[int] = DOWN
     """Lanes that what is sent goes into."""
     up: Sequence[int] = UP
@@ -128,7 +129,7 @@ class HostLink:
             raise OperatorError(self.alarm.message())
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
-                f"the link {self.kind} cannot be captured in a CUDA graph; train without graphs, or with "
+                f"the link through {self.through} cannot be captured in a CUDA graph; train without graphs, or with "
                 "backend='reference'"
             )
         self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF

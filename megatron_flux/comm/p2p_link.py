@@ -11,8 +11,8 @@ exported to the peers); NVLink multicast is refused as in :mod:`~megatron_flux.c
 
 Words lie in shared host memory, not beside the data
     * A word is written behind the copy in the order of its stream: what CUDA's own events between processes promise for
-      a copy to a peer, which are words in host memory as well, is all that is asked for. A word in a peer's memory would
-      need memory operations on memory of another GPU, which is not promised for all platforms.
+      a copy to a peer, and these are words in host memory as well, is all that is asked for. A word in a peer's memory
+      would need memory operations on memory of another GPU, which is not promised for all platforms.
     * Whoever watches time-outs reads and satisfies words without the GPU, whose streams may stand still.
     * No atomics, so nothing depends on ``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``, without which kernels that
       wait for each other over PCIe hang; it is not asked for.
@@ -51,6 +51,7 @@ class P2PLink(HostLink):
     """See the module; one per group."""
 
     kind = "p2p"
+    through = "peers' memory"
     down, up = (OUT,), (IN,)
 
     def __init__(
@@ -65,7 +66,7 @@ class P2PLink(HostLink):
         """As of the base class; ``islands``: see :meth:`use`. On CPUs slots are shared memory of the host, too. Raises
         UserError: also where there is no symmetric memory.
         """
-        layout = layout or PeerLayout(group.size())
+        self._peers = layout = layout or PeerLayout(group.size())
         self.device_bytes = layout.device_bytes
         """Memory of this rank's GPU that torch's allocator does not know of."""
         memory = _memory(group, layout.device_bytes, device)
@@ -91,11 +92,12 @@ class P2PLink(HostLink):
 
     def _make(self, kind: str, cuts: Sequence[int]) -> Program:
         turns = self._turns[getattr(p2p_schedule, kind)]
-        made = p2p_program.program(
-            self.layout, self.rank, self._at, self._slots, cuts, turns, exchange=kind == "exchange"
-        )
+        ends = self._peers, self.rank, self._at, self._slots
+        made = p2p_program.program(*ends, cuts, turns, exchange=kind == "exchange")
         if self._flushes:
-            made.parts = [Part([one for step in part.steps for one in _flushed(step)], part.arrived) for part in made.parts]
+            made.parts = [
+                Part([one for step in part.steps for one in _flushed(step)], part.arrived) for part in made.parts
+            ]
         return made
 
 
@@ -115,5 +117,7 @@ def _memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tupl
         error = one_line(raised)
     failed = [(rank, why) for rank, why in enumerate(of_all_ranks(error, group)) if why is not None]
     if failed or made is None:
-        raise UserError(f"the link through peers' memory needs symmetric memory, and tp rank {failed[0][0]}: {failed[0][1]}")
+        raise UserError(
+            f"the link through peers' memory needs symmetric memory, and tp rank {failed[0][0]}: {failed[0][1]}"
+        )
     return made

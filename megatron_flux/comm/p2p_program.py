@@ -1,8 +1,8 @@
 """What a rank enqueues for a call of the link through peers' memory, and what lies where: no GPU.
 
-As :mod:`~megatron_flux.comm.host_program`, whose form it has, with one lane out and one in. Every rank owns slots in its
-GPU's memory, which whoever has its turn writes into, and a region of words in shared host memory, one for each slot of
-each peer it sends to::
+As :mod:`~megatron_flux.comm.host_program`, whose form it has, with one lane out and one in. Every rank owns slots in
+its GPU's memory, which whoever has its turn writes into, and a region of words in shared host memory, one for each slot
+of each peer it sends to::
 
     CLOSED   at rest: not this sender's turn
     EMPTY    the receiver has opened the slot for it
@@ -16,9 +16,10 @@ Hazard: with one hardware queue the whole program is one queue. S(i) is the send
 receiving.
 
 * The order in a turn is S(0) ... S(a), R(0), S(a + 1), R(1) ... with a = slots - 2, and all of it comes before the next
-  turn. Words that end a step go with the next step of the lane: FULL of S(i) with S(i + 1), EMPTY of R(i) with R(i + 1).
-* So R(i) comes behind S(i + 1), or what ends the last S; S(i) behind R(i - slots + 1) or, where the slot is used for the
-  first time, behind the end of the turn before, which opens it.
+  turn. Words that end a step go with the next step of the lane: FULL of S(i) with S(i + 1), EMPTY of R(i) with
+  R(i + 1).
+* So R(i) comes behind S(i + 1), or what ends the last S; S(i) behind R(i - slots + 1) or, where the slot is used for
+  the first time, behind the end of the turn before, which opens it.
 * What is forwarded has come in an earlier turn.
 
 Nothing waits for what stands behind it or beside it: by induction over places there is no deadlock.
@@ -99,7 +100,9 @@ def program(
 
         def waits(use: int) -> list[tuple[WordOp, Wait]]:
             first = range(min(len(chunk), layout.slots)) if use == 0 else [use] if use >= layout.slots else []
-            return [(WordOp(WAIT, own + layout.word(i, turn.target), EMPTY), Wait(turn.target, turn.sent)) for i in first]
+            return [
+                (WordOp(WAIT, own + layout.word(i, turn.target), EMPTY), Wait(turn.target, turn.sent)) for i in first
+            ]
 
         def send(use: int) -> Ends:
             offset, nbytes = chunk[use]

@@ -1,4 +1,4 @@
-"""Who sends what to whom between GPUs that share PCIe: everything once, one stream into and out of each, few crossings."""
+"""Who sends what to whom between GPUs that share PCIe: everything once, one stream each way, few crossings."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ def with_wires(arms: list[str], wires: Wires) -> list[str]:
 
 
 def check_graphs(cuda_graphs: bool, link: str | None) -> None:
-    """Refuse graphs of what goes by chunks or through host memory: neither can be captured."""
-    if cuda_graphs and link in ("p2p", "host", "none"):
+    """Refuse graphs of what goes between hosts, or through peers' memory by chunks: it cannot be captured."""
+    if cuda_graphs and link in ("p2p", "none"):
         raise UserError(f"--cuda-graphs cannot capture what goes over the link {link}; leave one of them out")
 
 

@@ -24,8 +24,10 @@ Hazards
       but through words.
     * **Host time.** Each chunk costs a call of the driver for its words and one for its copy in each lane, about 3 us
       each (2 x H200). Words go in batches whose arguments are made once. Larger slots mean fewer calls.
-    * In CUDA graphs the words would do; the order in which a graph's branches reach one hardware queue is not ours to
-      say: captures are refused.
+    * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
+      branches reach the hardware is not ours to say; that it ends was tried with one queue and with eight, with late
+      ranks and with eager calls between replays (``tests/gpu/checks_host.py``). The shared memory whose addresses a
+      graph holds is never given back.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ from megatron_flux.comm.host_program import DOWN, LANES, UP, Program, Step
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
 from megatron_flux.comm.host_ring import Layout, usual
 from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
 
 _MOST_PROGRAMS = 512
-"""Some 50 KB each."""
+"""Some 20 KB each."""
 
 
 class HostLink:
@@ -54,9 +56,7 @@ class HostLink:
 
     kind = "host"
     through = "host memory"
-    down: Sequence[int] = DOWN
-    """Lanes that what is sent goes into."""
-    up: Sequence[int] = UP
+    captures = True
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class HostLink:
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> HostGather:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("gather", cuts)
-        self._begin(operator, program, (*self.down, *self.up))
+        self._begin(operator, program, LANES)
         self._last = HostGather(self, program, mine, theirs)
         self._last.begin()
         return self._last
@@ -111,7 +111,7 @@ class HostLink:
     def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("exchange", cuts)
-        self._begin(operator, program, self.up)
+        self._begin(operator, program, (UP,))
         self._last = HostExchange(self, program, theirs, cuts)
         return self._last
 
@@ -127,13 +127,11 @@ class HostLink:
         """The lanes ``behind`` come behind what the caller has enqueued by now."""
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UserError(
-                f"the link through {self.through} cannot be captured in a CUDA graph; train without graphs, or with "
-                "backend='reference'"
-            )
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._progress.regions.never_free()
         self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF
-        self._progress.begin(epoch, Call(operator, program))
+        self._progress.begin(epoch, Call(operator, program), captured=captured)
         program.stamp(epoch)
         self.follow(behind)()
 
@@ -146,14 +144,14 @@ class HostLink:
                 lane.after(lanes[after])
             lane.words(batch)
             for row, offset, host, nbytes in copies:
-                if number in DOWN:
+                if number == DOWN:
                     lane.copy(host, rows[row] + offset, nbytes)
                 else:
                     lane.copy(rows[row] + offset, host, nbytes)
 
-    def behind(self, numbers: Sequence[int] = ()) -> Callable[[], None]:
-        """What puts the caller's stream behind what these lanes, or all, have been given by now."""
-        marks = [self._lanes[number].mark() for number in numbers or (*self.down, *self.up)]
+    def behind(self, numbers: Sequence[int]) -> Callable[[], None]:
+        """What puts the stream that is current when it is called behind what these lanes have been given by now."""
+        marks = [self._lanes[number].mark() for number in numbers]
 
         def wait() -> None:
             for mark in marks:
@@ -167,8 +165,7 @@ class HostLink:
 
     def hold(self, sent: torch.Tensor) -> None:
         """The memory of ``sent`` is read until the lanes are done with it, whichever stream it belongs to."""
-        for number in self.down:
-            self._lanes[number].hold(sent)
+        self._lanes[DOWN].hold(sent)
 
     def _program(self, kind: str, cuts: Sequence[int]) -> Program:
         key = (kind, tuple(cuts))
@@ -222,7 +219,7 @@ class HostGather:
         for part in self._parts:
             link.run(part.steps, self._rows)
             if part.arrived:
-                link.behind(link.up)()
+                link.behind((UP,))()
                 yield from part.arrived
         self.wait()
 
@@ -231,7 +228,7 @@ class HostGather:
         for part in self._parts:
             self._link.run(part.steps, self._rows)
         if self._end is None:
-            self._end = self._link.behind()
+            self._end = self._link.behind(LANES)
 
     def wait(self) -> None:
         """See the protocol."""
@@ -257,12 +254,14 @@ class HostExchange:
         self._parts = iter(program.parts)
         self._sent: list[torch.Tensor] = []
         self._held: tuple[int, Callable[[], None]] | None = None
+        self._end: Callable[[], None] | None = None
+        self._finished = False
 
     def send(self, block: torch.Tensor) -> None:
         """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
         queue that they share.
         """
-        behind = self._link.follow(self._link.down)
+        behind = self._link.follow((DOWN,))
         self._flush()
         self._sent.append(block)
         self._held = block.data_ptr(), behind
@@ -274,9 +273,18 @@ class HostExchange:
         behind()
         self._link.run(next(self._parts).steps, self._rows)
 
-    def wait(self) -> None:
+    def enqueue(self) -> None:
         """See the protocol."""
         self._flush()
-        self._link.behind()()
+        if self._end is None:
+            self._end = self._link.behind(LANES)
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self.enqueue()
+        if self._finished or self._end is None:
+            return
+        self._finished = True
+        self._end()
         self._link.ended(self)
         self._sent.clear()

@@ -39,7 +39,7 @@ from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_program import Part, Program, Step
 from megatron_flux.comm.lanes import Batch, store
-from megatron_flux.comm.p2p_program import CLOSED, IN, OUT, PeerLayout
+from megatron_flux.comm.p2p_program import CLOSED, IN, PeerLayout
 from megatron_flux.comm.p2p_schedule import Islands, of_rank
 from megatron_flux.cuda_memory_ops import FLUSH, WordOp
 from megatron_flux.errors import UserError, one_line
@@ -52,7 +52,7 @@ class P2PLink(HostLink):
 
     kind = "p2p"
     through = "peers' memory"
-    down, up = (OUT,), (IN,)
+    captures = False  # untried
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """What a rank enqueues for a call of the link through peers' memory, and what lies where: no GPU.
 
-As :mod:`~megatron_flux.comm.host_program`, whose form it has, with one lane out and one in. Every rank owns slots in
+As :mod:`~megatron_flux.comm.host_program`, whose form it has, one lane being out and one in. Every rank owns slots in
 its GPU's memory, which whoever has its turn writes into, and a region of words in shared host memory, one for each slot
 of each peer it sends to::
 
@@ -36,10 +36,9 @@ from megatron_flux.comm.host_ring import EMPTY, FULL, MIB, Layout, chunks
 from megatron_flux.comm.lanes import Wait
 from megatron_flux.comm.p2p_schedule import Move, of_rank
 from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
-from megatron_flux.errors import UserError
 
 CLOSED = 2
-OUT, IN = DOWN[0], UP[0]
+OUT, IN = DOWN, UP
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,6 @@ class PeerLayout(Layout):
     """
 
     slot_bytes: int = 4 * MIB
-    slots: int = 4
-
-    def __post_init__(self) -> None:
-        """Raises UserError: too few slots."""
-        if self.slots < 3:
-            raise UserError(f"the link through peers' memory needs at least 3 slots, {self.slots} were given")
 
     @property
     def region_bytes(self) -> int:
@@ -131,11 +124,11 @@ def program(
             if i < count:
                 recipe.step(OUT, send(i), after=IN if forwards and i == 0 else None)
             if i == count - 1:
-                recipe.flush((OUT,), last=number == len(plan) - 1)
+                recipe.flush(OUT, last=number == len(plan) - 1)
             if i >= ahead:
                 if number == 0 and i == ahead and not exchange:
                     recipe.end_part()
                 recipe.step(IN, receive(i - ahead))
-        recipe.flush((IN,), last=number == len(plan) - 1)
+        recipe.flush(IN, last=number == len(plan) - 1)
         recipe.end_part(() if exchange else [(turn.received, piece)])
     return recipe.program

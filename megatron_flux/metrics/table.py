@@ -126,10 +126,16 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
     ("peak memory", "peak_memory_bytes", memory, True),
     ("peak memory, allocated", "allocated_peak_bytes", memory, False),
     ("peak memory, workspace", "workspace_bytes", memory, False),
+    ("peak host memory of a rank", "host_memory_bytes", memory, False),
     ("loss, first step", "first_loss", "{:.6f}".format, False),
     ("loss, last step", "final_loss", "{:.6f}".format, False),
+    ("validation loss, last", "final_validation_loss", "{:.6f}".format, False),
 )
 """Label, key in an arm's summary, form, and whether the difference is shown."""
+_ONLY_WITH = {"workspace_bytes": "allocated_peak_bytes"} | {
+    key: key for key in ("allocated_peak_bytes", "host_memory_bytes", "final_validation_loss")
+}
+"""Rows that are left out unless an arm knows this."""
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -138,7 +144,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     times = [arm["step_time_ms"] for arm in arms]
     medians = [time["median"] for time in times]
     spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
-    parts_known = any(arm.get("allocated_peak_bytes") is not None for arm in arms)
+    known = {key for arm in arms for key, value in arm.items() if value is not None}
     return [
         ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), percent_change(*medians)),
         ("step time, p10…p90 (ms)", *spreads, ""),
@@ -146,7 +152,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         *(
             (label, *(shown(arm.get(key), form) for arm in arms), percent_change(b[key], f[key]) if change else "")
             for label, key, form, change in _ROWS
-            if parts_known or key not in ("allocated_peak_bytes", "workspace_bytes")
+            if _ONLY_WITH.get(key, key) in known or key not in _ONLY_WITH
         ),
     ]
 

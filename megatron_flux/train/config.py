@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError
-from megatron_flux.ops import backend_names
+from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
@@ -35,6 +36,7 @@ class Text(BaseModel):
     name: str
     length: int
     sha256: str
+    split: str = "1,0,0"
 
 
 class RunConfig(CheckpointOptions, RunOptions):
@@ -68,6 +70,11 @@ class RunConfig(CheckpointOptions, RunOptions):
     def micro_batches(self) -> int:
         """Per step, on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def split(self) -> str:
+        """The shares of the documents that are for training, validation and test, as megatron-core takes them."""
+        return "1,0,0" if self.eval_interval is None else "97,3,0"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,6 +138,10 @@ def resolve(
         raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
+    if special.eval_iters is not None and special.eval_interval is None:
+        raise UserError(
+            f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"
+        )
     if options.nvtx and device != "cuda":
         raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
@@ -233,6 +244,8 @@ def _check_cuda_graphs(
     given = f"--cuda-graph-impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
+    if special.eval_interval is not None:
+        raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
     if isinstance(special, CompareOptions):
         # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
         raise UserError(
@@ -246,8 +259,8 @@ def _check_cuda_graphs(
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)
-    if special.flux and "pipelined" in (options.backend, *backends):
-        raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
+    if special.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
+        raise UserError(f"{given} with {reason}")
     if special.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
         raise UserError(
             f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "

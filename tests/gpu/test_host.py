@@ -1,4 +1,4 @@
-"""The chunked backends on real GPUs, through host and through peers' memory: every check of ``checks_host.py``, and what a dead rank does to the others."""
+"""The chunked backends on real GPUs, through host and peers' memory: every check of ``checks_host.py``, and what a dead rank does."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from megatron_flux.comm.host_program import Program
 from megatron_flux.comm.lanes import read, store
 from megatron_flux.comm.p2p_program import CLOSED, IN, OUT, PeerLayout
 from megatron_flux.comm.p2p_schedule import Islands, of_rank
-from megatron_flux.errors import UserError
 from tests.unit.comm.test_host_program import CUTS, SIZE, Ranks, driven, run
 
 KINDS = ("gather", "exchange")
@@ -135,8 +134,3 @@ def test_blocks_are_told_of_one_by_one() -> None:
     arrived = [block for part in parts for block in part.arrived]
     assert arrived == [(peer, piece) for piece in range(3) for peer in (2, 1, 3)]
     assert not parts[0].arrived
-
-
-def test_too_few_slots() -> None:
-    with pytest.raises(UserError, match="needs at least 3 slots, 2 were given"):
-        PeerLayout(4, 600, 2)

@@ -61,6 +61,8 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
     }
     operators = sum(sums["flux/operator_time_ms"].values())
     values: Record = {
+        "lm loss validation": 5.1 - 0.1 * iteration,
+        "flux/host_memory_bytes": 2**29,
         "profiled": False,
         "flux/sampled": True,
         **sums,
@@ -101,9 +103,11 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "wandb_id": "abcd1234",
             "job": {"id": "4711", "name": "gpt3", "restart": "0"},
             "nodes": ["node1"],
+            "node_of_rank": [0] * ranks,
             "ranks": ranks,
             "link": "nvlink",
             "wire": "exact",
+            "grad_wire": "exact",
             "device": "NVIDIA H200",
             "peak_tflops": 989.4,
             "peak_source": "NVIDIA data sheet, dense bf16",

@@ -88,8 +88,21 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
         ({}, CheckpointOptions(), "cpu", "--cuda-graph-impl local needs GPUs, this run is on cpu"),
         ({}, CompareOptions(), "cuda", "use two runs, megatron-flux train with and without --no-flux"),
         ({"recompute": "full"}, CheckpointOptions(), "cuda", "--recompute full"),
+        ({}, CheckpointOptions(eval_interval=5), "cuda", "--cuda-graph-impl local with --eval-interval"),
+        (
+            {"cuda_graph_impl": "none"},
+            CheckpointOptions(eval_iters=5),
+            "cuda",
+            "--eval-iters 5 without --eval-interval",
+        ),
         ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
         ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
+        (
+            {"dgrad_backend": "chunked_int8", "link": "none"},
+            CheckpointOptions(),
+            "cuda",
+            "'chunked_int8' over the link none, which cannot be captured",
+        ),
         (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
             CheckpointOptions(),

@@ -1,4 +1,4 @@
-"""The chunked backends on real GPUs, through host and peers' memory: every check of ``checks_host.py``, and what a dead rank does."""
+"""The chunked backends on GPUs, by all ways: every check of ``checks_host.py``, and what a dead rank does to others."""
 
 from __future__ import annotations
 

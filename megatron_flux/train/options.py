@@ -177,6 +177,9 @@ class MetricsOptions(_Options):
         None, "Steps to trace with torch.profiler, as 5-7 (from the start of training)."
     )
     nvtx: bool = _option(False, "Name operators for nsys; with --profile-steps nsys captures, not torch.profiler.")
+    tensorboard_dir: Path | None = _option(
+        None, "Mirror the metrics to TensorBoard: event files of each arm in a folder of this one."
+    )
     wandb: Literal["disabled", "offline", "online", "auto"] = _option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )

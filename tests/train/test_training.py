@@ -6,6 +6,7 @@ The loss curves must be equal to the last digit: on the CPU, stock and patched d
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -30,6 +31,8 @@ def comparison(command: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """The folder of a comparison that was mirrored and profiled, and what it printed."""
     out = tmp_path_factory.mktemp("comparison") / "run"
     more = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4", "--wandb", "offline"]
+    if importlib.util.find_spec("tensorboard") is not None:
+        more += ["--tensorboard-dir", str(out.parent / "board")]
     return out, command("compare", "--preset", "tiny", "--nproc", "2", "--steps", "12", *more, "--out", out).stdout
 
 
@@ -84,6 +87,15 @@ def test_report_opens_without_a_network(comparison: tuple[Path, str]) -> None:
     page = (comparison[0] / "report.html").read_text()
     assert "plotly" in page
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)\s*=\s*[\"']?(https?:)?//", page)
+
+
+def test_both_arms_are_in_tensorboard(comparison: tuple[Path, str]) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for arm in ("baseline", "flux"):
+        events = EventAccumulator(str(comparison[0].parent / "board" / arm)).Reload().Scalars("lm loss")
+        assert [event.value for event in events] == pytest.approx(losses(comparison[0] / arm))
 
 
 def mirrored(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -63,8 +64,8 @@ class Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write it."""
         with formatter.section("Commands"):
-            names = self.list_commands(ctx)
-            formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(1000)) for name in names])
+            commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+            formatter.write_dl([(name, found.get_short_help_str(1000)) for name, found in commands.items() if found])
 
 
 def with_options(command: Callable[..., None], *, config_file: bool = False) -> Callable[..., None]:
@@ -74,7 +75,7 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
     ``--config FILE`` (:mod:`megatron_flux.cli.config_file`), over which its options go.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    models = {name: p.annotation for name, p in own.items() if inspect.isclass(p.annotation)}
+    models: dict[str, type[BaseModel]] = {n: p.annotation for n, p in own.items() if inspect.isclass(p.annotation)}
     fields = {name: field for model in models.values() for name, field in model.model_fields.items()}
 
     def call(**values: Any) -> None:
@@ -129,7 +130,7 @@ def _made(model: type[BaseModel], values: dict[str, Any], origins: Mapping[str, 
     except ValidationError as error:
         first = error.errors()[0]
         option, name = first["loc"][0], ".".join(str(p) for p in first["loc"])
-        said = f"{origins[option]}{name}" if option in origins else f"--{name.replace('_', '-')}"
+        said = f"{origins[str(option)]}{name}" if option in origins else f"--{name.replace('_', '-')}"
         raise UserError(f"{said} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
@@ -201,17 +202,18 @@ def on_ranks(
     left: str,
     here: Callable[[], None] | None = None,
     pass_on: str | None = None,
-) -> None:
+) -> Signals | None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, be that rank.
 
     ``about``, what runs where, is printed ahead of it. ``left`` are the last words of an error: what a failed run
-    leaves, and where. ``here`` is a rank's work under a launcher, instead of ``module.work(argument)``. ``pass_on`` is
-    as in :func:`megatron_flux.run.launcher.launch`.
+    leaves, and where. ``here`` is a rank's work under a launcher, instead of ``module.work(argument)``. ``pass_on`` and
+    what is returned are as in :func:`megatron_flux.run.launcher.launch`.
     """
     if not launcher.launched():
         typer.echo(f"megatron-flux {command}: {about}", err=True)
-        launcher.launch(module.__name__, argument, ranks, left=left, pass_on=pass_on)
-    elif here is not None:
+        return launcher.launch(module.__name__, argument, ranks, left=left, pass_on=pass_on)
+    if here is not None:
         here()
     else:
         module.work(argument)
+    return None

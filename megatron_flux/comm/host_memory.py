@@ -66,6 +66,7 @@ class Mapping:
 
 _dropped: list[list[Mapping]] = []
 """Pinned, and of nobody any more."""
+_in_graphs: list[list[Mapping]] = []
 
 
 class Regions:
@@ -78,8 +79,15 @@ class Regions:
         """Addresses for this process."""
         self.lanes = lanes
         """Addresses for :mod:`~megatron_flux.comm.lanes`: of the device, or again of this process."""
+        self._finalizer: weakref.finalize | None = None
         if any(mapping.pinned for mapping in mappings):
-            weakref.finalize(self, _dropped.append, mappings).atexit = False
+            self._finalizer = weakref.finalize(self, _dropped.append, mappings)
+            self._finalizer.atexit = False
+
+    def never_free(self) -> None:
+        """A CUDA graph holds the addresses from here on."""
+        if self._finalizer is not None and self._finalizer.detach() is not None:
+            _in_graphs.append(self._mappings)
 
 
 def make(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions:

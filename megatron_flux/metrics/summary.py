@@ -28,6 +28,7 @@ from megatron_flux.metrics.schema import SCHEMA_VERSION
 Record = dict[str, Any]
 
 ARMS = ("baseline", "flux")
+VALIDATION = "lm loss validation"
 
 OWN_MEMORY_SINCE = 3
 """The schema version from which a record has the arm's own memory."""
@@ -49,6 +50,12 @@ def counts(record: Record) -> bool:
 def timed(records: Sequence[Record]) -> list[Record]:
     """The records that count for timing."""
     return [record for record in records if counts(record)]
+
+
+def sampled(records: Sequence[Record]) -> list[Record]:
+    """The sampled steps that count for timing, or, where sampling met none of them, all."""
+    every = [record for record in records if record.get("flux/sampled")]
+    return timed(every) or every
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
@@ -189,10 +196,14 @@ def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, An
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
         **dict(zip(("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes"), most, strict=True)),
-        "kept_bytes": max((record.get("flux/kept_bytes") or 0 for record in records), default=0),
-        **{name: median_of(steps, f"flux/{name}") for name in ("inputs_kept", "inputs_gathered_again")},
+        "kept_bytes": max((record.get("flux/kept_bytes") or 0 for record in records), default=0) or None,
+        **{name: median_of(steps, f"flux/{name}") or None for name in ("inputs_kept", "inputs_gathered_again")},
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
+        "final_validation_loss": next(
+            (r[VALIDATION] for r in reversed(records) if r.get(VALIDATION) is not None), None
+        ),
+        "host_memory_bytes": max((r.get("flux/host_memory_bytes") or 0 for r in records), default=0) or None,
         "iterations": len(records),
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": diverged[0] if diverged else None,

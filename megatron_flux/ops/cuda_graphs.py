@@ -14,22 +14,16 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-UNCAPTURED = frozenset({"pipelined", "chunked", "chunked_fp8", "chunked_int8"})
-"""Backends whose calls cannot be captured."""
-
 _within = 0  # how many :func:`captured_calls` are open
 _always = False
 
 
 def why_not(backends: Collection[str], link: str | None) -> str | None:
     """What keeps calls of these ``backends`` out of CUDA graphs, and what to do; ``link``: the strongest asked for."""
-    if named := sorted(UNCAPTURED.intersection(backends)):
-        return f"backend {named[0]!r}, which cannot be captured; use another backend"
-    if link == "host" and "chunked" in UNCAPTURED and {"auto", "tuned"}.intersection(backends):
-        return (
-            "the link host (--link, MEGATRON_FLUX_LINK), over which nothing can be captured: every layer would run "
-            "stock's operators; leave one of them out"
-        )
+    if "pipelined" in backends:
+        return "backend 'pipelined', which cannot be captured; use another backend"
+    if link == "none" and (named := sorted(name for name in backends if name.startswith("chunked"))):
+        return f"backend {named[0]!r} over the link none, which cannot be captured; use another backend"
     return None
 
 

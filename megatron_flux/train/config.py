@@ -37,6 +37,7 @@ class Text(BaseModel):
     name: str
     length: int
     sha256: str
+    split: str = "1,0,0"
 
 
 class RunConfig(CheckpointOptions, RunOptions):
@@ -71,6 +72,16 @@ class RunConfig(CheckpointOptions, RunOptions):
     def micro_batches(self) -> int:
         """Per step, on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def stop_signal(self) -> str | None:
+        """What makes the ranks save and end in order; the command hands it to them on Ctrl-C and SIGTERM, too."""
+        return self.exit_signal or ("USR1" if self.save is not None else None)
+
+    @property
+    def split(self) -> str:
+        """The shares of the documents that are for training, validation and test, as megatron-core takes them."""
+        return "1,0,0" if self.eval_interval is None else "97,3,0"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,6 +143,10 @@ def resolve(
         raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
+    if special.eval_iters is not None and special.eval_interval is None:
+        raise UserError(
+            f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"
+        )
     if options.nvtx and device != "cuda":
         raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
@@ -235,6 +250,8 @@ def _check_cuda_graphs(
     given = f"--cuda-graph-impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
+    if special.eval_interval is not None:
+        raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
     if isinstance(special, CompareOptions):
         # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
         raise UserError(

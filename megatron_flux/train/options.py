@@ -217,12 +217,24 @@ class TrainOptions(RunOptions, ProcessOptions, ModelOptions):
     """Options as given; None means "as the preset, the device or the other options say"."""
 
 
-class _SaveOptions(_Options):
+class _EvalOptions(_Options):
+    group: ClassVar[str] = "Validation"
+
+    eval_interval: int | None = _option(
+        None,
+        "Steps between validation losses, and one at the end: of 3 % of the documents, which training then leaves out. "
+        "Default: none.",
+        ge=1,
+    )
+    eval_iters: int | None = _option(None, "Global batches of each, always the same ones. Default: 10.", ge=1)
+
+
+class _SaveOptions(_EvalOptions):
     group: ClassVar[str] = "Checkpoints"
 
     save: Path | None = _option(
         None,
-        "Folder for checkpoints: at --save-interval, on --exit-signal and, of train, at the end.",
+        "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and --exit-signal, and, of train, at the end.",
     )
     save_interval: int | None = _option(None, "Steps (of each arm) between checkpoints.", ge=1)
     save_keep: int | None = _option(None, "Newest checkpoints (of each arm) to keep. Default: all.", ge=1)

@@ -181,8 +181,8 @@ def test_what_goes_with_flux_passes() -> None:
             "--cuda-graph-impl local comes with backend 'pipelined', which cannot be captured; use another backend",
         ),
         (
-            {"cuda_graph_impl": "local", "flux_backend": "auto", "flux_link": "host"},
-            "--cuda-graph-impl local comes with the link host (--link, MEGATRON_FLUX_LINK), over which nothing can be",
+            {"cuda_graph_impl": "local", "flux_backend": "chunked", "flux_link": "none"},
+            "--cuda-graph-impl local comes with backend 'chunked' over the link none, which cannot be captured",
         ),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, "--cuda-graph-warmup-steps 1 or more"),
         (

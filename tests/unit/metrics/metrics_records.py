@@ -64,6 +64,8 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
     }
     operators = sum(sums["flux/operator_time_ms"].values())
     values: Record = {
+        "lm loss validation": 5.1 - 0.1 * iteration,
+        "flux/host_memory_bytes": 2**29,
         "profiled": False,
         "flux/sampled": True,
         **sums,
@@ -104,6 +106,7 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "wandb_id": "abcd1234",
             "job": {"id": "4711", "name": "gpt3", "restart": "0"},
             "nodes": ["node1"],
+            "node_of_rank": [0] * ranks,
             "ranks": ranks,
             "link": "nvlink",
             "wire": "exact",

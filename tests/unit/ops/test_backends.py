@@ -10,7 +10,7 @@ import torch
 
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import reference, registry, tuned
+from megatron_flux.ops.backends import chunked, reference, registry, tuned
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call_events import OpStats
 from megatron_flux.ops.checks import OperatorCall
@@ -152,17 +152,21 @@ def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) 
             call()
 
 
-def test_what_chunked_runs_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tuner asks chunked, so that auto says why stock runs in graphs over host memory."""
+@pytest.mark.parametrize("captures", [True, False])
+def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
+    """The tuner asks chunked, so that auto says why stock runs in graphs."""
     x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuned, "_over_host", lambda *_: True)
-    names = ("chunked", "chunked_int8", "tuned")
+    transport = SimpleNamespace(captures=captures, kind="pigeon")
+    monkeypatch.setattr(chunked, "transport_of", lambda *_: transport)
+    group, names = group_of(2), ("chunked", "chunked_int8", "tuned")
     for name in names:
-        assert get_backend(name).why_not(x, None, group_of(2)) is None
+        assert get_backend(name).why_not(x, None, group) is None
+    want = None if captures else "what goes by pigeon cannot be captured in CUDA graphs"
     with captured_calls():
         for name in names:
-            assert get_backend(name).why_not(x, None, group_of(2)) == "it cannot be captured in CUDA graphs"
-        assert get_backend("chunked").why_not(torch.zeros(2, 2), None, group_of(2)) is None, (
-            "on CPUs nothing is captured"
-        )
+            assert get_backend(name).why_not(x, None, group) == want
+        assert get_backend("chunked").why_not(torch.zeros(2, 2), None, group) is None, "on CPUs nothing is captured"
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert "run it once before" in (get_backend("chunked").why_not(x, None, group) or "")

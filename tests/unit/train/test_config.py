@@ -107,10 +107,21 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
         ({}, CheckpointOptions(), "cpu", "--cuda-graph-impl local needs GPUs, this run is on cpu"),
         ({}, CompareOptions(), "cuda", "use two runs, megatron-flux train with and without --no-flux"),
         ({"recompute": "full"}, CheckpointOptions(), "cuda", "--recompute full"),
+        ({}, CheckpointOptions(eval_interval=5), "cuda", "--cuda-graph-impl local with --eval-interval"),
+        (
+            {"cuda_graph_impl": "none"},
+            CheckpointOptions(eval_iters=5),
+            "cuda",
+            "--eval-iters 5 without --eval-interval",
+        ),
         ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
         ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
-        ({"dgrad_backend": "chunked_int8"}, CheckpointOptions(), "cuda", "'chunked_int8', which cannot be captured"),
-        ({"link": "host"}, CheckpointOptions(), "cuda", "local with the link host (--link, MEGATRON_FLUX_LINK), over"),
+        (
+            {"dgrad_backend": "chunked_int8", "link": "none"},
+            CheckpointOptions(),
+            "cuda",
+            "'chunked_int8' over the link none, which cannot be captured",
+        ),
         (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
             CheckpointOptions(),
@@ -130,7 +141,7 @@ def test_cuda_graphs_that_cannot_be(
 
 
 def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> None:
-    options = TrainOptions(cuda_graph_impl="local", backend="pipelined", link="host")
+    options = TrainOptions(cuda_graph_impl="local", backend="pipelined")
     run = config.resolve(options, CheckpointOptions(flux=False), world_size=2, device="cuda", out=Path("runs/x"))
     assert run.cuda_graph_impl == "local"
 

@@ -38,9 +38,9 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
     def counted(operator: str) -> None:
         stock = getattr(ChunkedBackend, operator)
 
-        def run(self: ChunkedBackend, call: OperatorCall) -> object:
+        def run(self: ChunkedBackend, call: OperatorCall, **options: int | None) -> object:
             ran[f"{self.name} {'dgrad' if call.transposed else operator}"] += 1
-            return stock(self, call)
+            return stock(self, call, **options)
 
         patch.setattr(ChunkedBackend, operator, run)
 

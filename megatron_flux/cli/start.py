@@ -75,7 +75,8 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
     ``--config FILE`` (:mod:`megatron_flux.cli.config_file`), over which its options go.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    models: dict[str, type[BaseModel]] = {n: p.annotation for n, p in own.items() if inspect.isclass(p.annotation)}
+    kinds = {name: p.annotation for name, p in own.items() if inspect.isclass(p.annotation)}
+    models = {name: kind for name, kind in kinds.items() if issubclass(kind, BaseModel)}
     fields = {name: field for model in models.values() for name, field in model.model_fields.items()}
 
     def call(**values: Any) -> None:

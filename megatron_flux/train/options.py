@@ -153,6 +153,12 @@ class DataOptions(_Options):
     data: list[Path] = _option(
         [], "Text files or folders (repeatable), or a .bin/.idx pair's prefix. Default: Python's own library."
     )
+    tokenizer_type: Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"] | None = _option(
+        None, "What --tokenizer-model is. Default: text is read as bytes."
+    )
+    tokenizer_model: Path | None = _option(
+        None, "Tokenizer's file, or a Hugging Face model's folder; its vocabulary becomes the model's."
+    )
     data_cache: Path | None = _option(
         None, "Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
     )

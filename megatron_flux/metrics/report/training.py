@@ -52,10 +52,11 @@ GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest pow
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
+    of_ranks = ranks.of_arms(arms)
     damage = [("damage", problem) for problem in run.problems]
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
+        Part("findings", "Findings", table=Table([*table.findings(summary), *ranks.findings(of_ranks), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         *([beside] if (beside := _sampled(run)) else []),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
@@ -64,7 +65,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
         *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
-        *_ranks(arms),
+        *_ranks(arms, of_ranks),
         *_gpus(arms),
     ]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
@@ -212,11 +213,11 @@ def _sampled(run: Run) -> Part | None:
     return Part("sampled", "Sampled steps beside all", caption=caption, table=table)
 
 
-def _ranks(arms: Arms) -> list[Part]:
+def _ranks(arms: Arms, known: list[ranks.Ranks]) -> list[Part]:
     title = "Spread of the ranks"
     plot, caption = figures.samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
     caption = f"Longest minus shortest own time of a step over the ranks, {caption}"
-    made = ranks.parts(arms, Part("spread", title, plot, caption) if plot else None)
+    made = ranks.parts(known, Part("spread", title, plot, caption) if plot else None)
     return made or [Part("ranks", "Slowest ranks", caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")]
 
 

@@ -4,9 +4,9 @@ A layer of a transformer has two column-parallel linears, each of which gathers 
 that costs more than the memory: ``tp`` times the rank's part, from forward to backward. Results are equal to the bit.
 
 Contract
-    * Kept is only what is the caller's own memory (``reference``, ``pipelined``, ``chunked``; ``tuned`` over a ``host``
-      link, where it chooses among these), and only where backward would gather the same numbers: both directions are
-      exact, or have the same 8-bit wire. Where the tuner may take an 8-bit wire for activations, either is as good.
+    * Kept is only what is the caller's own memory (``reference``, ``pipelined``, ``chunked``; ``tuned`` where it
+      chooses among these), and only where backward would gather the same numbers: both directions are exact, or have
+      the same 8-bit wire. Where the tuner may take an 8-bit wire for activations, either is as good.
     * Unless the user says otherwise it is kept where the link is slower than the GEMM: where ``chunked`` runs, or the
       tuner that may take it, and there is no NVLink.
     * Nothing is kept without a graph, for a frozen weight, in CUDA graphs, or under hooks on saved tensors (offloading,
@@ -231,16 +231,17 @@ def _is_worth_keeping(
     slow = isinstance(forward, ChunkedBackend | TunedBackend)
     if not slow and not (wanted and isinstance(forward, _OWN_MEMORY)):
         return False
-    link = links.probe(group, x.device).kind if slow or isinstance(wgrad, TunedBackend) else "none"
-    if link == "nvlink" and not wanted:
+    link = links.probe(group, x.device) if slow or isinstance(wgrad, TunedBackend) else None
+    if link is not None and link.is_nvlink and not wanted:
         return False
-    if isinstance(forward, TunedBackend) and link != "host":
+    by_chunks = links.by_chunks(link)
+    if isinstance(forward, TunedBackend) and not by_chunks:
         return False
-    return _sent(forward, wire, link) == _sent(wgrad, wire, link)
+    return _sent(forward, wire, by_chunks) == _sent(wgrad, wire, by_chunks)
 
 
-def _sent(backend: registry.Backend, wire: str, link: str) -> str:
+def _sent(backend: registry.Backend, wire: str, by_chunks: bool) -> str:
     """What the backend's gathers travel as."""
     if isinstance(backend, TunedBackend):
-        return EXACT if link != "host" or wire == EXACT else f"{wire} or not"
+        return EXACT if not by_chunks or wire == EXACT else f"{wire} or not"
     return getattr(backend, "wire", EXACT)

@@ -115,7 +115,7 @@ def test_a_budget_that_is_given_holds_at_once(ranks: Ranks) -> None:
         ("chunked", "nvlink", True, True),
         ("chunked", "host", False, False),
         ("tuned", "host", None, True),
-        ("tuned", "p2p", None, False),
+        ("tuned", "p2p", None, False),  # unless it was asked for
         ("tuned", "nvlink", None, False),
         ("tuned", "nvlink", True, False),
         ("fused", "nvlink", True, False),

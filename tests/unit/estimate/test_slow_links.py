@@ -307,6 +307,7 @@ def test_layers_over_host_memory_are_validated_by_arm_and_wire(tmp_path: Path) -
     rows = [like | {"arm": arm, "ms_per_layer": ms} for arm, ms in arms.items()]
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"link": "host", "rows": rows}))
     layers = read_layers([tmp_path])
+    assert "over NVLink" in validate(Rates(device=H200), layers)["constants"]
     found = {row["arm"]: row for row in validate(Rates(device=H200), layers)["rows"]}
     assert found.keys() == arms.keys()
     for arm, wire in (("flux_te", "exact"), ("flux_te_fp8wire", "fp8")):

@@ -77,6 +77,9 @@ def test_layers_are_within_what_is_said_of_them() -> None:
         errors[kind].append(abs(row["error"]))
     assert {kind: round(max(errors[kind]), 3) for kind in ("baseline", "flux")} == slow_links.LARGEST_ERRORS
     assert max(errors["floor"]) < 0.08
+    stock, flux = (100 * slow_links.LARGEST_ERRORS[kind] for kind in ("baseline", "flux"))
+    said = f"are off by {stock:.1f} % at most of stock and {flux:.1f} % of flux;"
+    assert said in " ".join((ROOT / "docs/slurm.md").read_text().split())
 
 
 @pytest.mark.parametrize(("what", "hidden", "tp", "measured"), COLLECTIVES)
@@ -307,6 +310,7 @@ def test_layers_over_host_memory_are_validated_by_arm_and_wire(tmp_path: Path) -
     rows = [like | {"arm": arm, "ms_per_layer": ms} for arm, ms in arms.items()]
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"link": "host", "rows": rows}))
     layers = read_layers([tmp_path])
+    assert "over NVLink" in validate(Rates(device=H200), layers)["constants"]
     found = {row["arm"]: row for row in validate(Rates(device=H200), layers)["rows"]}
     assert found.keys() == arms.keys()
     for arm, wire in (("flux_te", "exact"), ("flux_te_fp8wire", "fp8")):

@@ -122,6 +122,7 @@ class Arm:
                     "peak_memory_bytes": None if peak.allocated is None else sum(peak),
                     "allocated_peak_bytes": peak.allocated,
                     "workspace_bytes": peak.workspace,
+                    "kept_bytes": after["kept_gathered"]["peak_bytes"],
                     "active_layers": after["active_layers"],
                     **self._measurements.values(),
                 }
@@ -160,6 +161,8 @@ class Arm:
         }
         counts["flux/bytes_received"] = after["bytes_received"] - before["bytes_received"]
         counts["flux/fallback_calls"] = fallbacks.total()
+        for name, of in (("flux/inputs_kept", "total"), ("flux/inputs_gathered_again", "no_room")):
+            counts[name] = after["kept_gathered"][of] - before["kept_gathered"][of]
         record = {
             "iteration": iteration,
             "lm loss": result.loss,
@@ -264,8 +267,10 @@ class Arm:
 
 def _memory(ranks: dict[str, list[float | None]]) -> dict[str, int | None]:
     """What the rank with the most has, and of what it is made."""
-    total, allocated, workspace = (ranks[f"{of}_bytes"] for of in ("peak_memory", "allocated_peak", "workspace"))
+    of = ("peak_memory", "allocated_peak", "workspace", "kept")
+    total, allocated, workspace, kept = (ranks[f"{name}_bytes"] for name in of)
     by = total if known(total) else workspace
     most = max(range(len(by)), key=lambda rank: by[rank] or 0)
     parts = {"peak-memory-bytes": total, "flux/allocated_peak_bytes": allocated, "flux/workspace_bytes": workspace}
+    parts["flux/kept_bytes"] = kept
     return {name: None if (value := values[most]) is None else int(value) for name, values in parts.items()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import fields
 from math import gcd
 from pathlib import Path
 from typing import Literal
@@ -23,7 +24,7 @@ from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train import tokenizer
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire, check_keep
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128
@@ -55,6 +56,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     device: Literal["cuda", "cpu"]
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
+    keep_gathered_bytes: int | None = None
     world_size: int
     tp: int
     dp: int
@@ -100,10 +102,8 @@ class RunConfig(CheckpointOptions, RunOptions):
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
         directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
-        same = {
-            name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire", "grad_wire")
-        }
-        return FluxConfig(**same, **directions)
+        same = {field.name for field in fields(FluxConfig)} - directions.keys()
+        return FluxConfig(**{name: getattr(self, name) for name in same}, **directions)
 
     @property
     def tokens_per_step(self) -> int:
@@ -229,6 +229,7 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
 
 def _checked_wires(options: TrainOptions, device: str) -> Wires:
     """What may be sent: the link can be had on this device, and something heeds the wires."""
+    check_keep(options)
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
     wires = Wires.of(options.wire, options.grad_wire)

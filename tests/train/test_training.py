@@ -71,7 +71,11 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     """On CPUs the same protocol over the same shared memory."""
     out = tmp_path / "run"
     small = ["--preset", "tiny", "--nproc", "2", "--steps", "4", "--seq-length", "64", "--num-layers", "1"]
-    command("compare", *small, "--link", "host", "--backend", "chunked", "--sample-interval", "2", "--out", out)
+    small += ["--hidden-size", "128", "--micro-batch-size", "1", "--global-batch-size", "2"]
+    gathered = 4 * 64 * 128  # bytes of one input: of QKV, FC1 or the output layer, two of which have room
+    budget = ["--keep-gathered-bytes", f"{(2 * gathered + 512) / 1024}KiB"]
+    over = ["--link", "host", "--backend", "chunked", *budget]
+    done = command("compare", *small, *over, "--sample-interval", "2", "--out", out)
     assert losses(out / "flux") == losses(out / "baseline")
     described = json.loads((out / "config.json").read_text())
     assert (described["link"], described["wire"]) == ("host", "exact")
@@ -81,6 +85,12 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     assert {call["backend"] for call in sampled} == {"chunked"}
     assert {call["operator"] for call in sampled} >= {"all_gather_gemm", "gemm_reduce_scatter"}
     assert all(record["flux/bytes_received"] > 0 and not record["flux/fallback_calls"] for record in flux)
+    for arm, kept in (("baseline", [0, 0, 0]), ("flux", [2 * gathered, 2 * 2, 2 * 1])):  # two micro-batches
+        names = ("kept_bytes", "inputs_kept", "inputs_gathered_again")
+        assert {tuple(record[f"flux/{name}"] for name in names) for record in records(out / arm)} == {tuple(kept)}
+        assert [summary(out)["arms"][arm][name] or 0 for name in names] == kept
+    for shown in (done.stdout, (out / "report.html").read_text()):
+        assert "gathered inputs kept for wgrad" in shown
 
 
 def test_report_opens_without_a_network(comparison: tuple[Path, str]) -> None:

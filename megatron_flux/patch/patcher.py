@@ -49,6 +49,9 @@ class _Replacement(NamedTuple):
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+"""A model, or Megatron's list of its chunks."""
+
 _linears: LinearPatch | None = None
 _replacements: list[_Replacement] = []
 
@@ -154,7 +157,7 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
             patch(outer)
 
 
-def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int, micro_batch_size: int) -> int:
+def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
     """Have the tuner decide about the calls of a patched model's linears now and not in its first step.
 
     The stages of a pipeline then do so at the same time, each in its own tensor-parallel group; in the first step they
@@ -171,7 +174,18 @@ def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int
     return tuning.tune(chunks, _linears, sequence, micro_batch_size)
 
 
-def report() -> dict[str, Any]:
+def _linears_of(model: Model) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The tensor-parallel linears by the names that users know."""
+    for chunk in [model] if isinstance(model, torch.nn.Module) else model:
+        for name, module in chunk.named_modules():
+            if any(f"{c.__module__}:{c.__qualname__}" in _LINEARS for c in type(module).__mro__):
+                yield (
+                    name.removeprefix("module.").removeprefix("module."),
+                    module,
+                )  # DistributedDataParallel, Float16Module
+
+
+def report(model: Model | None = None) -> dict[str, Any]:
     """What the patch has done so far in this process, ready for JSON.
 
     Returns:
@@ -180,9 +194,11 @@ def report() -> dict[str, Any]:
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators;
         ``kept_gathered``: gathered ``inputs`` that column-parallel layers keep now, their ``bytes``, and how many were
         kept in ``total``; ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python
-        called: where graphs are replayed, it is not called any more.
+        called: where graphs are replayed, it is not called any more. With ``model`` also ``layers``: of each of its
+        tensor-parallel linears, by name, what it ran: ``flux``, ``stock: `` and why, both, or ``not called``.
     """
     now = _linears
+    ran = (lambda _: "not patched") if now is None else now.what_ran
     fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
     return {
         "patched": now is not None,
@@ -193,11 +209,12 @@ def report() -> dict[str, Any]:
         "bytes_received": stats.bytes_received,
         "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
+        **({} if model is None else {"layers": {name: ran(layer) for name, layer in _linears_of(model)}}),
     }
 
 
 def set_backend(
-    model: torch.nn.Module | list[torch.nn.Module],
+    model: Model,
     backend: str | None,
     *,
     names: str = "*",
@@ -229,18 +246,14 @@ def set_backend(
         choice = Backends(*(value or backend for value in directions.values()))
         _check_backends(choice, f"; or {STOCK!r}")
     chosen, known = [], []
-    for chunk in model if isinstance(model, list) else [model]:
-        for name, module in chunk.named_modules():
-            if not any(f"{c.__module__}:{c.__qualname__}" in _LINEARS for c in type(module).__mro__):
-                continue
-            name = name.removeprefix("module.").removeprefix("module.")  # DistributedDataParallel, Float16Module
-            known.append(name)
-            if fnmatchcase(name, names):
-                chosen.append(name)
-                if choice is None:
-                    module.__dict__.pop(CHOICE, None)
-                else:
-                    module.__dict__[CHOICE] = choice
+    for name, module in _linears_of(model):
+        known.append(name)
+        if fnmatchcase(name, names):
+            chosen.append(name)
+            if choice is None:
+                module.__dict__.pop(CHOICE, None)
+            else:
+                module.__dict__[CHOICE] = choice
     if not chosen:
         shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
         raise UserError(f"set_backend: no tensor-parallel linear is named {names!r}; there are: {shown or 'none'}")

@@ -42,7 +42,7 @@ def run(
     """
     dtype = process_group.DTYPES[wanted.dtype]
     device, link = process_group.checked(wanted.command, group, dtype, host=True)
-    tuned = get_backend("tuned")
+    tuned: Any = get_backend("tuned")
     tuned.most_m = math.inf
     done = []
     began = time.monotonic()

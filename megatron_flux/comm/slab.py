@@ -330,7 +330,7 @@ def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> t
         raise
     except RuntimeError as error:  # what the driver says of it names neither the GPUs nor the cause
         raise OperatorError(
-            f"ranks {dist.get_process_group_ranks(group)} cannot share {nbytes >> 20} MiB of GPU memory through torch's "
+            f"ranks {dist.get_process_group_ranks(group)} cannot share {nbytes >> 20} MiB of GPU memory by torch's "
             f"symmetric memory ({one_line(error)}): do all see each other's GPUs, in containers too, and does NVIDIA's "
             "fabric manager run where there is NVSwitch? MEGATRON_FLUX_LINK=none does without"
         ) from error

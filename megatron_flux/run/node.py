@@ -71,7 +71,7 @@ def _no_meeting(cause: str, words: list[str]) -> str:
     at = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port}"
     if "EADDRINUSE" in cause:
         return f"; the port of {at} is in use on this node: give another --master-port"
-    return f"; the launchers of {given.nnodes} node(s) have not met at {at}: does one run on every node, with this address?"
+    return f"; the launchers of {given.nnodes} nodes have not met at {at}: does one run on each, with this address?"
 
 
 def node_name() -> str:

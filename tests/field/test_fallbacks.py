@@ -112,7 +112,8 @@ def parallel_in_all_ways() -> tuple[dict[str, Any], list[bool]]:
             "expert_tensor_parallel_size": 1,
             "cuda_graph_impl": "transformer_engine",
         }
-        with mock.patch("megatron.core.models.backends.LocalSpecProvider.core_attention", lambda _: OfTheOwnChunk):
+        attention = "megatron.core.models.backends.LocalSpecProvider.core_attention"
+        with mock.patch(attention, return_value=OfTheOwnChunk):
             made = gpt_model("gpt3", spec={"num_experts": 4, "moe_grouped_gemm": False}, **options)
         made.register_forward_hook(lambda *_: modes.append(cuda_graphs.capturing(torch.empty(0))))
         return made

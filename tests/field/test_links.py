@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,6 +71,19 @@ class Shared:
         return SimpleNamespace(multicast_ptr=0, get_buffer=lambda r, shape, dtype: memory[r][: shape[0]])
 
 
+@contextmanager
+def symmetric_memory(made: Any) -> Iterator[None]:
+    """``made`` in its place, and multicast as a user finds it."""
+    name = "torch.distributed._symmetric_memory"
+    with (
+        mock.patch.dict(sys.modules, {name: made}),
+        mock.patch.object(torch.distributed, "_symmetric_memory", made, create=True),
+        mock.patch.dict(os.environ),
+    ):
+        os.environ.pop("TORCH_SYMM_MEM_DISABLE_MULTICAST", None)
+        yield
+
+
 def crossed_groups() -> int:
     """Each rank is in two groups, a call of one stays open over a call of the other; exact or wrong."""
     from tests.distributed.test_fused_twin import PLANS, twin
@@ -77,12 +93,7 @@ def crossed_groups() -> int:
     mine = [group for group in pairs if me in dist.get_process_group_ranks(group)]
     backend = twin()
     backend.config = PLANS["halves of tiles"]
-    with mock.patch.dict(os.environ), mock.patch.dict(
-        "sys.modules", {"torch.distributed._symmetric_memory": shared}
-    ), mock.patch.object(torch.distributed, "_symmetric_memory", shared, create=True), mock.patch.object(
-        slab, "memory", slab._symmetric
-    ):  # fmt: skip
-        os.environ.pop("TORCH_SYMM_MEM_DISABLE_MULTICAST", None)
+    with symmetric_memory(shared), mock.patch.object(slab, "memory", slab._symmetric):
         for seed in range(2):
             x = integers(16, 32, seed=10 * seed + me, dtype=torch.float16)
             pending = OperatorCall("all_gather", x, None, mine[0]).run(backend)
@@ -117,11 +128,12 @@ def what_is_said(multicast: int, error: Exception | None) -> str:
         return SimpleNamespace(multicast_ptr=multicast)
 
     made = SimpleNamespace(empty=Shared.empty, rendezvous=rendezvous)
-    with mock.patch.dict("sys.modules", {"torch.distributed._symmetric_memory": made}), mock.patch.object(
-        torch.distributed, "_symmetric_memory", made, create=True
-    ), mock.patch.object(dist, "get_process_group_ranks", lambda _: [4, 5]), mock.patch.dict(os.environ):  # fmt: skip
-        with pytest.raises(OperatorError) as caught:
-            slab._symmetric(None, 4 << 20, torch.device("cpu"))  # type: ignore[arg-type]
+    with (
+        symmetric_memory(made),
+        mock.patch.object(dist, "get_process_group_ranks", return_value=[4, 5]),
+        pytest.raises(OperatorError) as caught,
+    ):
+        slab._symmetric(None, 4 << 20, torch.device("cpu"))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -139,7 +151,7 @@ def test_symmetric_memory_that_cannot_be_shared_says_between_whom_and_what_to_do
     """pytorch/pytorch#174030, #167537: "invalid device ordinal", "system not yet initialized" and nothing else."""
     said = what_is_said(0, RuntimeError("CUDA driver error:\ninvalid device ordinal"))
     assert said.startswith(
-        "ranks [4, 5] cannot share 4 MiB of GPU memory through torch's symmetric memory (CUDA driver "
+        "ranks [4, 5] cannot share 4 MiB of GPU memory by torch's symmetric memory (CUDA driver "
     )
     assert "invalid device ordinal)" in said
     assert said.endswith("MEGATRON_FLUX_LINK=none does without")
@@ -170,7 +182,7 @@ def never_comes() -> str:
 
 
 def test_a_hang_names_the_peer(world2: WorkerPool) -> None:
-    """NVIDIA/TransformerEngine#986, ByteDance-Seed/Triton-distributed#40: everything stands still and nothing is said."""
+    """NVIDIA/TransformerEngine#986, ByteDance-Seed/Triton-distributed#40: all stand still, nothing is said."""
     said = world2.run(never_comes)[0]
     assert said.startswith("rank 0 (tp rank 0 of 2): "), said
     assert "timed out after 0.7 s waiting for peer rank 1 (tp rank 1), shard " in said

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import stats
-from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall

@@ -118,9 +118,7 @@ def test_a_launcher_says_where_the_nodes_have_not_met(warm_python: str, taken: s
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    advice = (
-        f"; the launchers of 2 node(s) have not met at 127.0.0.1:{port}: does one run on every node, with this address?"
-    )
+    advice = f"; the launchers of 2 nodes have not met at 127.0.0.1:{port}: does one run on each, with this address?"
     missing = node(warm_python, "--node-rank=0", f"--master-port={port}")
     assert "1/2 clients joined" in missing
     assert missing.endswith(advice)

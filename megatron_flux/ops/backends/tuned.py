@@ -35,7 +35,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.chunked import ChunkedBackend
+from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.tuning_cache import describe
@@ -64,13 +64,20 @@ MOST_M = 8
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
 
 
+class Choice(NamedTuple):
+    """What runs a call."""
+
+    backend: str
+    config: KernelConfig | None = None  # of ``fused``
+    pieces: int | None = None  # of the chunked backends
+
+
 @dataclass
 class Decisions:
     """What a tuner has decided for a group."""
 
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the key of the cache file
-    choices: dict[tuple[Any, ...], tuple[str, KernelConfig | None]] = field(default_factory=dict)
-    """By what calls with one choice have in common: the backend's name, and the configuration of ``fused``."""
+    choices: dict[tuple[Any, ...], Choice] = field(default_factory=dict)  # by what calls with one choice have in common
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
     """Answers that this process has measured, by the same without m, and by m."""
 
@@ -175,13 +182,13 @@ class TunedBackend:
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        name, config = self._choice(call)
+        name, config, pieces = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
         if (by := self.chunked.get(name)) is not None and not (
             capturing(call.x) and by.why_not(call.x, None, call.group)
         ):
-            return call.run(by)
+            return call.run(by, pieces=pieces)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         if name == "unmeasured":
@@ -204,27 +211,28 @@ class TunedBackend:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         if call.weight is None:
             return None if _over_host(call.x, call.group) else self.fused.prepare(call, shape)
-        _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
+        config = self.decisions(call.group).choices.get(_kind(call), Choice("")).config
         return None if config is None else self.fused.prepare(call, shape, config)
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
         return self.pipelined is not None and call.bias is None
 
-    def _choice(self, call: OperatorCall) -> tuple[str, KernelConfig | None]:
-        """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
+    def _choice(self, call: OperatorCall) -> Choice:
+        """For this call; measured if that is new."""
         kind, choices = _kind(call), self.decisions(call.group).choices
         choice = choices.get(kind)
         if choice is None:
             found = self._find(call)
             name = "unmeasured" if "unmeasured" in found else found["backend"]
-            choice = name, KernelConfig(**found["plan"]) if found["plan"] is not None else None
+            config = KernelConfig(**found["plan"]) if found["plan"] is not None else None
+            choice = Choice(name, config, found.get("pieces"))
             if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
 
     def _find(self, call: OperatorCall) -> dict[str, Any]:
-        """``{"backend", "plan", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in bursts,
-        ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
+        """``{"backend", "plan", "pieces", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in
+        bursts, ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
         ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
         """
         group, captured, answers = call.group, capturing(call.x), self.decisions(call.group).answers
@@ -264,11 +272,11 @@ class TunedBackend:
             return None
         if call.group.rank() == 0:
             tuning_cache.say_once(
-                f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(known)} were measured, others run as "
-                "the nearest of these"
+                f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(known)} were measured, others run "
+                "as the nearest of these"
             )
         nearest = known[min(known, key=lambda m: (abs(math.log(m / call.m)), m))]
-        return {"backend": nearest["backend"], "plan": nearest["plan"], "ms": {}}
+        return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
     def answer(
         self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
@@ -310,18 +318,23 @@ class TunedBackend:
             self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
 
-    def _ways_over_host(self, call: OperatorCall) -> dict[str, Callable[[], Any]]:
-        """``reference`` and whatever chunked backend can run the call; results are finished."""
+    def _ways_over_host(self, call: OperatorCall, chunks: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
+        """``reference`` and whatever chunked backend can run the call, in how many pieces, which go into ``chunks``;
+        results are finished.
+        """
 
-        def way(backend: Any) -> Callable[[], Any]:
-            return lambda: found.wait() if isinstance(found := call.run(backend), Pending) else found
+        def way(backend: Any, **options: Any) -> Callable[[], Any]:
+            return lambda: found.wait() if isinstance(found := call.run(backend, **options), Pending) else found
 
         ways = {"reference": way(self.reference)}
         for name, backend in self.chunked.items():
             if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
-                tried = self._tried(call, name, way(backend))
-                if tried is not None:
-                    ways[name] = tried
+                for pieces in piece_counts(call):
+                    tried = self._tried(call, name, way(backend, pieces=pieces))
+                    if tried is None:
+                        break
+                    label = f"{name} x{pieces}"
+                    ways[label], chunks[label] = tried, Choice(name, None, pieces)
         return ways
 
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
@@ -340,9 +353,10 @@ class TunedBackend:
             return timing.all_agree(time.monotonic() - began <= seconds, group, device)
 
         plans: dict[str, KernelConfig] = {}
+        chunks: dict[str, Choice] = {}
         timed: dict[str, Callable[[], Any]]
         if _over_host(x, group):
-            timed = self._ways_over_host(call)
+            timed = self._ways_over_host(call, chunks)
         else:
             from megatron_flux.ops.launch import hopper_kernels, sm_count
 
@@ -371,8 +385,9 @@ class TunedBackend:
             logger.warning("megatron_flux: %s is tuned by bursts only, time was up", _words(call))
         best = ranked(lasting or ms)[0]
         return {
-            "backend": "fused" if best in plans else best,
+            "backend": "fused" if best in plans else chunks[best].backend if best in chunks else best,
             "plan": asdict(plans[best]) if best in plans else None,
+            **({"pieces": chunks[best].pieces} if best in chunks else {}),
             "ms": {name: round(value, 4) for name, value in ms.items()},
             "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
             **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),

@@ -236,10 +236,10 @@ def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
         patch.setattr(process_group, "checked", lambda *_, **__: (CPU, link))
         patch.setattr(tuner.links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "_over_host", lambda *_: True)
+        patch.setattr(tuner, "_by_chunks", lambda *_: True)
         patch.setattr(tuner.timing, "all_agree", lambda *_: False)
         patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [times[n.partition(" ")[0]]] for n in ways})
-        patch.setattr(ops, "_host_rate", lambda *_: 40.0)
+        patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
         patch.setattr(ops, "timed", timed)
         times |= {"reference": 3.0}
         tuner.links.want(tuner.links.Wanted(link="host"))

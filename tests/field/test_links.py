@@ -27,7 +27,7 @@ from tests.field.same import both, over_host_memory, packed, steps
 
 pytestmark = pytest.mark.distributed
 
-CHUNKED = FluxConfig(backend="chunked", strict=True)
+CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
 
 
 def without_peer_access() -> tuple[dict[str, Any], str]:
@@ -150,9 +150,7 @@ def test_multicast_that_is_there_all_the_same_is_refused_with_what_to_set() -> N
 def test_symmetric_memory_that_cannot_be_shared_says_between_whom_and_what_to_do() -> None:
     """pytorch/pytorch#174030, #167537: "invalid device ordinal", "system not yet initialized" and nothing else."""
     said = what_is_said(0, RuntimeError("CUDA driver error:\ninvalid device ordinal"))
-    assert said.startswith(
-        "ranks [4, 5] cannot share 4 MiB of GPU memory by torch's symmetric memory (CUDA driver "
-    )
+    assert said.startswith("ranks [4, 5] cannot share 4 MiB of GPU memory by torch's symmetric memory (CUDA driver ")
     assert "invalid device ordinal)" in said
     assert said.endswith("MEGATRON_FLUX_LINK=none does without")
 

@@ -26,7 +26,7 @@ from tests.field.same import both, fused_kernels, over_host_memory
 
 pytestmark = pytest.mark.distributed
 
-CHUNKED = FluxConfig(backend="chunked", strict=True)
+CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
 NEW_EVERY_STEP: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,)]
 
 

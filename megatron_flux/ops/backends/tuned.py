@@ -6,8 +6,9 @@ Contract
       fast as the fastest; of these the one is kept that is fastest when it runs by itself until the GPU has settled at
       its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
-    * Where a group's link is ``host``, candidates are ``reference`` and ``chunked``, and of the 8-bit wires the one
-      that the call may use (``OperatorCall.wire``); plain gathers are measured and decided as well.
+    * Where a group's link is ``host``, or ``p2p`` where that was asked for, candidates are ``reference`` and
+      ``chunked``, and of the 8-bit wires the one that the call may use (``OperatorCall.wire``); plain gathers are
+      measured and decided as well.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
@@ -121,12 +122,12 @@ def _key(call: OperatorCall, *, captured: bool) -> str:
 
 def _link(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
     """The link as a key has it: with the wire that may be used there, where that is not ``exact``."""
-    kind = links.probe(group, device).kind
-    return f"{kind} wire={wire}" if kind == "host" and wire != EXACT else kind
+    link = links.probe(group, device)
+    return f"{links.name(link)} wire={wire}" if links.by_chunks(link) and wire != EXACT else links.name(link)
 
 
-def _over_host(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return x.device.type == "cuda" and links.probe(group, x.device).kind == "host"
+def _by_chunks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return x.device.type == "cuda" and links.by_chunks(links.probe(group, x.device))
 
 
 def _words(call: OperatorCall) -> str:
@@ -170,15 +171,16 @@ class TunedBackend:
         return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Whatever keeps ``fused`` from running, or ``chunked`` where the link is ``host``."""
-        over_host = self.chunked and _over_host(x, group)
-        return (self.chunked["chunked"] if over_host else self.fused).why_not(x, weight, group)
+        """Whatever keeps ``fused`` from running, or ``chunked`` where the link goes by chunks."""
+        by_chunks = self.chunked and _by_chunks(x, group)
+        return (self.chunked["chunked"] if by_chunks else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """As of ``fused``, where that may run; over host memory, where nobody has asked for that."""
-        if not (self.chunked and _over_host(x, group)):
+        """As of ``fused``, where that may run; over a link that goes by chunks, where nobody has asked for it."""
+        if not (self.chunked and _by_chunks(x, group)):
             return self.fused.untested(x, group)
-        return None if links.asked() == "host" else "the link is host memory; MEGATRON_FLUX_LINK=host has flux use it"
+        asked = links.asked() in ("host", "p2p")
+        return None if asked else "the link is host memory; MEGATRON_FLUX_LINK=host has flux use it"
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
@@ -201,7 +203,12 @@ class TunedBackend:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs. Over host
         memory, where there are no fused ones, as measured.
         """
-        return self.all_gather_gemm(call) if _over_host(call.x, call.group) else self.fused.all_gather(call)
+        return self.all_gather_gemm(call) if _by_chunks(call.x, call.group) else self.fused.all_gather(call)
+
+    def bytes_received(self, call: OperatorCall, exact: int) -> int:
+        """As of the backend that it was decided for."""
+        chosen = self.chunked.get(self.decisions(call.group).choices.get(_kind(call), Choice("")).backend)
+        return exact if chosen is None else chosen.bytes_received(call, exact)
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
@@ -210,7 +217,7 @@ class TunedBackend:
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         if call.weight is None:
-            return None if _over_host(call.x, call.group) else self.fused.prepare(call, shape)
+            return None if _by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         config = self.decisions(call.group).choices.get(_kind(call), Choice("")).config
         return None if config is None else self.fused.prepare(call, shape, config)
 
@@ -256,7 +263,7 @@ class TunedBackend:
                 self._measured(call)[call.m] = found
                 collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
-            if self._may_pipeline(call) and found["ms"] and not used and not _over_host(call.x, group):
+            if self._may_pipeline(call) and found["ms"] and not used and not _by_chunks(call.x, group):
                 self.pipelined.release(group)
         answers[keys[0]] = found
         return found
@@ -318,7 +325,7 @@ class TunedBackend:
             self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
 
-    def _ways_over_host(self, call: OperatorCall, chunks: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
+    def _ways_by_chunks(self, call: OperatorCall, chunks: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
         """``reference`` and whatever chunked backend can run the call, in how many pieces, which go into ``chunks``;
         results are finished.
         """
@@ -355,8 +362,8 @@ class TunedBackend:
         plans: dict[str, KernelConfig] = {}
         chunks: dict[str, Choice] = {}
         timed: dict[str, Callable[[], Any]]
-        if _over_host(x, group):
-            timed = self._ways_over_host(call, chunks)
+        if _by_chunks(x, group):
+            timed = self._ways_by_chunks(call, chunks)
         else:
             from megatron_flux.ops.launch import hopper_kernels, sm_count
 

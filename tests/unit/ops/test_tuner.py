@@ -316,7 +316,7 @@ class Chunked(Recorder):
 def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     """A tuner whose group talks through host memory; candidates that come last are the fastest."""
     monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("host", "asked for"))
-    monkeypatch.setattr(tuner, "_over_host", lambda x, group: True)
+    monkeypatch.setattr(tuner, "_by_chunks", lambda x, group: True)
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
     monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
     monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)

@@ -52,6 +52,12 @@ def timed(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if counts(record)]
 
 
+def sampled(records: Sequence[Record]) -> list[Record]:
+    """The sampled steps that count for timing, or, where sampling met none of them, all."""
+    every = [record for record in records if record.get("flux/sampled")]
+    return timed(every) or every
+
+
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     """``{"median", "p10", "p90", "n"}`` of ``values``, percentiles interpolated linearly; None where empty."""
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist() if values else (None, None, None)
@@ -190,6 +196,8 @@ def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, An
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
         **dict(zip(("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes"), most, strict=True)),
+        "kept_bytes": max((record.get("flux/kept_bytes") or 0 for record in records), default=0) or None,
+        **{name: median_of(steps, f"flux/{name}") or None for name in ("inputs_kept", "inputs_gathered_again")},
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
         "final_validation_loss": next(

@@ -99,9 +99,9 @@ def link(asked: str | None = None) -> dict[str, Any]:
 _SLOW_LINKS = {
     "host": "some GPUs use no peer access ({}): their traffic goes through host memory; auto runs stock's collectives "
     "and GEMMs, unless MEGATRON_FLUX_LINK=host has it measure chunked against them",
-    "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs; fused kernels run there by name "
-    "only (backend fused or tuned), have not been tried, and hang where the platform has no atomics between GPUs over "
-    "PCIe",
+    "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs, unless MEGATRON_FLUX_LINK=p2p "
+    "has it measure chunked against them; fused kernels run there by name only (backend fused or tuned), have not been "
+    "tried, and hang where the platform has no atomics between GPUs over PCIe",
 }
 
 _JOB = {

@@ -27,8 +27,6 @@ finally:
 Relied, Release = seams_relied.Relied, seams_sources.Release
 needs_te = pytest.mark.skipif(not SOURCE, reason="needs TransformerEngine's Python: MEGATRON_FLUX_TE_SOURCE")
 KERNELS = {f"transformer_engine_torch:{name}" for name in te_seam.KERNELS}
-    f"transformer_engine_torch:{name}" for name in ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd")
-}
 
 
 # What is relied on exists

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,7 +123,8 @@ class Name(NamedTuple):
     path: str
 
 
-def names(package: Path = PACKAGE) -> list[Name]:
+@cache
+def names(package: Path = PACKAGE) -> tuple[Name, ...]:
     """All that the modules of ``package`` name in megatron-core and TransformerEngine, and privately in torch."""
     found = []
     for path in sorted(package.rglob("*.py")):
@@ -130,7 +132,7 @@ def names(package: Path = PACKAGE) -> list[Name]:
         reader = _Names()
         reader.visit(ast.parse(path.read_text(encoding="utf-8")))
         found += [Name(inside[0], name) for name in reader.found if _matters(name)]
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))
 
 
 def _matters(path: str) -> bool:

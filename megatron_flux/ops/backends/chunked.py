@@ -78,6 +78,14 @@ class ChunkedBackend:
             )
         return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
+    def bytes_received(self, call: OperatorCall, exact: int) -> int:
+        """What a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
+        if self.wire == wires.EXACT:
+            return exact
+        width = call.n if call.operator == "gemm_reduce_scatter" else call.k
+        peers, rows = call.group.size() - 1, call.m // call.group.size()
+        return peers * wires.nbytes(self.wire, rows, width, call.x.element_size())
+
     def all_gather_gemm(self, call: OperatorCall, pieces: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         (mp, k), x, gemm = call.x.shape, call.x, _gemm(call)

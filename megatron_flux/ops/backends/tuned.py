@@ -194,6 +194,11 @@ class TunedBackend:
         """
         return self.all_gather_gemm(call) if _by_chunks(call.x, call.group) else self.fused.all_gather(call)
 
+    def bytes_received(self, call: OperatorCall, exact: int) -> int:
+        """As of the backend that it was decided for."""
+        chosen = self.chunked.get(self.decisions(call.group).choices.get(_kind(call), Choice("")).backend)
+        return exact if chosen is None else chosen.bytes_received(call, exact)
+
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
         self._choice(call)

@@ -82,7 +82,7 @@ def cluster_arms(ranks: int = 128) -> dict[str, list[Record]]:
             # Of stock nothing is seen but steps of nearly the same length: ranks wait for each other.
             least = 0.9 if arm == "flux" else 1.0
             own = [step * (least + 0.001 * math.sin(rank * n)) for rank in range(ranks)]
-            if n > len(records) // 3 and STRAGGLER < ranks and arm == "flux":
+            if n > len(records) // 3 and ranks > STRAGGLER and arm == "flux":
                 own[STRAGGLER] = 0.945 * step
             kept = {key: item[key] for key in ("block", "warmup")} | {"iteration-time": step / 1000}
             made = sampled_record(n, flux=arm == "flux", ranks=ranks, **kept)

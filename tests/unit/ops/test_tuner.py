@@ -355,7 +355,7 @@ def test_over_peers_memory_only_where_it_was_asked_for(
     assert tuner.links.by_chunks(link)
     monkeypatch.setattr(tuner.links, "probe", lambda group, device: link)
     assert over_host.untested(X, GROUP) is None
-    assert call(over_host) [0] == "chunked"
+    assert call(over_host)[0] == "chunked"
     (key,) = tuning_cache.load(tuning_cache.cache_path())
     assert " tp=2 p2p in chunks | " in key, "not what fused kernels were measured over"
 

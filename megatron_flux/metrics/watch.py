@@ -163,7 +163,10 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     baseline, flux = (watched.tails[arm].records for arm in ARMS)
     paces = [median_of(timed(records), "iteration-time") for records in (baseline, flux)]
-    if all(paces):
+    device = watched.config.get("device")
+    if isinstance(device, dict) and device.get("kind") == "cpu":
+        lines.append(("no GPU: the losses can be compared, the speed cannot", ""))
+    elif all(paces):
         interval = watched.speedup_interval()
         shown = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ", too few blocks for an interval"
         lines.append((f"speed-up so far {paces[0] / paces[1]:.3f}{shown}", "bold"))

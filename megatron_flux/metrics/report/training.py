@@ -69,10 +69,13 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
-        *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
+        _efficiency(arms["flux"], summary["without_gpu"]),
+        _activity(arms["flux"]),
+        _choices(arms["flux"]),
         _ranks(arms),
         *_gpus(arms),
     ]
+    parts = [part for part in parts if part is not None]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
     if missing:
         # In one table instead of many sections with nothing in them.
@@ -121,10 +124,12 @@ def _breakdown(run: Run) -> Part:
     return Part("time", title, figure, caption, Table(rows, head=("ms per step", *found)))
 
 
-def _efficiency(flux: Sequence[Record]) -> Part | None:
+def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | None:
     if not flux:
         return None
     title = "Overlap efficiency per operator"
+    if without_gpu:
+        return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {without_gpu}, so there is no overlap to judge.")
     # Timed steps only, unless sampling met nothing but warm-up.
     samples = [r for r in timed(flux) if r.get("flux/calls")] or [r for r in flux if r.get("flux/calls")]
     if not samples:

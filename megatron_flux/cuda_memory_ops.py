@@ -2,7 +2,7 @@
 
 A *memory operation* waits until a 32-bit word has a value, or writes one, in the order of a stream and by the GPU's
 front end: no SM, no kernel. A write comes after everything that the stream was given before it has reached memory. Many
-of them go to the driver in one call (:class:`Packed`), whose arguments are laid out once.
+of them go to the driver in one call, whose arguments are laid out once (:func:`table`).
 
 A call that CUDA refuses raises :class:`~megatron_flux.errors.OperatorError`. Source: cuda.h of CUDA 12 and 13
 (``CUstreamBatchMemOpParams``); a driver for CUDA 12 or newer is needed, older ones have these calls switched off.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_flux.cuda_driver import library, refused
 
@@ -35,6 +36,8 @@ EQUAL = 1
 """``CU_STREAM_WAIT_VALUE_EQ``; of a write 0 is the default, with a memory barrier before it."""
 BYTES = 48
 """Size of a ``CUstreamBatchMemOpParams``."""
+VALUE = 2
+"""The column of a :func:`table` that holds the values."""
 MOST = 255
 """Memory operations of one call of the driver."""
 
@@ -47,32 +50,27 @@ class WordOp(NamedTuple):
     value: int
 
 
-class Packed:
-    """Memory operations as the driver takes them; constant once made."""
-
-    def __init__(self, operations: Sequence[WordOp]) -> None:
-        """In this order. At most :data:`MOST` go into one call; more are several calls."""
-        self._calls = []
-        for first in range(0, len(operations), MOST):
-            part = operations[first : first + MOST]
-            # operation at 0, address at 8, value (a union of 8 bytes) at 16, flags at 24, alias at 32 of 48 bytes.
-            text = b"".join(
-                struct.pack("=IxxxxQQIxxxxQQ", kind, address, value, EQUAL if kind == WAIT else 0, 0, 0)
-                for kind, address, value in part
-            )
-            self._calls.append((len(part), ctypes.create_string_buffer(text, len(text))))
-
-    def enqueue(self, stream: int) -> None:
-        """Put them into ``stream`` (a handle)."""
-        for count, array in self._calls:
-            status = _driver().cuStreamBatchMemOp_v2(stream, count, array, 0)
-            if status:
-                raise refused(f"{count} memory operations in a stream", status)
+def table(operations: Sequence[WordOp]) -> np.ndarray:
+    """Memory operations as the driver takes them, one a row: a ``uint64`` array ``[count, 6]``. Its column
+    :data:`VALUE` may be written to before each use: the driver reads it when it is called.
+    """
+    if len(operations) > MOST:
+        raise ValueError(f"{len(operations)} memory operations for one call of the driver, which takes {MOST}")
+    # operation at 0, address at 8, value (a union of 8 bytes) at 16, flags at 24, alias at 32 of 48 bytes.
+    rows = [(kind, address, value, EQUAL if kind == WAIT else 0, 0, 0) for kind, address, value in operations]
+    return np.array(rows, dtype=np.uint64).reshape(len(rows), BYTES // 8)
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return library(_ARGUMENTS)
+
+
+def enqueue(operations: int, count: int, stream: int) -> None:
+    """Put ``count`` memory operations of a :func:`table` at address ``operations`` into ``stream`` (a handle)."""
+    status = _driver().cuStreamBatchMemOp_v2(stream, count, operations, 0)
+    if status:
+        raise refused(f"{count} memory operations in a stream", status)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:

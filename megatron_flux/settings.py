@@ -1,6 +1,7 @@
 """What the environment says: how kernels run, as of CUDA's start in this process, and where caches are.
 
 ===============================  =====================================================================================
+``MEGATRON_FLUX``                whether Megatron-LM's scripts run with flux; read when their arguments are parsed
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
@@ -8,9 +9,10 @@
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
-Of the first three, a value set after CUDA's start does not count: CUDA would not know of it, and ranks or kernels would
-not agree. torch calls :func:`_hold` when it starts CUDA, or here if it has done so already; until then, and where there
-is no CUDA, the environment is read as it is. None of this is read in prepared calls. A bad value is a UserError.
+Of those from ``CUDA_DEVICE_MAX_CONNECTIONS`` to ``MEGATRON_FLUX_TIMEOUT_S``, a value set after CUDA's start does not
+count: CUDA would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA,
+or here if it has done so already; until then, and where there is no CUDA, the environment is read as it is. None of
+this is read in prepared calls. A bad value is a UserError.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from platformdirs import user_cache_dir
 
 from megatron_flux.errors import UserError
+from megatron_flux_autoload import OFF, ON
 
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
 LINKS = ("none", "host", "p2p", "nvlink")
@@ -32,6 +35,14 @@ WIRES = ("exact", "fp8", "int8")
 NO_GPU = "reference: no GPU"
 """Why calls of ``auto`` run stock's collectives and GEMMs on CPUs, as it is counted and shown."""
 _held: dict[str, str | None] | None = None
+
+
+def switched_on() -> bool:
+    """Whether flux is on in a Megatron-LM script that does not say so itself."""
+    given = os.environ.get("MEGATRON_FLUX", "")
+    if given.lower() not in (*OFF, *ON):
+        raise UserError(f"MEGATRON_FLUX={given!r}: set it to one of {', '.join(ON)} (on) or {', '.join(OFF[1:])} (off)")
+    return given.lower() in ON
 
 
 def one_queue() -> bool:

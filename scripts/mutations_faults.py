@@ -55,8 +55,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "reading runs further behind than there are slots",
         "megatron_flux/comm/host_program.py",
-        "ahead = slots - 2",
-        "ahead = slots",
+        "ahead = layout.slots - 3",
+        "ahead = layout.slots",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
@@ -69,7 +69,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a slot is read before it is written",
         "megatron_flux/comm/host_program.py",
-        "                [(WordOp(WAIT, word, FULL), Wait(peer, rank))],",
+        "                [(WordOp(WAIT, word, FULL), Wait(source, rank))],",
         "                [],",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),

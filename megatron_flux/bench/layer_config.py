@@ -87,6 +87,8 @@ WORKLOADS = (
 class _Measuring(LinkOptions, Options):
     """How a run measures."""
 
+    group: ClassVar[str] = "Measuring"
+
     backend: str = Field("auto", description="Operator backend of the flux arms: auto, or one by name.")
     cuda_graphs: bool = Field(False, description="Capture each arm's step in one CUDA graph, where it can be.")
     rounds: int = Field(9, ge=1, description="Rounds; each times every arm once, in random order.")
@@ -98,6 +100,8 @@ class _Measuring(LinkOptions, Options):
 
 class LayerOptions(_Measuring):
     """Options as given."""
+
+    group: ClassVar[str] = "Layers"
 
     models: str = Field(
         ",".join(BY_DEFAULT),

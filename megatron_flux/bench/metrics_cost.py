@@ -26,7 +26,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ logger = logging.getLogger("megatron_flux")
 
 class CostOptions(Options):
     """Options of ``bench metrics`` alone."""
+
+    group: ClassVar[str] = "Measuring"
 
     pairs: int = Field(12, ge=1, description="Pairs of blocks, one recorded and one bare. Six give an interval.")
     block_steps: int = Field(20, ge=1, description="Steps of a block.")

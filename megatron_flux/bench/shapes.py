@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -119,6 +119,8 @@ class Options(BaseModel):
 class CallOptions(Options):
     """Which calls, on how many GPUs; for both commands."""
 
+    group: ClassVar[str] = "Calls"
+
     models: str = Field(
         ",".join(BY_DEFAULT),
         description=f"Models whose linear layers are called, separated by commas: {', '.join(MODELS)}.",
@@ -134,6 +136,8 @@ class CallOptions(Options):
 
 class OpsOptions(LinkOptions, Options):
     """Options of ``bench ops`` alone. With a wire other than ``exact`` chunked is measured over it as well."""
+
+    group: ClassVar[str] = "Measuring"
 
     rounds: int = Field(7, ge=1, description="Rounds per call; every round times all methods, in random order.")
     burst: int = Field(6, ge=1, description="Back-to-back calls per round and method.")
@@ -151,6 +155,8 @@ class OpsOptions(LinkOptions, Options):
 
 class TuneOptions(Options):
     """Options of ``tune`` alone."""
+
+    group: ClassVar[str] = "Measuring"
 
     seconds_per_shape: float = Field(30.0, gt=0, description="Begin no further candidate after this long.")
     force: bool = Field(False, description="Measure again what is kept already.")

@@ -16,20 +16,20 @@ from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
 from megatron_flux.bench.metrics_cost import CostOptions
 from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun
 from megatron_flux.cli import start
-from megatron_flux.cli.start import DryRun, with_options
+from megatron_flux.cli.start import Command, DryRun, Group, with_options_or_file
 from megatron_flux.cli.train import resolved
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
-bench = typer.Typer(no_args_is_help=True, help="Measure on this machine's GPUs, all sides in one run.")
+bench = typer.Typer(cls=Group, no_args_is_help=True, help="Measure on this machine's GPUs, all sides in one run.")
 
 Show = Annotated[bool, typer.Option("--show", help="Print the kept choices and end; needs no GPU.")]
 
 
-@bench.command()
-@with_options
+@bench.command(cls=Command)
+@with_options_or_file
 def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
     """Measure the operators on the layers of large models: GEMM, NCCL, both in turn, async-TP and every backend."""
     from megatron_flux.bench import ops as module
@@ -73,7 +73,7 @@ def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
         os.environ[module.QUEUES] = before
 
 
-@with_options
+@with_options_or_file
 def tune(given: CallOptions, more: TuneOptions, show: Show = False, dry_run: DryRun = False) -> None:
     """Measure which backend is fastest for each layer of large models, and keep the choices for training."""
     from megatron_flux.bench import tune as module
@@ -152,8 +152,8 @@ def _description(run: OpsRun | TuneRun) -> dict[str, Any]:
     }
 
 
-@bench.command()
-@with_options
+@bench.command(cls=Command)
+@with_options_or_file
 def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     """Time forward and backward of transformer layers: stock, userbuffers, flux and a no-communication floor."""
     from megatron_flux.bench import layer as module
@@ -194,8 +194,8 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     )
 
 
-@bench.command()
-@with_options
+@bench.command(cls=Command)
+@with_options_or_file
 def metrics(given: TrainOptions, cost: CostOptions, dry_run: DryRun = False) -> None:
     """Measure what recording costs: steps with and without it, in turns, of one patched training (not --steps many)."""
     from megatron_flux.bench import metrics_cost as module

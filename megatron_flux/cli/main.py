@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from megatron_flux.cli import report, slurm, start
 from megatron_flux.cli.bench import bench, tune
@@ -35,7 +34,7 @@ class _PastTyper(BaseException):
     """Carries what a command raised, as its cause, to :func:`main`."""
 
 
-class Commands(TyperGroup):
+class Commands(start.Group):
     """The commands, whose exceptions reach :func:`main` as they are."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -50,20 +49,21 @@ app = typer.Typer(
     cls=Commands,
     add_completion=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    rich_markup_mode=None,  # its tables cut the names of options
     pretty_exceptions_enable=False,
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
-trace = typer.Typer(no_args_is_help=True, help="Traces of profiled runs.")
+trace = typer.Typer(cls=start.Group, no_args_is_help=True, help="Traces of profiled runs.")
 patch_source = typer.Typer(
+    cls=start.Group,
     no_args_is_help=True,
     help="Put flux's arguments, start and metrics into a Megatron-LM source tree, or take them out again. Flux runs "
     "without: python -m megatron_flux.run pretrain_gpt.py.",
 )
 
-app.command()(train)
-app.command()(compare)
-app.command()(tune)
+for command in (train, compare, tune):
+    app.command(cls=start.Command)(command)
 
 
 @app.callback(invoke_without_command=True)
@@ -79,9 +79,14 @@ def watch(
     run: Annotated[Path, typer.Argument(help="The run folder; it may be about to be made.", show_default=False)],
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the table once and end.")] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the run folder to appear.")] = 60.0,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds to wait for the run to appear: no limit in a terminal, else 60.", show_default=False
+        ),
+    ] = None,
 ) -> None:
-    """Show a running job's steps until it has done them all (or Ctrl-C); in a pipe, once."""
+    """Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."""
     from megatron_flux.metrics import watch as watching
 
     watching.watch(run, interval=interval, once=once, wait=wait)

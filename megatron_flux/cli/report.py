@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from megatron_flux.cli.start import Group
 from megatron_flux.errors import UserError
 
 Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold run folders.", show_default=False)]
 Entity = Annotated[str | None, typer.Option(help="wandb team or user; by default the login's own.")]
 
 
-class LocalByDefault(TyperGroup):
+class LocalByDefault(Group):
     """``report RUN`` means ``report local RUN``; a folder called like a command is given as ``./wandb``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

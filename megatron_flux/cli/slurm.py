@@ -12,11 +12,15 @@ from typing import Annotated, Literal
 import typer
 from pydantic import BaseModel, Field
 
-from megatron_flux.cli.start import report_console, with_options
+from megatron_flux.cli.start import Group, report_console, with_options
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import PlanOptions
 
-app = typer.Typer(no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, resume, collect.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    help="Job scripts for clusters: plan, render, submit, status, resume, collect.",
+)
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]
 

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import typer
 
 from megatron_flux.cli import start
-from megatron_flux.cli.start import DryRun, with_options
+from megatron_flux.cli.start import DryRun, with_options_or_file
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 
 if TYPE_CHECKING:
     from megatron_flux.train.config import RunConfig
 
 
-@with_options
+@with_options_or_file
 def train(given: TrainOptions, special: CheckpointOptions, dry_run: DryRun = False) -> None:
     """Pretrain a GPT with megatron-core, patched (or stock with --no-flux), on real text."""
     _run("train", given, special, dry_run)
 
 
-@with_options
+@with_options_or_file
 def compare(given: TrainOptions, special: CompareOptions, dry_run: DryRun = False) -> None:
     """Train stock and patched from the same seed, taking turns, and show both beside each other."""
     _run("compare", given, special, dry_run)
@@ -59,9 +59,8 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     if first:
         checkpoint_access.check_save(run)
     resuming = run.load is not None
-    if start.described(
-        dry_run, lambda _: run_folder.description(run), run.out, overwrite=run.overwrite, resuming=resuming
-    ):
+    how = {"default": given.out is None, "overwrite": run.overwrite, "resuming": resuming}
+    if start.described(dry_run, lambda _: run_folder.description(run), run.out, **how):
         return
     if launcher.launched() and not first:
         worker.run(run)

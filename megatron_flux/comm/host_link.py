@@ -15,16 +15,17 @@ ranks, so calls need no numbers but for time-outs.
 Hazards
     * **A late reader must never read a slot that is used again.** The writer waits for EMPTY from *every* reader before
       it copies; a reader writes EMPTY only behind its copy, in stream order. Both go through the uses of a slot in the
-      same order, from call to call too: all calls begin with slot 0 of a channel that is empty, or will be.
+      same order, from call to call too: all calls begin with slot 0 of a ring that is empty, or will be.
     * **One hardware queue for all streams**: the order of everything that is enqueued must be free of deadlocks; see
       the order in :mod:`~megatron_flux.comm.host_program`. Transfers of an exchange are enqueued behind the GEMM of the
       next step, which one queue would otherwise hold back until they have ended.
     * **What stands before a wait on the caller's stream.** The lanes follow the caller's stream where they read what it
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is never waited for
       but through words.
-    * **Host time.** Each chunk costs two calls of the driver in each lane, some microseconds each from Python: words go
-      in batches whose arguments are made once. Larger slots mean fewer calls.
-    * In CUDA graphs the words would do, the numbers of calls not: captures are refused.
+    * **Host time.** Each chunk costs a call of the driver for its words and one for its copy in each lane, about 3 us
+      each (2 x H200). Words go in batches whose arguments are made once. Larger slots mean fewer calls.
+    * In CUDA graphs the words would do; the order in which a graph's branches reach one hardware queue is not ours to
+      say: captures are refused.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ import torch.distributed as dist
 
 from megatron_flux import settings
 from megatron_flux.comm import host_memory, host_program, transport
-from megatron_flux.comm.host_program import DOWN, UP, Arrived, Copy, Program, StepEnds, Words
+from megatron_flux.comm.host_program import DOWN, LANES, UP, Program, Step
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
-from megatron_flux.comm.host_ring import BEGUN, DONE, EPOCH, Layout, place
-from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane
+from megatron_flux.comm.host_ring import Layout, usual
+from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow
 from megatron_flux.errors import OperatorError, UserError
+
+_MOST_PROGRAMS = 512
+"""Some 50 KB each."""
 
 
 class HostLink:
@@ -62,24 +66,24 @@ class HostLink:
         Raises UserError: there is no shared memory for it, or not enough.
         """
         self.rank, self.tp, self.device = group.rank(), group.size(), device
-        self.layout = layout or Layout(self.tp)
+        self.layout = layout or usual(self.tp)
         regions = host_memory.make(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, regions)
         self._at, self._epoch = regions.lanes, 0
         self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
         self._last: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
-        self._lanes: tuple[Lane, Lane]
+        self._lanes: list[Lane]
         if device.type == "cuda":
-            down, up = StreamLane(device), StreamLane(device)
-            self._lanes = down, up
-            progress.release = lambda: release(self.layout, self.rank, regions.host, (down, up))
+            streams = [StreamLane(device) for _ in LANES]
+            self._lanes = [*streams]
+            progress.release = lambda: release(self.layout, self.rank, regions.host, streams)
             self._gates: dict[Any, Any] = {}
         else:
             seconds, one = progress.alarm.seconds, settings.one_queue() if one_queue is None else one_queue
-            self._lanes = tuple(  # type: ignore[assignment]
-                ProcessorLane(progress.gave_up(lane), seconds, threaded=not one, keep=progress) for lane in (DOWN, UP)
-            )
+            self._lanes = [
+                ProcessorLane(progress.gave_up(lane), seconds, threaded=not one, keep=progress) for lane in LANES
+            ]
         dist.barrier(group=group)  # nobody waits for a peer that could not make its own
 
     @property
@@ -95,15 +99,15 @@ class HostLink:
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> HostGather:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("gather", cuts)
-        self._begin(operator, program)
+        self._begin(operator, program, LANES)
         self._last = HostGather(self, program, mine, theirs)
-        self._last.advance()
+        self._last.begin()
         return self._last
 
     def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("exchange", cuts)
-        self._begin(operator, program)
+        self._begin(operator, program, UP)
         self._last = HostExchange(self, program, theirs, cuts)
         return self._last
 
@@ -115,7 +119,8 @@ class HostLink:
                 with contextlib.suppress(Exception):
                     lane.mark()()
 
-    def _begin(self, operator: str, program: Program) -> None:
+    def _begin(self, operator: str, program: Program, behind: Sequence[int]) -> None:
+        """The lanes ``behind`` come behind what the caller has enqueued by now."""
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -125,45 +130,46 @@ class HostLink:
             )
         self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF
         self._progress.begin(epoch, Call(operator, program))
-        for number, lane in enumerate(self._lanes):
-            lane.follow()()
-            lane.write(self._at[self.rank] + place(number, EPOCH), epoch)
-        self._lanes[DOWN].write(self._at[self.rank] + BEGUN, epoch)
+        program.stamp(epoch)
+        self.follow(behind)()
 
-    def run(self, action: Words | Copy, rows: Sequence[int]) -> None:
-        """Enqueue one action; ``rows``: addresses on the device, what is sent last."""
-        lane = self._lanes[action.lane]
-        if isinstance(action, Words):
-            lane.words(action.batch)
-        elif action.lane == DOWN:
-            lane.copy(action.host, rows[action.row] + action.offset, action.nbytes)
-        else:
-            lane.copy(rows[action.row] + action.offset, action.host, action.nbytes)
+    def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
+        """Enqueue ``steps``; ``rows``: addresses on the device, what is sent last."""
+        lanes = self._lanes
+        for number, batch, copies in steps:
+            lane = lanes[number]
+            lane.words(batch)
+            for row, offset, host, nbytes in copies:
+                if number in DOWN:
+                    lane.copy(host, rows[row] + offset, nbytes)
+                else:
+                    lane.copy(rows[row] + offset, host, nbytes)
 
-    def end(self) -> list[Callable[[], None]]:
-        """The call's last in both lanes; returns what puts the caller's stream behind them."""
-        marks = []
-        for number, lane in enumerate(self._lanes):
-            lane.write(self._at[self.rank] + place(number, DONE), self._epoch)
-            marks.append(lane.mark())
-        return marks
+    def behind(self, numbers: Sequence[int]) -> Callable[[], None]:
+        """What puts the caller's stream behind what these lanes have been given by now."""
+        marks = [self._lanes[number].mark() for number in numbers]
 
-    def arrived(self) -> None:
-        """Put the caller's stream behind what is here."""
-        self._lanes[UP].mark()()
+        def wait() -> None:
+            for mark in marks:
+                mark()
 
-    def follow(self) -> Callable[[], None]:
-        """What puts what is sent behind what the caller has enqueued by now."""
-        return self._lanes[DOWN].follow()
+        return wait
+
+    def follow(self, numbers: Sequence[int]) -> Callable[[], None]:
+        """What puts these lanes behind what the caller has enqueued by now."""
+        return follow([self._lanes[number] for number in numbers])
 
     def hold(self, sent: torch.Tensor) -> None:
-        """The memory of ``sent`` is read until the lane is done with it, whichever stream it belongs to."""
-        self._lanes[DOWN].hold(sent)
+        """The memory of ``sent`` is read until the lanes are done with it, whichever stream it belongs to."""
+        for number in DOWN:
+            self._lanes[number].hold(sent)
 
     def _program(self, kind: str, cuts: Sequence[int]) -> Program:
         key = (kind, tuple(cuts))
         found = self._programs.get(key)
         if found is None:
+            if len(self._programs) >= _MOST_PROGRAMS:  # a training whose shapes never come again
+                self._programs.clear()
             make = host_program.gather if kind == "gather" else host_program.exchange
             found = self._programs[key] = make(self.layout, self.rank, self._at, key[1])
         return found
@@ -186,57 +192,45 @@ class HostGather:
         self._link, self._operands = link, (mine, theirs)
         pitch, first = theirs.shape[1], theirs.data_ptr()
         self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), mine.data_ptr()]
-        self._actions, self._next = program.actions, 0
+        self._parts = iter(program.parts)
         self._begun = torch.cuda.current_stream(mine.device) if mine.is_cuda else None
-        self._ends: list[Callable[[], None]] | None = None
+        self._end: Callable[[], None] | None = None
         self._finished = False
 
-    def advance(self) -> None:
+    def begin(self) -> None:
         """Enqueue what can leave before anything is waited for."""
-        while self._next < len(self._actions) and not _reads(self._actions[self._next]):
-            self._one()
-
-    def _one(self) -> int | None:
-        """Enqueue one action; the piece that has arrived with it."""
-        action = self._actions[self._next]
-        self._next += 1
-        if isinstance(action, Words | Copy):
-            self._link.run(action, self._rows)
-        return action.piece if isinstance(action, Arrived) else None
+        for part in self._parts:
+            self._link.run(part.steps, self._rows)
+            return
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """See the protocol."""
         link = self._link
-        while self._next < len(self._actions):
-            piece = self._one()
-            if piece is not None:
-                link.arrived()
+        for part in self._parts:
+            link.run(part.steps, self._rows)
+            if part.arrived is not None:
+                link.behind(UP)()
                 for d in range(1, link.tp):
-                    yield (link.rank + d) % link.tp, piece
+                    yield (link.rank + d) % link.tp, part.arrived
         self.wait()
 
     def enqueue(self) -> None:
         """See the protocol."""
-        while self._next < len(self._actions):
-            self._one()
-        if self._ends is None:
-            self._ends = self._link.end()
+        for part in self._parts:
+            self._link.run(part.steps, self._rows)
+        if self._end is None:
+            self._end = self._link.behind(LANES)
 
     def wait(self) -> None:
         """See the protocol."""
         self.enqueue()
-        for behind in self._ends or ():
-            behind()
-        if not self._finished:
-            self._finished = True
-            if self._begun is not None and torch.cuda.current_stream() != self._begun:
-                self._link.hold(self._operands[0])
-            self._link.ended(self)
-
-
-def _reads(action: object) -> bool:
-    """Whether it waits for a peer's data."""
-    return isinstance(action, Words) and action.lane == UP
+        if self._finished or self._end is None:
+            return
+        self._finished = True
+        self._end()
+        if self._begun is not None and torch.cuda.current_stream() != self._begun:
+            self._link.hold(self._operands[0])
+        self._link.ended(self)
 
 
 class HostExchange:
@@ -247,8 +241,8 @@ class HostExchange:
         self._link, self._theirs = link, theirs
         self.steps = transport.steps(link.rank, link.tp, len(cuts) - 1)
         pitch, first = theirs.shape[1], theirs.data_ptr()
-        self._rows = [first + row * pitch for row in range(theirs.shape[0])]
-        self._actions = iter(program.actions)
+        self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), 0]
+        self._parts = iter(program.parts)
         self._sent: list[torch.Tensor] = []
         self._held: tuple[int, Callable[[], None]] | None = None
 
@@ -256,27 +250,21 @@ class HostExchange:
         """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
         queue that they share.
         """
-        follow = self._link.follow()
+        behind = self._link.follow(DOWN)
         self._flush()
         self._sent.append(block)
-        self._held = block.data_ptr(), follow
+        self._held = block.data_ptr(), behind
 
     def _flush(self) -> None:
         if self._held is None:
             return
-        (address, follow), self._held = self._held, None
-        follow()
-        rows = [*self._rows, address]
-        for action in self._actions:
-            if isinstance(action, StepEnds):
-                return
-            if isinstance(action, Words | Copy):
-                self._link.run(action, rows)
+        (self._rows[-1], behind), self._held = self._held, None
+        behind()
+        self._link.run(next(self._parts).steps, self._rows)
 
     def wait(self) -> None:
         """See the protocol."""
         self._flush()
-        for behind in self._link.end():
-            behind()
+        self._link.behind(LANES)()
         self._link.ended(self)
         self._sent.clear()

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.host_memory import Regions
-from megatron_flux.comm.host_program import DOWN, UP, Program
-from megatron_flux.comm.host_ring import BEGUN, DONE, EMPTY, EPOCH, FULL, POSITION, Layout, place
+from megatron_flux.comm.host_program import LANES, Program
+from megatron_flux.comm.host_ring import BEGUN, BUSY, EMPTY, EPOCH, FULL, POSITION, Layout, place
 from megatron_flux.comm.lanes import StreamLane, Wait, read, store
 from megatron_flux.comm.timeouts import OPERATORS, Alarm
 from megatron_flux.errors import OperatorError
@@ -34,6 +34,8 @@ CODES = {name: code for code, name in OPERATORS.items() if code >= 5}
 """Of the operators, in alarms of this link."""
 
 _RELEASE_S = 10.0
+_REMEMBERED = 1024
+"""Calls; the queues of a driver hold fewer."""
 
 
 class Call(NamedTuple):
@@ -77,10 +79,10 @@ class Progress:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, regions: Regions) -> None:
         """Of a link that begins."""
         self.regions = regions
-        self.calls: dict[int, Call] = {}  # that have not ended yet, by epoch
+        self.calls: dict[int, Call] = {}  # the last ones, by epoch
         self.release: Callable[[], None] = lambda: None
         self._own = regions.host[group.rank()]
-        self._stood: list[tuple[tuple[int, int], float]] = [((0, 0), 0.0)] * 2
+        self._stood: list[tuple[tuple[int, int], float]] = [((0, 0), 0.0)] * len(LANES)
         found = weakref.ref(self)
 
         def look() -> None:
@@ -94,10 +96,8 @@ class Progress:
         return read(self._own + place(lane, what))
 
     def begin(self, epoch: int, call: Call) -> None:
-        """Remember what is under way, and no more."""
-        done = [self._read(lane, DONE) for lane in (DOWN, UP)]
-        for old in [old for old in self.calls if all((old - end) & 0xFFFFFFFF >= 1 << 31 for end in done)]:
-            del self.calls[old]
+        """Remember what may be under way."""
+        self.calls.pop((epoch - _REMEMBERED) & 0xFFFFFFFF, None)
         self.calls[epoch] = call
 
     def seen(self, peer: int) -> int:
@@ -124,10 +124,10 @@ class Progress:
         """Whether a lane has stood still for too long; called a few times a second."""
         if self.alarm.view[0] == 1:
             return
-        for lane in (DOWN, UP):
-            epoch, position, done = (self._read(lane, what) for what in (EPOCH, POSITION, DONE))
+        for lane in LANES:
+            epoch, position, busy = (self._read(lane, what) for what in (EPOCH, POSITION, BUSY))
             call = self.calls.get(epoch)
-            if epoch == done or call is None or position >= len(call.program.batches[lane]):
+            if not busy or call is None or position >= len(call.program.batches[lane]):
                 continue
             wait = call.program.batches[lane][position].unmet()
             if wait is None or self._stood[lane][0] != (epoch, position):

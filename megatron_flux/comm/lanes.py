@@ -1,9 +1,9 @@
 """Lanes: queues of copies and of waits for words, in the order in which they were enqueued.
 
-The link through host memory (:mod:`megatron_flux.comm.host_link`) has two: one down, from the device to host memory,
-and one up. What is in one runs in order; between the two, words decide. On GPUs a lane is a CUDA stream
+The link through host memory (:mod:`megatron_flux.comm.host_link`) has two down, from the device to host memory, and two
+up. What is in one runs in order; between them, words decide. On GPUs a lane is a CUDA stream
 (:class:`StreamLane`): copies by copy engine, words by the GPU's front end (:mod:`megatron_flux.cuda_memory_ops`), no
-SM. On CPUs it is the processor (:class:`ProcessorLane`): with two threads, or at once where it is called.
+SM. On CPUs it is the processor (:class:`ProcessorLane`): with a thread for each, or at once where it is called.
 
 Hazards
     * With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all lanes and the caller's stream may be *one* queue:
@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_flux import cuda_memory_ops as memory_ops
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, Packed, WordOp
+from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
 
 
 class Wait(NamedTuple):
@@ -42,14 +42,23 @@ class Wait(NamedTuple):
 class Batch:
     """Memory operations that go into a lane together. ``waits`` has an entry for each operation that waits."""
 
-    def __init__(self, operations: Sequence[WordOp], waits: Sequence[Wait] = ()) -> None:
-        """In this order."""
-        self.operations, self.waits = tuple(operations), tuple(waits)
+    __slots__ = ("_table", "at", "count", "stamped", "waits")
 
-    @functools.cached_property
-    def packed(self) -> Packed:
-        """For the driver."""
-        return Packed(self.operations)
+    def __init__(self, operations: Sequence[WordOp], waits: Sequence[Wait] = (), stamped: Sequence[int] = ()) -> None:
+        """In this order; the values of those in ``stamped`` (by place) are what :meth:`stamp` says."""
+        self.waits, self.stamped = tuple(waits), tuple(stamped)
+        self._table = memory_ops.table(operations)
+        self.at, self.count = self._table.ctypes.data, len(operations)
+
+    def stamp(self, number: int) -> None:
+        """Let ``number`` be what the next use writes."""
+        for place in self.stamped:
+            self._table[place, memory_ops.VALUE] = number
+
+    @property
+    def operations(self) -> list[WordOp]:
+        """As they are now."""
+        return [WordOp(*row) for row in self._table[:, : memory_ops.VALUE + 1].tolist()]
 
     def unmet(self) -> Wait | None:
         """The first wait whose word has another value now."""
@@ -63,14 +72,8 @@ class Batch:
 class Lane(Protocol):
     """See the module."""
 
-    def follow(self) -> Callable[[], None]:
-        """What puts the lane behind all that the caller has enqueued on its current stream by now."""
-
     def words(self, batch: Batch) -> None:
         """Enqueue ``batch``."""
-
-    def write(self, address: int, value: int) -> None:
-        """Enqueue writing one word (``value`` modulo 2 ** 32)."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy."""
@@ -82,6 +85,23 @@ class Lane(Protocol):
 
     def hold(self, tensor: torch.Tensor) -> None:
         """The memory of ``tensor`` may go to others only when the lane has done what it was given by now."""
+
+
+def follow(lanes: Sequence[Lane]) -> Callable[[], None]:
+    """What puts ``lanes`` behind all that the caller has enqueued on its current stream by now. On CPUs nothing: what
+    the caller has done, it has done.
+    """
+    streams = [lane.stream for lane in lanes if isinstance(lane, StreamLane)]
+    if not streams:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> None:
+        for stream in streams:
+            event.wait(stream)
+
+    return wait
 
 
 def read(address: int) -> int:
@@ -102,19 +122,9 @@ class StreamLane:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._handle = self.stream.cuda_stream
 
-    def follow(self) -> Callable[[], None]:
-        """See :class:`Lane`."""
-        event = torch.cuda.Event()
-        event.record()
-        return functools.partial(self.stream.wait_event, event)
-
     def words(self, batch: Batch) -> None:
         """See :class:`Lane`."""
-        batch.packed.enqueue(self._handle)
-
-    def write(self, address: int, value: int) -> None:
-        """See :class:`Lane`."""
-        Packed([WordOp(WRITE, address, value & 0xFFFFFFFF)]).enqueue(self._handle)
+        memory_ops.enqueue(batch.at, batch.count, self._handle)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """See :class:`Lane`."""
@@ -165,10 +175,10 @@ class _Worker:
             except BaseException as error:
                 self.error = error
 
-    def words(self, batch: Batch) -> None:
+    def words(self, operations: Sequence[WordOp], waits_for: Sequence[Wait]) -> None:
         """Wait and write."""
-        waits = iter(batch.waits)
-        for kind, address, value in batch.operations:
+        waits = iter(waits_for)
+        for kind, address, value in operations:
             if kind == WRITE:
                 store(address, value)
             else:
@@ -198,17 +208,9 @@ class ProcessorLane:
             threading.Thread(target=worker.run, name="megatron-flux-lane", daemon=True).start()
             weakref.finalize(self, worker.queue.put, None).atexit = False
 
-    def follow(self) -> Callable[[], None]:
-        """Nothing: what the caller has done, it has done."""
-        return lambda: None
-
     def words(self, batch: Batch) -> None:
         """See :class:`Lane`."""
-        self._put(functools.partial(self._worker.words, batch))
-
-    def write(self, address: int, value: int) -> None:
-        """See :class:`Lane`."""
-        self._put(functools.partial(store, address, value))
+        self._put(functools.partial(self._worker.words, batch.operations, batch.waits))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """See :class:`Lane`."""

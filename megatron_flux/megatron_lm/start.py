@@ -6,7 +6,6 @@ The arguments are the switch and one ``--flux-*`` for each field of FluxConfig, 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
@@ -18,11 +17,8 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
 from megatron_flux.patch.megatron_core import installed_megatron_core
-from megatron_flux.settings import LINKS, WIRES, sm_margin
+from megatron_flux.settings import LINKS, WIRES, sm_margin, switched_on
 from megatron_flux.version import __version__
-
-VARIABLE = "MEGATRON_FLUX"
-"""Environment variable that switches flux on without an argument: 1 is on, 0 or nothing is off."""
 
 SAMPLE_INTERVAL = 10
 
@@ -49,19 +45,20 @@ class MegatronArgumentsError(UserError, AssertionError):
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group, unless the parser has it already, and return the parser, as Megatron-LM's own functions do.
 
-    A value of ``MEGATRON_FLUX`` that is neither 0 nor 1 is an error of the parser.
+    A value of ``MEGATRON_FLUX`` that is none ends the script with one line.
     """
     if parser.get_default("flux") is not None:
         return parser
-    on = os.environ.get(VARIABLE, "")
-    if on not in ("", "0", "1"):
-        parser.error(f"{VARIABLE}={on!r} in the environment; set it to 1 (on) or 0 (off)")
+    try:
+        on = switched_on()
+    except UserError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     group = parser.add_argument_group(title="flux")
     group.add_argument(
         "--flux",
         action=argparse.BooleanOptionalAction,
-        default=on == "1",
-        help=f"Run tensor-parallel linears with megatron-flux; {VARIABLE}=1 in the environment does the same.",
+        default=on,
+        help="Run tensor-parallel linears with megatron-flux; MEGATRON_FLUX=1 in the environment does the same.",
     )
     types = get_type_hints(FluxConfig)
     for field in fields(FluxConfig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,9 @@ from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
+from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import (
-    ARMS,
-    OWN_MEMORY_SINCE,
-    Record,
-    median_of,
-    paired_blocks,
-    speedup_interval,
-    timed,
-)
+from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, Record, median_of, summarize, timed
 from megatron_flux.metrics.table import Form, memory, milliseconds, percent, rate
 
 RECENT = 20
@@ -34,18 +28,29 @@ RECENT = 20
 STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
 
+WAIT_S = 60.0
+"""How long a pipe waits for a run to appear, which nobody ends with Ctrl-C."""
 
-def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float = 60.0) -> None:
-    """Show a run until it has done all its steps, or Ctrl-C; once where standard output is no terminal.
+VERDICT_SHARE = 0.05
+"""Most of the time that may go into the verdict so far: its interval takes longer the longer a run is."""
 
-    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear.
+
+def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float | None = None) -> None:
+    """Show a run until it has ended, or Ctrl-C; once where standard output is no terminal.
+
+    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear: by default as long as it takes in a
+    terminal, else :data:`WAIT_S`. UserError: no run has appeared by then, or the folder is not a training's.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is not a folder; name the run folder of a training job")
     watched = Watched(path)
     console = Console(highlight=False, emoji=False)
+    following = console.is_terminal and not once
+    wait = (math.inf if following else WAIT_S) if wait is None else wait
     until = time.monotonic() + wait
     try:
+        if not watched.look() and wait:
+            Console(stderr=True, highlight=False).print(f"waiting for a run in {path}; Ctrl-C ends", markup=False)
         while not watched.look():
             if time.monotonic() >= until:
                 what = "has no run in it" if path.is_dir() else "is missing"
@@ -53,12 +58,12 @@ def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float 
             time.sleep(min(interval, 0.5))
         if watched.settings and not {"steps", "preset"} & set(watched.settings):
             raise UserError(f"{path} is a benchmark, which has no steps; `megatron-flux report` shows it")
-        if once or not console.is_terminal:
+        if not following:
             console.print(view(watched, time.time()))
             return
         with Live(console=console, auto_refresh=False) as live:
             live.update(view(watched, time.time()), refresh=True)
-            while not watched.done:
+            while watched.end is None:
                 time.sleep(interval)
                 watched.look()
                 live.update(view(watched, time.time()), refresh=True)
@@ -75,7 +80,9 @@ class Watched:
         self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
         self.config: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
-        self._interval: tuple[int, list[float] | None] = (0, None)
+        self.end: tuple[str, str] | None = None
+        """How the run ended, in words and in the colour they have; None while it goes on, as far as its files say."""
+        self._verdict, self._computed, self._took = "", (-1, False), (0.0, 0.0)
 
     def look(self) -> bool:
         """Read what is new; False while there is no run yet, UserError where a file cannot be read."""
@@ -85,6 +92,7 @@ class Watched:
             self.settings = asked if isinstance(asked, dict) else {}
         for tail in self.tails.values():
             tail.poll()
+        self.end = self._end()
         return bool(self.config) or any(tail.records for tail in self.tails.values())
 
     @property
@@ -108,16 +116,40 @@ class Watched:
         return {arm: records[-1]["iteration"] if records else 0 for arm, records in every.items()}
 
     @property
-    def done(self) -> bool:
-        """Every arm has done all its steps."""
-        return self.steps is not None and min(self.last.values()) >= self.steps
+    def begun(self) -> float:
+        """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
+        config = self.path / "config.json"
+        return config.stat().st_mtime if config.exists() else 0.0
 
-    def speedup_interval(self) -> list[float] | None:
-        """The interval of the speed-up so far, computed again when a pair of blocks was added: it takes a while."""
-        pairs = paired_blocks(*(self.tails[arm].records for arm in ARMS))
-        if self._interval[0] != len(pairs):
-            self._interval = (len(pairs), speedup_interval(pairs))
-        return self._interval[1]
+    def _end(self) -> tuple[str, str] | None:
+        if self.steps is not None and min(self.last.values()) >= self.steps:
+            return "ended: all steps done", "green"
+        if (ended := self.path / "ended.json").exists():
+            state = read_json_object(ended).get("state")
+            at = ", ".join(f"{arm} after step {iteration}" for arm, iteration in self.last.items())
+            return f"ended: {'stopped by a signal' if state == 'stopped' else state}, {at}", "yellow"
+        notes = [note for arm in ARMS for note in (self.path / arm).glob("failure-rank*.json")]
+        if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
+            first = read_json_object(min(failed, key=lambda note: note.stat().st_mtime))
+            where = "rank {rank} on {host} after step {iteration}: {error}".format_map(defaultdict(lambda: "?", first))
+            return f"ended by an error, {where}", "red"
+        return None
+
+    def verdict(self) -> str:
+        """What the report would have as its first line now: at the end of the records just that, before it may be late.
+
+        Empty until every arm has timed a step.
+        """
+        arms = {arm: tail.records for arm, tail in self.tails.items()}
+        if not all(timed(arms[arm]) for arm in self.arms):
+            return ""
+        now, known = time.monotonic(), (sum(map(len, arms.values())), self.end is not None)
+        began, took = self._took
+        if known != self._computed and (known[1] or now >= began + took / VERDICT_SHARE):
+            summary = summarize(arms["baseline"], arms["flux"], {})
+            self._verdict = Run(self.path, self.path.name, "training", summary, self.config, arms).verdict
+            self._computed, self._took = known, (now, time.monotonic() - now)
+        return self._verdict if known[1] else f"so far: {self._verdict}"
 
 
 def view(watched: Watched, now: float) -> Group:
@@ -151,32 +183,30 @@ def _progress(watched: Watched) -> str:
     parts = [f"{arm} {iteration} of {steps} ({100 * iteration / steps:.0f} %)" for arm, iteration in last.items()]
     # At the pace of the recent steps of each arm.
     paces = {arm: median_of(watched.tails[arm].records[-RECENT:], "iteration-time") for arm in last}
-    if watched.done:
-        parts.append("all steps done")
-    elif None not in paces.values():
+    if watched.end is None and None not in paces.values():
         parts.append(f"{duration(sum(paces[arm] * max(0, steps - last[arm]) for arm in last))} left")
     return ", ".join(parts)
 
 
 def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
-    """Lines with their style."""
-    lines: list[tuple[str, str]] = []
-    baseline, flux = (watched.tails[arm].records for arm in ARMS)
-    paces = [median_of(timed(records), "iteration-time") for records in (baseline, flux)]
-    device = watched.config.get("device")
-    if isinstance(device, dict) and device.get("kind") == "cpu":
-        lines.append(("no GPU: the losses can be compared, the speed cannot", ""))
-    elif all(paces):
-        interval = watched.speedup_interval()
-        shown = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ", too few blocks for an interval"
-        lines.append((f"speed-up so far {paces[0] / paces[1]:.3f}{shown}", "bold"))
+    """Lines with their style: the state, the verdict, what was left to stock, damage."""
+    written = max((tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()), default=0.0)
+    silent = math.floor(max(0.0, now - max(written, watched.begun)))
+    usual = max(median_of(timed(watched.tails[arm].records), "iteration-time") or 0.0 for arm in watched.arms)
+    state, style = f"running: last step {duration(silent)} ago", ""
+    if watched.end is not None:
+        state, style = watched.end
+    elif watched.begun > written or not any(watched.last.values()):
+        state = f"running: started {duration(silent)} ago, no step since"
+    elif silent > max(STALL_S, STALL_STEPS * usual):
+        state, style = f"stalled: no new step for {duration(silent)}", "red"
+        state += f", {silent / usual:.0f} times the usual {duration(usual)}" if usual else ""
+    lines = [(state, style)]
+    if verdict := watched.verdict():
+        lines.append((verdict, "bold"))
+    flux = watched.tails["flux"].records
     for reason, calls in (flux[-1]["flux/fallbacks"] if flux else {}).items():
         lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
-    written = [tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()]
-    if written and not watched.done:
-        silent = max(0.0, now - max(written))
-        stalled = silent > max(STALL_S, STALL_STEPS * max(pace or 0.0 for pace in paces))
-        lines.append((f"last record {duration(silent)} ago{': stalled, or ended' * stalled}", "red" * stalled))
     # The last line of a running job may be half written: only whole lines can be damaged.
     lines += [
         (f"{arm}/metrics.jsonl: {found}", "red")
@@ -189,7 +219,7 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
 def duration(seconds: float) -> str:
     """Seconds in the unit that suits them."""
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} s" if seconds >= 10 or seconds == int(seconds) else f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

@@ -1,9 +1,12 @@
-"""What a user may say on the command line of ``train`` and ``compare``. The descriptions are the help texts."""
+"""What a user may say on the command line of ``train`` and ``compare``.
+
+The descriptions are the help texts; ``group`` is the heading under which a class's own options stand there.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,10 +17,13 @@ def _option(default: Any, text: str, **limits: Any) -> Any:
 
 class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+    group: ClassVar[str]
 
 
 class LinkOptions(_Options):
     """What connects the ranks of a tensor-parallel group; of benchmarks too."""
+
+    group: ClassVar[str] = "Flux"
 
     link: Literal["nvlink", "p2p", "host", "none"] | None = _option(
         None,
@@ -32,6 +38,8 @@ class LinkOptions(_Options):
 class ShapeOptions(_Options):
     """A preset, and sizes that differ from it."""
 
+    group: ClassVar[str] = "Model"
+
     preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
     num_layers: int | None = _option(None, "Layers to build, instead of the preset's.", ge=1)
     hidden_size: int | None = _option(None, "Hidden size, instead of the preset's.", ge=1)
@@ -43,7 +51,7 @@ class ShapeOptions(_Options):
 
 
 class ModelOptions(ShapeOptions):
-    """What to build, on how many processes."""
+    """What to build."""
 
     activation: Literal["gelu", "swiglu"] | None = _option(None, "MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = _option(None, "Norm, instead of the preset's.")
@@ -54,17 +62,32 @@ class ModelOptions(ShapeOptions):
         "none",
         "Run layers as CUDA graphs: megatron-core's own, or TransformerEngine's (bf16). On GPUs, not in compare.",
     )
+
+
+class ProcessOptions(_Options):
+    """On how many processes."""
+
+    group: ClassVar[str] = "Parallelism"
+
     nproc: int | None = _option(None, "Processes to start on this machine. Default: one per GPU, or 2 on a CPU.", ge=1)
 
 
-class RunOptions(LinkOptions):
-    """How to train it. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
+class ParallelOptions(_Options):
+    """Who computes what."""
+
+    group: ClassVar[str] = "Parallelism"
 
     tp: int | None = _option(None, "Tensor-parallel size. Default: processes / pp.", ge=1)
     pp: int = _option(1, "Pipeline-parallel size; the rest of the processes is data parallel.", ge=1)
     sequence_parallel: bool = _option(True, "Split the sequence over tp between the linears.")
     distributed_optimizer: bool = _option(True, "Shard the optimizer state over data parallel.")
     overlap_grad_reduce: bool = _option(False, "Overlap the gradient reduction with backward.")
+
+
+class LearningOptions(_Options):
+    """What is learned, and how."""
+
+    group: ClassVar[str] = "Training"
 
     micro_batch_size: int | None = _option(None, "Sequences per micro-batch, default: the preset's.", ge=1)
     global_batch_size: int | None = _option(None, "Sequences per step over all ranks. Default: by the preset.", ge=1)
@@ -81,12 +104,24 @@ class RunOptions(LinkOptions):
     recompute: Literal["none", "selective", "full"] = _option("none", "Activation recomputation.")
     gradient_accumulation_fusion: bool | None = _option(None, "wgrad adds to the fp32 gradient. Default: on GPUs.")
 
+
+class DataOptions(_Options):
+    """What is read."""
+
+    group: ClassVar[str] = "Data"
+
     data: list[Path] = _option(
         [], "Text files or folders (repeatable), or a .bin/.idx pair's prefix. Default: Python's own library."
     )
     data_cache: Path | None = _option(
         None, "Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
     )
+
+
+class FluxOptions(_Options):
+    """How flux layers run."""
+
+    group: ClassVar[str] = "Flux"
 
     backend: str = _option("auto", "Operator backend of flux layers: auto, or one by name.")
     forward_backend: str | None = _option(None, "Operator backend of forward, where it is another one.")
@@ -97,12 +132,26 @@ class RunOptions(LinkOptions):
     )
     gather_ahead: bool = _option(True, "In backward, gather a column layer's input beside the wgrad of the row layer.")
     strict: bool = _option(False, "An error where a layer cannot run flux, instead of stock.")
+
+
+class FolderOptions(_Options):
+    """Where a run writes, and when it ends."""
+
+    group: ClassVar[str] = "Run"
+
     timeout: float = _option(600.0, "Seconds after which a collective without its peers is an error.", gt=0)
     exit_signal: Literal["USR1"] | None = _option(
         None, "Save (with --save) and end in order after the step in which it comes."
     )
     out: Path | None = _option(None, "Run folder. Default: runs/<time>-<command>-<preset>.")
     overwrite: bool = _option(False, "Replace an earlier run in --out, and the checkpoints that it left in --save.")
+
+
+class MetricsOptions(_Options):
+    """What is recorded and shown."""
+
+    group: ClassVar[str] = "Metrics"
+
     log_interval: int = _option(1, "Steps between log lines where there is no progress bar.", ge=1)
     sample_interval: int = _option(10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0)
     profile_steps: str | None = _option(
@@ -118,11 +167,19 @@ class RunOptions(LinkOptions):
     wandb_ranks: bool = _option(False, "Also send to wandb what is known of every rank.")
 
 
-class TrainOptions(RunOptions, ModelOptions):
+class RunOptions(
+    MetricsOptions, FolderOptions, LinkOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
+):
+    """How to train. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
+
+
+class TrainOptions(RunOptions, ProcessOptions, ModelOptions):
     """Options as given; None means "as the preset, the device or the other options say"."""
 
 
 class _SaveOptions(_Options):
+    group: ClassVar[str] = "Checkpoints"
+
     save: Path | None = _option(
         None,
         "Folder for checkpoints: at --save-interval, on --exit-signal and, of train, at the end.",
@@ -138,11 +195,15 @@ class _SaveOptions(_Options):
 class CheckpointOptions(_SaveOptions):
     """Options of ``train`` alone."""
 
+    group: ClassVar[str] = "Flux"
+
     flux: bool = _option(True, "Run patched, or with --no-flux stock.")
 
 
 class CompareOptions(_SaveOptions):
     """Options of ``compare`` alone."""
+
+    group: ClassVar[str] = "Comparison"
 
     block_steps: int | None = _option(
         None, "Steps of one arm before the other's turn (A B B A). Default: about eight blocks each.", ge=1

@@ -31,7 +31,7 @@ from tests.small_disk import small_disk
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
-WAYS = ("one queue", "two lanes", "send and receive")
+WAYS = ("one queue", "four lanes", "send and receive")
 OVER = pytest.mark.parametrize("way", WAYS)
 WIRES = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.01}
 """Backends, and how far off results may be relative to the largest."""
@@ -42,7 +42,7 @@ def use(way: str, group: dist.ProcessGroup) -> None:
     if way == "send and receive":
         made: Any = SendRecv(group)
     else:
-        layout = Layout(group.size(), slot_bytes=900, shared_slots=3, pair_slots=3)
+        layout = Layout(group.size(), slot_bytes=900, slots=6)
         made = HostLink(group, CPU, layout, one_queue=way == "one queue")
     state_of(group).transports[CPU] = made
 
@@ -180,7 +180,7 @@ def test_two_groups(world4: WorkerPool, way: str) -> None:
 
 def same_sums_on_every_run(name: str) -> None:
     group = dist.group.WORLD
-    use("two lanes", group)
+    use("four lanes", group)
     x, weight = normals(64, 96, seed=dist.get_rank()), normals(40, 96, seed=9)
     found = []
     for turn in range(4):
@@ -276,7 +276,7 @@ def test_too_little_shared_memory_is_send_and_receive_unless_strict(world2: Work
     with small_disk(tmp_path / "shm", 8) as folder:
         for kind, said in world2.run(too_little, folder):
             assert kind == "send_recv"
-            assert "the link through host memory needs 37 MiB of shared memory for 2 ranks" in said, said
+            assert "the link through host memory needs 49 MiB of shared memory for 2 ranks" in said, said
 
 
 def broken_off(way: str) -> None:

@@ -1,6 +1,6 @@
 """The link through host memory, on processes and their processor: everything arrives, whoever is late.
 
-Every case runs with two lanes that are threads and with one queue for everything, the strictest order that GPUs with
+Every case runs with four lanes that are threads and with one queue for everything, the strictest order that GPUs with
 ``CUDA_DEVICE_MAX_CONNECTIONS=1`` can fall back to. Slots are small, so that each is used many times in a call.
 """
 
@@ -30,11 +30,11 @@ from tests.small_disk import small_disk
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
-QUEUES = pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "two lanes"])
+QUEUES = pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "four lanes"])
 
 
 def layout(tp: int) -> Layout:
-    return Layout(tp, slot_bytes=1500, shared_slots=4, pair_slots=3)
+    return Layout(tp, slot_bytes=1500, slots=6)
 
 
 def link(one_queue: bool, group: dist.ProcessGroup | None = None) -> HostLink:

@@ -252,7 +252,7 @@ def small_slots(group):
     before = state_of(group).transports[device]
     if not isinstance(before, HostLink):
         return "left out: no slots"
-    state_of(group).transports[device] = HostLink(group, device, Layout(group.size(), 64 << 10, 3, 3))
+    state_of(group).transports[device] = HostLink(group, device, Layout(group.size(), 64 << 10, 6))
     try:
         for _ in range(5):
             compare(group, 512, 256, 2048, integer=True)

@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import random
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,11 +17,11 @@ import torch
 
 from megatron_flux import cuda_memory_ops as memory_ops
 from megatron_flux.comm import host_program
-from megatron_flux.comm.host_program import DOWN, Copy, Program, StepEnds, Words
-from megatron_flux.comm.host_ring import Layout
+from megatron_flux.comm.host_program import DOWN, LANES, Program
+from megatron_flux.comm.host_ring import BEGUN, BUSY, EPOCH, POSITION, Layout, place
 from megatron_flux.comm.lanes import Batch, Wait, read, store
 from megatron_flux.comm.transport import source, steps
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, Packed, WordOp
+from megatron_flux.cuda_memory_ops import MOST, WAIT, WRITE, WordOp
 from megatron_flux.errors import OperatorError
 
 CUTS = [0, 700, 701, 9000]
@@ -44,21 +43,18 @@ class Driver:
     def __init__(self, status: int = 0) -> None:
         self.status, self.got = status, []
 
-    def cuStreamBatchMemOp_v2(self, stream: int, count: int, array: Any, flags: int) -> int:  # noqa: N802
+    def cuStreamBatchMemOp_v2(self, stream: int, count: int, address: int, flags: int) -> int:  # noqa: N802
         assert flags == 0
-        assert count <= 255
-        assert len(array) == 48 * count
-        text = bytes(array)
-        for i in range(count):
-            self.got.append(Params.from_buffer_copy(text, 48 * i))
+        assert 0 < count <= 255
+        self.got += [Params.from_buffer_copy(ctypes.string_at(address + 48 * i, 48)) for i in range(count)]
         return self.status
 
 
 def driven(batch: Batch) -> list[Params]:
     driver = Driver()
     with mock.patch.object(memory_ops, "_driver", return_value=driver):
-        batch.packed.enqueue(0)
-    assert len(driver.got) == len(batch.operations)
+        memory_ops.enqueue(batch.at, batch.count, 0)
+    assert [(one.operation, one.address, one.value) for one in driver.got] == batch.operations
     return driver.got
 
 
@@ -81,20 +77,18 @@ class Ranks:
     def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
         found = []
-        order = iter(steps(rank, self.tp, len(CUTS) - 1))
-        peer, piece = next(order) if kind == "exchange" else (0, 0)
-        for action in program.actions:
-            if isinstance(action, StepEnds):
-                peer, piece = next(order, (0, 0))
-            elif isinstance(action, Words):
-                found += [(action.lane, self.word(one)) for one in driven(action.batch)]
-            elif isinstance(action, Copy):
-                if action.lane == DOWN:
-                    at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr() + CUTS[piece] + action.offset
-                    copy = (action.host, at, action.nbytes)
-                else:
-                    copy = (self.theirs[rank][action.row].data_ptr() + action.offset, action.host, action.nbytes)
-                found.append((action.lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
+        order = steps(rank, self.tp, len(CUTS) - 1) if kind == "exchange" else [(0, 0)] * len(program.parts)
+        for part, (peer, piece) in zip(program.parts, order, strict=True):
+            for lane, batch, copies in part.steps:
+                found += [(lane, self.word(one)) for one in driven(batch)]
+                for row, offset, host, nbytes in copies:
+                    if lane in DOWN:
+                        assert row == self.tp
+                        at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr() + CUTS[piece] + offset
+                        copy = (host, at, nbytes)
+                    else:
+                        copy = (self.theirs[rank][row].data_ptr() + offset, host, nbytes)
+                    found.append((lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
         return found
 
     @staticmethod
@@ -128,12 +122,12 @@ def run(queues: list[list[Callable[[], bool]]], rng: random.Random) -> None:
             raise AssertionError(f"nothing can go on: {places} of {[len(queue) for queue in queues]}")
 
 
-@pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "two lanes"])
+@pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "four lanes"])
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None:
     rng = random.Random(tp)
-    for slots in ((3, 3), (6, 4)):
-        ranks = Ranks(Layout(tp, 600, *slots))
+    for slots in (6, 8, 12):
+        ranks = Ranks(Layout(tp, 600, slots))
         programs = {
             kind: [getattr(host_program, kind)(ranks.layout, rank, ranks.regions, CUTS) for rank in range(tp)]
             for kind in ("gather", "exchange")
@@ -145,9 +139,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
             for rank in range(tp):
                 every = ranks.operations(rank, programs[kind][rank], kind)
                 lanes = (
-                    [[one for _, one in every]]
-                    if one_queue
-                    else [[one for at, one in every if at == i] for i in (0, 1)]
+                    [[one for _, one in every]] if one_queue else [[one for at, one in every if at == i] for i in LANES]
                 )
                 queues += lanes
             run(queues, rng)
@@ -159,12 +151,36 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
                 assert not any(read(ranks.regions[rank] + word) for word in ranks.layout.own_words())
 
 
-def test_the_words_of_a_gather_say_where_its_pieces_end() -> None:
-    layout = Layout(3, 600, 3, 3)
-    program = host_program.gather(layout, 0, [0, 1 << 30, 2 << 30], CUTS)
-    arrived = [action.piece for action in program.actions if isinstance(action, host_program.Arrived)]
-    assert arrived == [0, 1, 2]
-    assert isinstance(program.actions[-1], Words)
+def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
+    program = host_program.gather(Layout(3, 600, 6), 0, [0, 1 << 30, 2 << 30], CUTS)
+    assert [part.arrived for part in program.parts] == [None, 0, 1, 2]
+    assert all(step.lane in DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
+
+
+@pytest.mark.parametrize("kind", ["gather", "exchange"])
+def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
+    """Seen from outside before and behind every batch, in the second call of a program."""
+    ranks = Ranks(Layout(2, 600, 6))
+    program = getattr(host_program, kind)(ranks.layout, 0, ranks.regions, CUTS)
+    for epoch in (7, 8):
+        program.stamp(epoch)
+        for lane, batches in enumerate(program.batches):
+            assert len(batches) > 2
+            seen = []
+            for batch in batches:
+                for one in batch.operations:
+                    if one.kind == WRITE:
+                        store(one.address, one.value)
+                seen.append(tuple(read(ranks.regions[0] + place(lane, what)) for what in (EPOCH, POSITION, BUSY)))
+            assert seen == [(epoch, i, int(i < len(batches) - 1)) for i in range(len(batches))]
+        assert read(ranks.regions[0] + BEGUN) == epoch
+
+
+def test_a_call_of_one_chunk_leaves_lanes_alone() -> None:
+    for kind in ("gather", "exchange"):
+        program = getattr(host_program, kind)(Layout(2, 600, 6), 0, [0, 1 << 30], [0, 10])
+        assert [bool(batches) for batches in program.batches] == [True, False, True, False]
+        program.stamp(3)
 
 
 def test_steps_of_an_exchange_fit_each_other() -> None:
@@ -175,19 +191,16 @@ def test_steps_of_an_exchange_fit_each_other() -> None:
                 assert sends[source(rank, tp, peer)] == (rank, piece)
 
 
-def test_many_operations_are_several_calls() -> None:
-    driver = Driver()
-    with mock.patch.object(memory_ops, "_driver", return_value=driver):
-        Packed([WordOp(WRITE, 4 * i, i) for i in range(600)]).enqueue(7)
-    assert [one.address for one in driver.got] == [4 * i for i in range(600)]
-    assert [one.value for one in driver.got] == list(range(600))
+def test_more_than_the_driver_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="256 memory operations for one call of the driver, which takes 255"):
+        memory_ops.table([WordOp(WRITE, 4 * i, i) for i in range(MOST + 1)])
 
 
 def test_what_cuda_refuses_is_an_operator_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ops, "_driver", lambda: Driver(801))
     monkeypatch.setattr(memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
     with pytest.raises(OperatorError, match=r"1 memory operations in a stream \(801\)"):
-        Packed([WordOp(WRITE, 0, 0)]).enqueue(7)
+        memory_ops.enqueue(memory_ops.table([WordOp(WRITE, 0, 0)]).ctypes.data, 1, 7)
 
 
 def test_the_first_wait_that_is_not_met_is_named() -> None:

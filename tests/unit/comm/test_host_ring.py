@@ -8,17 +8,30 @@ import random
 import pytest
 
 from megatron_flux import UserError
-from megatron_flux.comm.host_ring import LINE, MIB, PAGE, Layout, chunks
+from megatron_flux.comm.host_program import LANES
+from megatron_flux.comm.host_ring import (
+    BEGUN,
+    BUSY,
+    EPOCH,
+    HEAD,
+    LINE,
+    MIB,
+    PAGE,
+    POSITION,
+    Layout,
+    chunks,
+    place,
+    usual,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
-@pytest.mark.parametrize("sizes", [(2 * MIB, 6, 3), (5000, 3, 4)], ids=["usual", "odd"])
-def test_slots_and_words_lie_apart(tp: int, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(2 * MIB, 6), (5000, 8)], ids=["usual", "odd"])
+def test_slots_and_words_lie_apart(tp: int, sizes: tuple[int, int]) -> None:
     layout = Layout(tp, *sizes)
     for owner in range(tp):
         readers = [rank for rank in range(tp) if rank != owner]
-        slots = [layout.shared_slot(use) for use in range(layout.shared_slots)]
-        slots += [layout.pair_slot(owner, reader, use) for reader in readers for use in range(layout.pair_slots)]
+        slots = [layout.slot(use) for use in range(layout.slots)]
         assert len(set(slots)) == len(slots)
         slots.sort()
         assert all(after - before >= layout.slot_bytes for before, after in itertools.pairwise(slots))
@@ -33,20 +46,24 @@ def test_slots_and_words_lie_apart(tp: int, sizes: tuple[int, int, int]) -> None
 
 def test_a_ring_turns() -> None:
     layout = Layout(4)
-    assert layout.shared_slot(0) == layout.shared_slot(layout.shared_slots) != layout.shared_slot(1)
-    assert layout.pair_slot(1, 3, 2) == layout.pair_slot(1, 3, 2 + layout.pair_slots)
-    assert layout.pair_word(3, 2) == layout.pair_word(3, 2 + layout.pair_slots)
-    assert layout.shared_word(1, 2) == layout.shared_word(1 + layout.shared_slots, 2)
+    assert layout.slot(0) == layout.slot(layout.slots) != layout.slot(1)
+    assert layout.word(1, 2) == layout.word(1 + layout.slots, 2)
+
+
+def test_what_lanes_write_down_lies_apart() -> None:
+    words = [BEGUN, *(place(lane, what) for lane in LANES for what in (EPOCH, POSITION, BUSY))]
+    assert len(set(words)) == len(words)
+    assert max(words) + 4 <= HEAD
 
 
 def test_the_size_that_users_are_told() -> None:
-    assert 120 * MIB < Layout(4).total_bytes < 121 * MIB
+    assert [round(usual(tp).total_bytes / MIB) for tp in (2, 4, 8)] == [48, 48, 96]
 
 
-@pytest.mark.parametrize("slots", [(2, 3), (3, 2)])
-def test_short_rings_are_refused(slots: tuple[int, int]) -> None:
-    with pytest.raises(UserError, match="at least 3 slots"):
-        Layout(2, MIB, *slots)
+@pytest.mark.parametrize("slots", [4, 7])
+def test_rings_that_would_not_do_are_refused(slots: int) -> None:
+    with pytest.raises(UserError, match=f"needs an even number of at least 6 slots, {slots} were given"):
+        Layout(2, MIB, slots)
 
 
 def test_chunks_cover_everything_once() -> None:

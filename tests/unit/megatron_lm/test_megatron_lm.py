@@ -68,7 +68,19 @@ def test_adding_the_group_twice_adds_it_once() -> None:
     assert parser.format_help().count("--flux-backend") == 2  # usage and description
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [
+        ("1", True),
+        ("true", True),
+        ("ON", True),
+        ("0", False),
+        ("", False),
+        ("false", False),
+        ("Off", False),
+        ("no", False),
+    ],
+)
 def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
     monkeypatch.setenv("MEGATRON_FLUX", value)
     assert parsed().flux is on
@@ -79,11 +91,12 @@ def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str
 def test_another_value_of_the_variable_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX", "true")
+    monkeypatch.setenv("MEGATRON_FLUX", "flase")
     with pytest.raises(SystemExit) as exit_:
         parsed()
     assert exit_.value.code == 2
-    assert "MEGATRON_FLUX='true'" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: MEGATRON_FLUX='flase': set it to one of 1, true, on, yes (on) or 0, false, off, no (off)" in line
 
 
 def test_what_a_yaml_file_dropped_comes_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

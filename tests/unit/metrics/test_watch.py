@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -16,8 +18,9 @@ from rich.console import Console
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.metrics.report.run import load
 from megatron_flux.metrics.watch import Watched, view, watch
-from tests.unit.metrics.metrics_records import record, sampled_record
+from tests.unit.metrics.metrics_records import interleaved, record, sampled_record, write_run
 from tests.unit.metrics.report_runs import RESULTS, full_run, one_arm
 
 
@@ -32,18 +35,37 @@ def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
 def test_a_comparison(tmp_path: Path) -> None:
     text = shown(full_run(tmp_path / "run"))
     for said in (
-        "baseline 18 of 18 (100 %), flux 18 of 18 (100 %), all steps done",
+        "baseline 18 of 18 (100 %), flux 18 of 18 (100 %)",
+        "ended: all steps done",
         "2 x NVIDIA H200",
         "loss                                  3.1111  3.1111",
         "all_gather_gemm 80 %",
         "gemm_reduce_scatter 50 %",
         "sw_power_cap 1",
         "1 (1.5 ms)",
-        "speed-up so far 1.1",
     ):
         assert " ".join(said.split()) in " ".join(text.split()), said
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "ago" not in text
+    assert "so far" not in text
+    assert load(tmp_path / "run").verdict in text
+
+
+def test_the_verdict_so_far_becomes_the_reports(tmp_path: Path) -> None:
+    """Its interval must not stay as it was when the last block began."""
+    arms = interleaved(6, {"baseline": [0.10, 0.11, 0.12, 0.13, 0.14, 0.15], "flux": [0.09] * 6}, per_block=8)
+    late = [item | {"iteration-time": 0.2} for item in arms["baseline"][-7:]]
+    arms["baseline"] = arms["baseline"][:-7]
+    run = write_run(tmp_path / "run", arms, {"config": {"command": "compare", "steps": 48}})
+    watched = Watched(run)
+    watched.look()
+    before = watched.verdict()
+    assert before == f"so far: {load(run).verdict}"
+    with JsonlRecorder(run / "baseline" / "metrics.jsonl", resume_from=41) as recorder:
+        for item in late:
+            recorder.write(item)
+    watched.look()
+    assert watched.verdict() == load(run).verdict != before.removeprefix("so far: ")
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:
@@ -53,13 +75,31 @@ def test_a_job_that_is_running(tmp_path: Path) -> None:
     text = shown(run)
     assert "flux 18 of 200 (9 %), 16 s left" in text
     assert "baseline" not in text
-    assert "last record 0 s ago" in text
-    assert "stalled" not in text
+    assert "running: last step 0 s ago" in text
+    assert "so far: flux alone: 90.17 ms per step (median of 17)" in text
     assert "damaged" not in text
-    assert "last record 60 s ago: stalled, or ended" in shown(run, after=60)
+    os.utime(run / "flux" / "metrics.jsonl", (begun := (run / "config.json").stat().st_mtime + 1, begun))
+    assert "stalled: no new step for 60 s, 6" in shown(run, after=begun + 60.5 - time.time())
+    assert "times the usual 0.09 s" in shown(run, after=60)
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write("ne\n")
     assert "flux/metrics.jsonl: line 19 is damaged and left out" in " ".join(shown(run, width=200).split())
+
+
+def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
+    run = one_arm(tmp_path / "run", "flux", steps=200)
+    (run / "ended.json").write_text('{"state": "stopped", "iterations": {"flux": 18}}')
+    assert "ended: stopped by a signal, flux after step 18" in shown(run, after=999)
+    (run / "ended.json").unlink()
+    note = {"rank": 77, "host": "node9", "iteration": 17, "error": "RuntimeError: out of [memory]"}
+    failure = run / "flux" / "failure-rank00077.json"
+    failure.write_text(json.dumps(note))
+    said = "ended by an error, rank 77 on node9 after step 17: RuntimeError: out of [memory]"
+    assert said in shown(run, after=999, width=200)
+    # Resumed: the configuration is new, and the error is of the run before.
+    later = failure.stat().st_mtime + 5
+    os.utime(run / "config.json", (later, later))
+    assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
 
 
 def test_fallbacks_and_diverged_loss(tmp_path: Path) -> None:
@@ -86,7 +126,9 @@ def test_waits_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     thread.start()
     watch(tmp_path / "run", interval=0.1, wait=30)
     thread.join()
-    assert "flux 7" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "flux 7" in said.out
+    assert f"waiting for a run in {tmp_path / 'run'}; Ctrl-C ends" in said.err.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +150,7 @@ def test_a_benchmark_is_refused() -> None:
 
 
 def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
-    run = one_arm(tmp_path / "run", "flux", steps=20)
+    run = tmp_path / "run"  # not there yet
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "megatron_flux.cli", "watch", str(run), "--interval", "0.1"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
@@ -116,6 +158,9 @@ def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
     os.close(theirs)
     seen = b""
     try:
+        while b"Ctrl-C ends" not in seen:
+            seen += os.read(ours, 65536)
+        one_arm(run, "flux", steps=20)
         while b"18 of 20" not in seen:
             seen += os.read(ours, 65536)
         with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=18) as recorder:
@@ -131,6 +176,24 @@ def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(ours)
-    assert b"all steps done" in seen
+    assert b"ended: all steps done" in seen
     assert b"1.2345" in seen
+    assert b"Traceback" not in seen
+
+
+def test_ctrl_c_ends_the_waiting(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "megatron_flux.cli", "watch", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+    try:
+        while b"Ctrl-C ends" not in seen:
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
     assert b"Traceback" not in seen

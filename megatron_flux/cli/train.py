@@ -71,13 +71,11 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     run = run.model_copy(update={"text": text})
     if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
-    device = run.device
-    if device == "cpu" and run.flux:
-        device += f" ({run_folder.without_gpu(run)})"
+    without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with run_folder.made(run, default=given.out is None) as run:
         start.on_ranks(
             command,
-            f"{run.world_size} {device} process(es), tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
+            f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
             f"{run.precision}, run folder {run.out}",
             worker,
             str(run.out),

@@ -75,8 +75,8 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     with run_folder.made(run, default=given.out is None) as run:
         start.on_ranks(
             command,
-            f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
-            f"{run.precision}, run folder {run.out}",
+            f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
+            f"preset {run.preset}, {run.precision}, run folder {run.out}",
             worker,
             str(run.out),
             run.world_size,

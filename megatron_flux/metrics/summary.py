@@ -270,7 +270,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     """
     arms, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
     if summary["without_gpu"] and summary["compared_iterations"]:
-        parts = [f"{losses(summary)}; {summary['without_gpu']}, which says nothing of speed"]
+        parts = [f"{losses(summary)}; no verdict on speed ({summary['without_gpu']})"]
     elif not isinstance(speedup, int | float):
         empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
         parts = [f"no comparison: {' and '.join(empty) or 'an arm'} without timed steps"]

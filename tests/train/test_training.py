@@ -46,7 +46,7 @@ def test_compare_writes_what_it_promises(comparison: tuple[Path, str]) -> None:
     # CPUs prove losses, not speed, and every place says what ran.
     assert found["speedup"] is None
     assert found["without_gpu"] == "reference: no GPU"
-    assert "reference: no GPU, which says nothing of speed" in printed.splitlines()[-1]
+    assert "no verdict on speed (reference: no GPU)" in printed.splitlines()[-1]
     assert "active flux layers: 9 (reference: no GPU)" in printed
     assert f"<h1>{found['verdict']}</h1>" in (out / "report.html").read_text()
     # QKV, proj, fc1 and fc2 of two layers, and the output layer.

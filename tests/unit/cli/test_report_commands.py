@@ -29,7 +29,7 @@ def test_one_run_gets_its_report_beside_it(tmp_path: Path) -> None:
     assert code == 0
     assert f"wrote {folder / 'report.html'}" in output.replace("\n", "")
     text = (folder / "report.md").read_text()
-    assert text.startswith("# same losses: largest relative difference 0 over 80 steps; no GPU, which says nothing")
+    assert text.startswith("# same losses: largest relative difference 0 over 80 steps; no verdict on speed (no GPU)")
     assert "| Overlap efficiency per operator | no GPU, so there is no overlap to judge |" in text
 
 

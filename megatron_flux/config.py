@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_flux import settings
+
 STOCK = "stock"
 """In :func:`megatron_flux.set_backend`: the layer runs stock Megatron."""
 
@@ -21,6 +23,25 @@ class Backends(NamedTuple):
     def of(cls, backend: str | Backends) -> Backends:
         """One backend in all directions, or what is given."""
         return backend if isinstance(backend, Backends) else cls(backend, backend, backend)
+
+
+class Wires(NamedTuple):
+    """What the tuner may send of a layer where the link is ``host``, beside the numbers as they are."""
+
+    activations: str = "exact"  # x and y in forward, and x once more where it is gathered for wgrad
+    gradients: str = "exact"  # dy and dx
+
+    @classmethod
+    def of(cls, wire: str | None, grad_wire: str | None) -> Wires:
+        """What is given, else what the environment says, else ``exact``, and of gradients what holds of activations.
+
+        A value of the environment that does not exist is a UserError.
+        """
+        activations = wire or settings.wire() or "exact"
+        return cls(activations, grad_wire or settings.grad_wire() or activations)
+
+
+ALL_EXACT = Wires()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +81,20 @@ class FluxConfig:
     """The strongest link to use between a group's ranks: ``none``, ``host``, ``p2p`` or ``nvlink``
     (:mod:`megatron_flux.comm.links`). None: ``MEGATRON_FLUX_LINK``, else whatever there is."""
 
-    wire: str = "exact"
+    wire: str | None = None
     """What the tuner may send where the link is ``host``: ``exact``, or also ``fp8`` or ``int8``, whose results differ
-    (:mod:`megatron_flux.kernels.wire`). Off the links between the ranks of a group nothing changes."""
+    (:mod:`megatron_flux.kernels.wire`). Off the links between the ranks of a group nothing changes. None:
+    ``MEGATRON_FLUX_WIRE``, else ``exact``."""
+
+    grad_wire: str | None = None
+    """The same of gradients (dgrad's calls); None: ``MEGATRON_FLUX_GRAD_WIRE``, else as activations."""
 
     @cached_property
     def backends(self) -> Backends:
         """By direction."""
         return Backends(*(given or self.backend for given in (self.forward, self.dgrad, self.wgrad)))
+
+    @cached_property
+    def wires(self) -> Wires:
+        """Of activations and gradients."""
+        return Wires.of(self.wire, self.grad_wire)

@@ -6,6 +6,8 @@
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
+``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact, fp8 or int8; read when layers are patched
+``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
@@ -74,9 +76,23 @@ def timeout_s() -> float | None:
 
 def link() -> str | None:
     """The strongest link to use; None where nothing is given."""
-    given = os.environ.get("MEGATRON_FLUX_LINK") or None
-    if given is not None and given not in LINKS:
-        raise UserError(f"MEGATRON_FLUX_LINK must be one of {', '.join(LINKS)}, not {given!r}")
+    return _one_of(LINKS, "MEGATRON_FLUX_LINK")
+
+
+def wire() -> str | None:
+    """What may be sent over a host link; None where nothing is given."""
+    return _one_of(WIRES, "MEGATRON_FLUX_WIRE")
+
+
+def grad_wire() -> str | None:
+    """What gradients may be sent as over a host link; None where nothing is given."""
+    return _one_of(WIRES, "MEGATRON_FLUX_GRAD_WIRE")
+
+
+def _one_of(allowed: tuple[str, ...], name: str) -> str | None:
+    given = os.environ.get(name) or None
+    if given is not None and given not in allowed:
+        raise UserError(f"{name} must be one of {', '.join(allowed)}, not {given!r}")
     return given
 
 

@@ -55,8 +55,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "reading runs further behind than there are slots",
         "megatron_flux/comm/host_program.py",
-        "ahead = layout.slots - 3",
-        "ahead = layout.slots",
+        "ahead = slots - 2",
+        "ahead = slots",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(

@@ -15,7 +15,7 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
 * ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights and main gradients, plus what the arm has
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
-* ``link`` connects the ranks; ``wire`` is what the arm sends over it.
+* ``link`` connects the ranks; ``wire`` is what the arm sends over it, ``grad_wire`` what it sends of gradients.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
 * ``breakdown``: of :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 """
@@ -68,6 +68,7 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
     summary: dict[str, Any] = {
         **process_group.machine(group, link),
         "wire": config.wire,
+        "grad_wire": config.grad_wire,
         "config": config.model_dump(mode="json"),
         "rows": [],
         "skipped": [],

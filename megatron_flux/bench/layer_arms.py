@@ -11,8 +11,8 @@ te_ub        TransformerEngine spec    TransformerEngine's userbuffers (``tp_com
 flux_local   those of ``local``        under ``megatron_flux.patched()``
 flux_te      those of ``te``           under ``megatron_flux.patched()``
 …_own_gather                           as these two without ``gather_ahead``
-…_fp8wire                              as these two, all calls on ``chunked_fp8``; likewise ``…_int8wire``. The wire is
-                                       chosen by backend: one that the tuner is told of would be another process's
+…_fp8wire                              as these two, all calls on ``chunked_fp8``; likewise ``…_int8wire``. With two
+                                       wires, as ``…_exact_fp8wire``, the second is that of gradients
 floor        those of ``local``        communication left out: no training run
 busy_floor   those of ``local``        its bytes sent, but never waited for: no training run
 ===========  ========================  ===========================================================================
@@ -43,7 +43,9 @@ from megatron_flux import FluxConfig, ops, patched, report
 from megatron_flux.bench.layer_config import NEED_PEERS, Workload
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import NotHereError
+from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.errors import FluxError
+from megatron_flux.settings import WIRES
 from megatron_flux.train.measurements import workspace_bytes
 
 BlockKind = Literal["te", "te_ub", "local"]
@@ -81,9 +83,11 @@ def block_of(arm: str) -> BlockKind:
     return "te" if arm == "te" or arm.startswith("flux_te") else "local"
 
 
-def wire_of(arm: str) -> str:
+def wires_of(arm: str) -> Wires:
     """What an arm sends."""
-    return arm.rpartition("_")[2].removesuffix("wire") if arm.endswith("wire") else "exact"
+    words = arm.removesuffix("wire").split("_") if arm.endswith("wire") else []
+    sent = [word for word in words if word in WIRES]
+    return Wires(sent[0], sent[-1]) if sent else ALL_EXACT
 
 
 def why_not(arm: str, device: torch.device, link: str) -> str | None:
@@ -95,7 +99,7 @@ def why_not(arm: str, device: torch.device, link: str) -> str | None:
             return "TransformerEngine is not installed"
     if arm in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):
         return f"it needs peer access between GPUs; the link is {link}"
-    if wire_of(arm) != "exact" and link != "host":
+    if wires_of(arm) != ALL_EXACT and link != "host":
         return f"8-bit wires are for the link host; the link is {link}"
     return None
 
@@ -107,8 +111,10 @@ def make(
 
     ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use.
     """
-    if (wire := wire_of(arm)) != "exact":
-        backend = f"chunked_{wire}"
+    backends = Backends.of(backend)
+    if (wires := wires_of(arm)) != ALL_EXACT:
+        forward, dgrad = ("chunked" if wire == "exact" else f"chunked_{wire}" for wire in wires)
+        backends = Backends(forward, dgrad, forward)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         x.grad = None
@@ -121,7 +127,10 @@ def make(
             return patched(FluxConfig(backend=FLOORS[arm].name, link=link))
         if not arm.startswith("flux"):
             return nullcontext()
-        return patched(FluxConfig(backend=backend, gather_ahead=not arm.endswith("_own_gather"), link=link))
+        ahead = not arm.endswith("_own_gather")
+        # The tuner of an arm without wires sends none, whatever the environment says.
+        exact = {"wire": "exact", "grad_wire": "exact"}
+        return patched(FluxConfig(**backends._asdict(), **exact, gather_ahead=ahead, link=link))
 
     if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():
         ops.register_backend(FLOORS[arm])

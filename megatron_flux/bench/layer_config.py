@@ -16,9 +16,10 @@ from megatron_flux.bench.shapes import (
     named,
     working_memory,
 )
+from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.train.options import LinkOptions
+from megatron_flux.train.options import LayerLinkOptions, Wire
 from megatron_flux.train.presets import ModelShape
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
@@ -84,7 +85,7 @@ WORKLOADS = (
 )
 
 
-class _Measuring(LinkOptions, Options):
+class _Measuring(LayerLinkOptions, Options):
     """How a run measures."""
 
     group: ClassVar[str] = "Measuring"
@@ -111,7 +112,8 @@ class LayerOptions(_Measuring):
         ",".join(ARMS),
         description="Arms, separated by commas. floor skips all communication, busy_floor sends and never waits: not "
         f"training runs. On request: {', '.join(ON_REQUEST)}. With --wire fp8 flux_local is followed by "
-        "flux_local_fp8wire and flux_te by flux_te_fp8wire, whose calls all run chunked_fp8; int8 likewise.",
+        "flux_local_fp8wire and flux_te by flux_te_fp8wire, whose calls all run chunked_fp8; int8 likewise. With "
+        "--grad-wire int8 beside it they are called flux_local_fp8_int8wire and flux_te_fp8_int8wire.",
     )
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per step, instead of each model's own.")
@@ -124,6 +126,8 @@ class LayerOptions(_Measuring):
 class LayerConfig(_Measuring):
     """A run in which nothing is open."""
 
+    wire: Wire = "exact"
+    grad_wire: Wire = "exact"
     workloads: tuple[Workload, ...]
     arms: tuple[str, ...]
     tp: int
@@ -135,21 +139,22 @@ class LayerConfig(_Measuring):
     """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
 
 
-def over_wire(wire: str) -> dict[str, str]:
-    """The arms that send nothing but ``wire``, and those that they are like; none for ``exact``."""
-    return {} if wire == "exact" else {f"{arm}_{wire}wire": arm for arm in ("flux_local", "flux_te")}
+def over_wires(wires: Wires) -> dict[str, str]:
+    """The arms that send nothing but ``wires``, and those that they are like; none where both are ``exact``."""
+    sent = "_".join(dict.fromkeys(wires))
+    return {} if sent == "exact" else {f"{arm}_{sent}wire": arm for arm in ("flux_local", "flux_te")}
 
 
-def with_wire(arms: list[str], wire: str) -> list[str]:
-    """``arms``, each followed by the one that is like it over ``wire``."""
-    more = {like: arm for arm, like in over_wire(wire).items()}
+def with_wires(arms: list[str], wires: Wires) -> list[str]:
+    """``arms``, each followed by the one that is like it over ``wires``."""
+    more = {like: arm for arm, like in over_wires(wires).items()}
     return list(dict.fromkeys(name for arm in arms for name in (arm, more.get(arm, arm))))
 
 
 def check_graphs(cuda_graphs: bool, link: str | None) -> None:
-    """Refuse graphs of what goes through host memory: the CPU takes part in it."""
-    if cuda_graphs and link in ("host", "none"):
-        raise UserError(f"--cuda-graphs cannot capture what goes over the link {link}; leave one of them out")
+    """Refuse graphs of what goes between hosts: it cannot be captured."""
+    if cuda_graphs and link == "none":
+        raise UserError("--cuda-graphs cannot capture what goes over the link none; leave one of them out")
 
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:
@@ -159,7 +164,8 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
         UserError: an unknown model, arm or backend, or sizes that ``tp`` does not divide.
     """
     models = named("model", options.models, LAYER_MODELS)
-    arms = with_wire(named("arm", options.arms, (*ARMS, *ON_REQUEST, *over_wire(options.wire))), options.wire)
+    wires = Wires.of(options.wire, options.grad_wire)
+    arms = with_wires(named("arm", options.arms, (*ARMS, *ON_REQUEST, *over_wires(wires))), wires)
     check_graphs(options.cuda_graphs, options.link)
     if options.cuda_graphs and "busy_floor" in arms:
         raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
@@ -172,5 +178,6 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     for workload in chosen:
         check_divides(workload.label, workload.shape, tp, **{"tokens a sequence": workload.seq})
     measuring = options.model_dump(include=set(_Measuring.model_fields))
+    measuring |= {"wire": wires.activations, "grad_wire": wires.gradients}
     # With --seq and --micro-batch two workloads of a model may be one.
     return LayerConfig(workloads=tuple(dict.fromkeys(chosen)), arms=tuple(arms), tp=tp, **measuring)

@@ -34,6 +34,7 @@ from megatron_flux.bench.layer_steps import WARMUP_STEPS, Samples, capture, inte
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import attempt
 from megatron_flux.comm import collectives, group_state
+from megatron_flux.config import ALL_EXACT, Wires
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry import breakdown
 from megatron_flux.train.measurements import forget_dummy_gradients
@@ -181,9 +182,9 @@ class WorkloadBench:
 
     def _row(self, arm: Arm, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
         reference = "te" if "te" in results else next(iter(results))
-        agreement, wire = None, layer_arms.wire_of(arm.name)
+        agreement, wires = None, layer_arms.wires_of(arm.name)
         if arm.training:
-            agreement = {"with": reference, **self._compare(results[arm.name], results[reference], wire)}
+            agreement = {"with": reference, **self._compare(results[arm.name], results[reference], wires)}
             if not agreement["ok"]:
                 self.say(f"{arm.name}: does NOT agree with {reference}: {agreement}")
         parts, name = {}, None
@@ -205,7 +206,7 @@ class WorkloadBench:
         products = [_product(self.weights[name].main_grad) for name in sorted(self.weights)]
         return [y.float() - self.x.detach().float(), dx.float() - self.dy.float(), *products]
 
-    def _compare(self, result: Result, reference: Result, wire: str = "exact") -> dict[str, Any]:
+    def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:
         """Norms of the differences, relative to the reference's, of ``y``, ``dx`` and the weight gradient that differs
         most (``wgrad``), and whether all are within the tolerance (NaN is not: ``ok``). A collective call.
         """
@@ -215,7 +216,7 @@ class WorkloadBench:
         # max() would pass over a NaN.
         wgrad = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
         found = {"y": y, "dx": dx, "wgrad": wgrad}
-        ok = all(value <= TOLERANCE[wire] for value in found.values())
+        ok = all(value <= max(map(TOLERANCE.__getitem__, wires)) for value in found.values())
         # JSON has no NaN.
         return {**{name: float(f"{v:.3g}") if math.isfinite(v) else None for name, v in found.items()}, "ok": ok}
 
@@ -268,13 +269,15 @@ def row(
     """One arm's row, without what compares it with others (:func:`complete` adds that)."""
     low, median, high = (round(value / workload.layers, 4) for value in quartiles(samples["step_ms"]))
     clocks = [clock for clock in samples["sm_clock_mhz"] if clock is not None]
+    wires = layer_arms.wires_of(arm.name)
     peak = arm.facts.get("peak_memory_gb")
     return {
         **workload.model_dump(),
         "arm": arm.name,
         "training": arm.training,
         "link": link,
-        "wire": layer_arms.wire_of(arm.name),
+        "wire": wires.activations,
+        "grad_wire": wires.gradients,
         "ms_per_layer": median,
         "ms_per_layer_low": low,
         "ms_per_layer_high": high,

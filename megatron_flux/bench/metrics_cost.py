@@ -63,8 +63,8 @@ def work(text: str) -> None:
     from megatron_flux.train.worker import world
 
     blocks: list[dict[str, Any]] = []
-    with world(config) as (dataset, device):
-        with Arm("flux", config, dataset, device) as arm:
+    with world(config) as (datasets, device):
+        with Arm("flux", config, datasets, device) as arm:
 
             def recorded(steps: int = options.block_steps) -> None:
                 for _ in arm.steps(steps):

@@ -67,10 +67,12 @@ def operands(
     )
 
 
-def call(case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str) -> Variant:
+def call(
+    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str, wire: str = "exact"
+) -> Variant:
     """The operator through one backend."""
     operator = getattr(ops, case.op)
-    return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend)
+    return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend, wire=wire)
 
 
 def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
@@ -86,10 +88,15 @@ def backends(link: str, wire: str) -> tuple[str, ...]:
 
 
 def variants(
-    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, names: Sequence[str] = BACKENDS
+    case: Case,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    names: Sequence[str] = BACKENDS,
+    wire: str = "exact",
 ) -> dict[str, Variant]:
     """All by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it where there is peer access,
-    then the backends of these ``names``.
+    then the backends of these ``names``, of which the tuner may send ``wire``.
     """
     importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
     fused = torch.ops.symm_mem
@@ -126,7 +133,7 @@ def variants(
         }
     if "chunked" in names:
         del found["async_tp"]
-    return found | {name: call(case, x, weight, group, name) for name in names}
+    return found | {name: call(case, x, weight, group, name, wire) for name in names}
 
 
 def timed(
@@ -185,7 +192,7 @@ def _case(
     """The row of the summary, and by variant what ``rounds.jsonl`` holds."""
     dtype = process_group.DTYPES[wanted.dtype]
     x, weight = operands(case, group, dtype, device)
-    ways = variants(case, x, weight, group, backends(link, wanted.wire))
+    ways = variants(case, x, weight, group, backends(link, wanted.wire), wanted.wire)
     times = timed(ways, group, device, wanted.rounds, wanted.burst)
     raw = {
         name: {
@@ -195,7 +202,7 @@ def _case(
         for name, found in times.items()
     }
     ms = {name: round(found["median"], 4) for name, found in raw.items()}
-    answer = get_backend("tuned").answer(case.op, case.m, case.n, case.k, x, case.transposed, group)
+    answer = get_backend("tuned").answer(case.op, case.m, case.n, case.k, x, case.transposed, group, wanted.wire)
     assert answer is not None  # noqa: S101 - the tuned call has been made
     e = report.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
     row = {
@@ -289,7 +296,7 @@ def work(text: str) -> None:
     wanted = OpsRun.model_validate_json(text)
     rank.set_environment()
     rank.set_nccl_link(wanted.link)
-    links.want(links.Wanted(link=wanted.link, wire=wanted.wire))
+    links.want(links.Wanted(wanted.link))
     log = wanted.out / "log.txt"
     with process_group.logged_to(log), process_group.opened() as group:
         second = wanted.command == "async-TP"

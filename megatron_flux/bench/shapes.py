@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.errors import UserError
-from megatron_flux.train.options import LinkOptions
+from megatron_flux.train.options import LinkOptions, Wire
 from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
 
 MODELS = {
@@ -206,6 +206,7 @@ class Calls(Options):
 class OpsRun(Calls, OpsOptions):
     """A ``bench ops`` run, complete; what the ranks are started with."""
 
+    wire: Wire = "exact"
     command: Literal["bench ops", "async-TP"] = "bench ops"
     """The second is the pass of :func:`megatron_flux.bench.ops.add_async_tp`."""
     out: Path

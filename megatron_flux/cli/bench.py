@@ -18,6 +18,7 @@ from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun, T
 from megatron_flux.cli import start
 from megatron_flux.cli.start import Command, DryRun, Group, with_options_or_file
 from megatron_flux.cli.train import resolved
+from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
@@ -36,7 +37,8 @@ def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
 
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
-    run = OpsRun(**{**_calls(given), **more.model_dump(), "out": more.out or Path()})
+    wire = Wires.of(more.wire, None).activations
+    run = OpsRun(**{**_calls(given), **more.model_dump(), "wire": wire, "out": more.out or Path()})
 
     def to(out: Path) -> OpsRun:
         return run.model_copy(update={"out": out})

@@ -39,6 +39,10 @@ class JobOptions(BaseModel):
     nodes: int | None = Field(None, description="Nodes, instead of the job's.")
     tp: int | None = Field(None, description="Tensor-parallel size, instead of the job's.")
     pp: int | None = Field(None, description="Pipeline-parallel size, instead of the job's.")
+    link: str | None = Field(None, description="Weaker link than the profile's, for stock and flux: p2p, host or none.")
+    wire: str | None = Field(
+        None, description="What flux may send over the link host, instead of the profile's: exact, fp8 or int8."
+    )
     repetitions: int | None = Field(None, description="Repetitions of a comparison (array tasks).")
     retries: int | None = Field(
         None, description="Retries after a rank failed, without its node, instead of the job's."
@@ -189,7 +193,9 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     from megatron_flux.slurm.job import Job, collect_script, job_script, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
-    layout = options.model_dump(include={"nodes", "tp", "pp", "repetitions", "retries"}, exclude_none=True)
+    layout = options.model_dump(
+        include={"nodes", "tp", "pp", "link", "wire", "repetitions", "retries"}, exclude_none=True
+    )
     site = options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
     profile = Profile.load(options.profile, site)
     resolved = resolve(Job.load(options.job, layout), profile, options.mode, parse_settings(options.set))

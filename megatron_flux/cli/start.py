@@ -63,8 +63,8 @@ class Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write it."""
         with formatter.section("Commands"):
-            names = self.list_commands(ctx)
-            formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(1000)) for name in names])
+            commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+            formatter.write_dl([(name, found.get_short_help_str(1000)) for name, found in commands.items() if found])
 
 
 def with_options(command: Callable[..., None], *, config_file: bool = False) -> Callable[..., None]:
@@ -74,7 +74,7 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
     ``--config FILE`` (:mod:`megatron_flux.cli.config_file`), over which its options go.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    models = {name: p.annotation for name, p in own.items() if inspect.isclass(p.annotation)}
+    models: dict[str, type[BaseModel]] = {n: p.annotation for n, p in own.items() if inspect.isclass(p.annotation)}
     fields = {name: field for model in models.values() for name, field in model.model_fields.items()}
 
     def call(**values: Any) -> None:
@@ -129,7 +129,7 @@ def _made(model: type[BaseModel], values: dict[str, Any], origins: Mapping[str, 
     except ValidationError as error:
         first = error.errors()[0]
         option, name = first["loc"][0], ".".join(str(p) for p in first["loc"])
-        said = f"{origins[option]}{name}" if option in origins else f"--{name.replace('_', '-')}"
+        said = f"{origins[str(option)]}{name}" if option in origins else f"--{name.replace('_', '-')}"
         raise UserError(f"{said} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 

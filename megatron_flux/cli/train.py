@@ -66,9 +66,14 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
-    found = data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
-    text = config.Text(name=data.name_of(run.data), length=found.tokens, sha256=data.fingerprint(found))
+    shape = run.shape
+    found = data.prepare(run.data, run.data_cache, shape.seq_length, shape.vocab_size, split=run.split)
+    about = {"name": data.name_of(run.data), "length": found.tokens, "sha256": data.fingerprint(found)}
+    text = config.Text(**about, split=run.split)
     run = run.model_copy(update={"text": text})
+    typer.echo(
+        f"megatron-flux {command}: {found.documents:,} documents, {found.tokens:,} tokens: {text.name}", err=True
+    )
     if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
     without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""

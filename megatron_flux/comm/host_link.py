@@ -24,8 +24,10 @@ Hazards
       but through words.
     * **Host time.** Each chunk costs a call of the driver for its words and one for its copy in each lane, about 3 us
       each (2 x H200). Words go in batches whose arguments are made once. Larger slots mean fewer calls.
-    * In CUDA graphs the words would do; the order in which a graph's branches reach one hardware queue is not ours to
-      say: captures are refused.
+    * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
+      branches reach the hardware is not ours to say; that it ends was tried with one queue and with eight, with late
+      ranks and with eager calls between replays (``tests/gpu/checks_host.py``). The shared memory whose addresses a
+      graph holds is never given back.
 """
 
 from __future__ import annotations
@@ -43,16 +45,17 @@ from megatron_flux.comm.host_program import DOWN, LANES, UP, Program, Step
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
 from megatron_flux.comm.host_ring import Layout, usual
 from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
 
 _MOST_PROGRAMS = 512
-"""Some 50 KB each."""
+"""Some 20 KB each."""
 
 
 class HostLink:
     """See the module; one per group."""
 
     kind = "host"
+    captures = True
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class HostLink:
     def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
         """See :class:`~megatron_flux.comm.transport.Transport`."""
         program = self._program("exchange", cuts)
-        self._begin(operator, program, UP)
+        self._begin(operator, program, (UP,))
         self._last = HostExchange(self, program, theirs, cuts)
         return self._last
 
@@ -123,13 +126,11 @@ class HostLink:
         """The lanes ``behind`` come behind what the caller has enqueued by now."""
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UserError(
-                "the link through host memory cannot be captured in a CUDA graph; train without graphs, or with "
-                "backend='reference'"
-            )
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._progress.regions.never_free()
         self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF
-        self._progress.begin(epoch, Call(operator, program))
+        self._progress.begin(epoch, Call(operator, program), captured=captured)
         program.stamp(epoch)
         self.follow(behind)()
 
@@ -140,13 +141,13 @@ class HostLink:
             lane = lanes[number]
             lane.words(batch)
             for row, offset, host, nbytes in copies:
-                if number in DOWN:
+                if number == DOWN:
                     lane.copy(host, rows[row] + offset, nbytes)
                 else:
                     lane.copy(rows[row] + offset, host, nbytes)
 
     def behind(self, numbers: Sequence[int]) -> Callable[[], None]:
-        """What puts the caller's stream behind what these lanes have been given by now."""
+        """What puts the stream that is current when it is called behind what these lanes have been given by now."""
         marks = [self._lanes[number].mark() for number in numbers]
 
         def wait() -> None:
@@ -161,8 +162,7 @@ class HostLink:
 
     def hold(self, sent: torch.Tensor) -> None:
         """The memory of ``sent`` is read until the lanes are done with it, whichever stream it belongs to."""
-        for number in DOWN:
-            self._lanes[number].hold(sent)
+        self._lanes[DOWN].hold(sent)
 
     def _program(self, kind: str, cuts: Sequence[int]) -> Program:
         key = (kind, tuple(cuts))
@@ -209,7 +209,7 @@ class HostGather:
         for part in self._parts:
             link.run(part.steps, self._rows)
             if part.arrived is not None:
-                link.behind(UP)()
+                link.behind((UP,))()
                 for d in range(1, link.tp):
                     yield (link.rank + d) % link.tp, part.arrived
         self.wait()
@@ -245,12 +245,14 @@ class HostExchange:
         self._parts = iter(program.parts)
         self._sent: list[torch.Tensor] = []
         self._held: tuple[int, Callable[[], None]] | None = None
+        self._end: Callable[[], None] | None = None
+        self._finished = False
 
     def send(self, block: torch.Tensor) -> None:
         """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
         queue that they share.
         """
-        behind = self._link.follow(DOWN)
+        behind = self._link.follow((DOWN,))
         self._flush()
         self._sent.append(block)
         self._held = block.data_ptr(), behind
@@ -262,9 +264,18 @@ class HostExchange:
         behind()
         self._link.run(next(self._parts).steps, self._rows)
 
-    def wait(self) -> None:
+    def enqueue(self) -> None:
         """See the protocol."""
         self._flush()
-        self._link.behind(LANES)()
+        if self._end is None:
+            self._end = self._link.behind(LANES)
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self.enqueue()
+        if self._finished or self._end is None:
+            return
+        self._finished = True
+        self._end()
         self._link.ended(self)
         self._sent.clear()

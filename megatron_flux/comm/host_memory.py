@@ -66,6 +66,7 @@ class Mapping:
 
 _dropped: list[list[Mapping]] = []
 """Pinned, and of nobody any more."""
+_in_graphs: list[list[Mapping]] = []
 
 
 class Regions:
@@ -78,8 +79,15 @@ class Regions:
         """Addresses for this process."""
         self.lanes = lanes
         """Addresses for :mod:`~megatron_flux.comm.lanes`: of the device, or again of this process."""
+        self._finalizer: weakref.finalize | None = None
         if any(mapping.pinned for mapping in mappings):
-            weakref.finalize(self, _dropped.append, mappings).atexit = False
+            self._finalizer = weakref.finalize(self, _dropped.append, mappings)
+            self._finalizer.atexit = False
+
+    def never_free(self) -> None:
+        """A CUDA graph holds the addresses from here on."""
+        if self._finalizer is not None and self._finalizer.detach() is not None:
+            _in_graphs.append(self._mappings)
 
 
 def make(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions:
@@ -125,13 +133,17 @@ def _free_dropped(device: torch.device) -> None:
                 mapping.unpin()
 
 
+def room() -> tuple[int, int]:
+    """Bytes of shared memory that this process could have at all, and that are left of them; zeros where none is."""
+    if not FOLDER.is_dir():
+        return 0, 0
+    there = os.statvfs(FOLDER)
+    return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+
+
 def _enough(group: dist.ProcessGroup, nbytes: int) -> None:
     """Whether there is a host with memory enough, before anything is taken of it. Collective."""
-    total, free = 0, 0
-    if FOLDER.is_dir():
-        there = os.statvfs(FOLDER)
-        total, free = there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
-    said = of_all_ranks((socket.gethostname(), total, free), group)
+    said = of_all_ranks((socket.gethostname(), *room()), group)
     if len({host for host, *_ in said}) > 1:
         raise UserError("a link through host memory needs all ranks of a group on one host")
     total, free = min(total for _, total, _ in said), min(free for *_, free in said)
@@ -172,7 +184,7 @@ def _allocate(nbytes: int, device: torch.device) -> str:
 def _near(device: torch.device) -> Iterator[None]:
     """Run this thread on processors of the GPU's NUMA node, where it may, so that what it allocates lies there."""
     allowed = os.sched_getaffinity(0)
-    near = allowed & _processors(device)
+    near = allowed & processors(device)
     if near:
         os.sched_setaffinity(0, near)
     try:
@@ -182,7 +194,7 @@ def _near(device: torch.device) -> Iterator[None]:
             os.sched_setaffinity(0, allowed)
 
 
-def _processors(device: torch.device) -> set[int]:
+def processors(device: torch.device) -> set[int]:
     """Those beside the GPU; empty where that is not known."""
     address = nvml.pci_address(device) if device.type == "cuda" else None
     if address is None:

@@ -1,8 +1,9 @@
 """What a rank enqueues for a call of the link through host memory, in order: arithmetic and addresses, no GPU.
 
 It depends on nothing but sizes, so it is made once for them. A call goes through the steps of a :class:`Program`: each
-is memory operations and then copies, in one lane. Chunk ``i`` is written in lane ``i % 2`` of those down and read in
-lane ``i % 2`` of those up: while one waits for words, which takes about 15 us (2 x H200), the other copies.
+is memory operations and then copies, in one lane. Two lanes each way, of which one copies while the other waits for
+words, were no faster (2 x H200, 101 MB received: 2.46-2.49 ms with slots of 2 MB, 2.49-2.51 of one lane with slots of
+4 MB) and cost more host time.
 
 Contract: all ranks go through programs of the same form, differing only in who the peers are.
 
@@ -12,11 +13,9 @@ of the whole program*:
 
 * S(i), writing chunk i, waits for the end of the reading R(i - slots) of peers; R(i) for the end of their S(i).
 * Words that end a step are written together with those that begin the next one in that lane (fewer calls of the
-  driver): FULL of S(i) with S(i + 2), EMPTY of R(i) with R(i + 2).
-* The order is S(0) ... S(a), R(0), S(a + 1), R(1) ... with a = slots - 3, at least 3. So R(i) comes behind S(i + 2), or
-  behind what ends the last S; and S(i) behind R(i - slots + 2).
-* A slot is written in one lane always and read in one always: their number is even. In another lane its next use could
-  find EMPTY before its last use has begun.
+  driver): FULL of S(i) with S(i + 1), EMPTY of R(i) with R(i + 1).
+* The order is S(0) ... S(a), R(0), S(a + 1), R(1) ... with a = slots - 2, at least 1. So R(i) comes behind S(i + 1), or
+  behind what ends the last S; and S(i) behind R(i - slots + 1).
 * GEMMs stand between them in the same places on all ranks.
 
 Nothing waits for what stands behind it or beside it: by induction over places there is no deadlock.
@@ -34,9 +33,8 @@ from megatron_flux.comm.host_ring import BEGUN, BUSY, EMPTY, EPOCH, FULL, POSITI
 from megatron_flux.comm.lanes import Batch, Wait
 from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
 
-DOWN, UP = (0, 1), (2, 3)
-"""Lanes from the device to host memory, and back."""
-LANES = (*DOWN, *UP)
+DOWN, UP = LANES = (0, 1)
+"""Lanes: from the device to host memory, and back."""
 
 
 class Copy(NamedTuple):
@@ -103,11 +101,9 @@ class _Recipe:
         self._step(lane, ends.waits, ends.copies)
         self._words[lane].extend(ends.words)
 
-    def flush(self, lanes: Sequence[int], *, last: bool) -> None:
-        """Write what ends their last steps; ``last``: of the call."""
-        for lane in lanes:
-            if self.program.batches[lane] and (last or self._words[lane]):
-                self._step(lane, last=last)
+    def flush(self, lane: int, *, last: bool) -> None:
+        """Write what ends its last step; ``last``: of the call."""
+        self._step(lane, last=last)
 
     def end_part(self, arrived: int | None = None) -> None:
         """What comes from here on is enqueued later."""
@@ -117,25 +113,24 @@ class _Recipe:
     def in_turns(
         self,
         count: int,
-        layout: Layout,
-        use: int,
+        slots: int,
         write: Callable[[int], Ends],
         fetch: Callable[[int], Ends],
         fetched: Callable[[int], None],
         *,
         last: bool,
     ) -> None:
-        """``count`` writings and fetchings in the order that the module gives; their chunks are from the ``use``-th of
-        the call on, and ``last``: none come behind them. ``fetched`` is called behind each fetching.
+        """``count`` writings and fetchings in the order that the module gives; ``last``: none come behind them.
+        ``fetched`` is called behind each fetching.
         """
-        ahead = layout.slots - 3
+        ahead = slots - 2
         for i in range(count + ahead):
             if i < count:
-                self.step(DOWN[(use + i) % 2], write(i))
+                self.step(DOWN, write(i))
             if i == count - 1:
                 self.flush(DOWN, last=last)
             if (j := i - ahead) >= 0:
-                self.step(UP[(use + j) % 2], fetch(j))
+                self.step(UP, fetch(j))
                 if j == count - 1:
                     self.flush(UP, last=last)
                 fetched(j)
@@ -144,7 +139,7 @@ class _Recipe:
         self, lane: int, waits: Sequence[tuple[WordOp, Wait]] = (), copies: Sequence[Copy] = (), *, last: bool = False
     ) -> None:
         known, at = self.program.batches[lane], self._region + place(lane, 0)
-        stamped = [] if known else [at + EPOCH, *([self._region + BEGUN] if lane == DOWN[0] else [])]
+        stamped = [] if known else [at + EPOCH, *([self._region + BEGUN] if lane == DOWN else [])]
         marks = [WordOp(WRITE, word, 0) for word in stamped]
         marks += [] if known else [WordOp(WRITE, at + BUSY, 1)]
         marks.append(WordOp(WRITE, at + POSITION, len(known)))
@@ -190,7 +185,7 @@ def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int
         if use == len(parts) - 1 or parts[use + 1][0] != parts[use][0]:
             recipe.end_part(parts[use][0])
 
-    recipe.in_turns(len(parts), layout, 0, write, fetch, fetched, last=True)
+    recipe.in_turns(len(parts), layout.slots, write, fetch, fetched, last=True)
     return recipe.program
 
 
@@ -222,7 +217,7 @@ def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[i
                 [WordOp(WRITE, word, EMPTY)],
             )
 
-        recipe.in_turns(len(parts), layout, use, write, fetch, lambda i: None, last=number == len(order) - 1)
+        recipe.in_turns(len(parts), layout.slots, write, fetch, lambda i: None, last=number == len(order) - 1)
         recipe.end_part()
         use += len(parts)
     return recipe.program

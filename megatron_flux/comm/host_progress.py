@@ -10,6 +10,9 @@ that is not met, it
    kernel at the end of the call (:mod:`megatron_flux.kernels.gate`) ends the process with CUDA's error first: nothing
    behind it runs. Peers are not misled: of the words that they wait for, none is touched.
 
+A CUDA graph that is replayed comes to the same epochs and batches again and again: that every look in the whole limit
+met the same wait of another replay, unmet, is taken for standing still.
+
 On CPUs a lane counts the time by itself and raises what step 1 says.
 """
 
@@ -80,6 +83,7 @@ class Progress:
         """Of a link that begins."""
         self.regions = regions
         self.calls: dict[int, Call] = {}  # the last ones, by epoch
+        self._captured: dict[int, Call] = {}  # in CUDA graphs, which write the same epoch in every replay
         self.release: Callable[[], None] = lambda: None
         self._own = regions.host[group.rank()]
         self._stood: list[tuple[tuple[int, int], float]] = [((0, 0), 0.0)] * len(LANES)
@@ -95,10 +99,13 @@ class Progress:
     def _read(self, lane: int, what: int) -> int:
         return read(self._own + place(lane, what))
 
-    def begin(self, epoch: int, call: Call) -> None:
-        """Remember what may be under way."""
+    def begin(self, epoch: int, call: Call, *, captured: bool = False) -> None:
+        """Remember what may be under way; a call that is ``captured`` may be so at any time from here on."""
         self.calls.pop((epoch - _REMEMBERED) & 0xFFFFFFFF, None)
-        self.calls[epoch] = call
+        (self._captured if captured else self.calls)[epoch] = call
+
+    def _call(self, epoch: int) -> Call | None:
+        return self.calls.get(epoch) or self._captured.get(epoch)
 
     def seen(self, peer: int) -> int:
         """The last call that ``peer`` has begun."""
@@ -117,7 +124,7 @@ class Progress:
         """Lane ``lane`` has waited too long."""
         if not self.alarm.view[0]:
             epoch = self._read(lane, EPOCH)
-            call = self.calls.get(epoch)
+            call = self._call(epoch)
             self.alarm.ring(call.operator if call else "all_gather", wait, epoch, self.seen(wait.peer))
 
     def look(self) -> None:
@@ -126,7 +133,7 @@ class Progress:
             return
         for lane in LANES:
             epoch, position, busy = (self._read(lane, what) for what in (EPOCH, POSITION, BUSY))
-            call = self.calls.get(epoch)
+            call = self._call(epoch)
             if not busy or call is None or position >= len(call.program.batches[lane]):
                 continue
             wait = call.program.batches[lane][position].unmet()

@@ -34,8 +34,8 @@ LANES = LINE
 EPOCH, POSITION, BUSY = 0, 4, 8
 """Offsets there: the last call that the lane has begun, the batch of words in it, and whether it is in it still."""
 HEAD = PAGE
-LEAST_SLOTS = 6
-"""Two are written and two read at once, and words are enqueued one chunk late."""
+LEAST_SLOTS = 3
+"""One is written and one read at once, and words are enqueued one chunk late."""
 
 
 def place(lane: int, what: int) -> int:
@@ -53,15 +53,12 @@ class Layout:
 
     tp: int
     slot_bytes: int = 2 * MIB
-    slots: int = 6
+    slots: int = 4
 
     def __post_init__(self) -> None:
         """Raises UserError: a ring that :mod:`comm.host_program` cannot use."""
-        if self.slots < LEAST_SLOTS or self.slots % 2:
-            raise UserError(
-                f"the link through host memory needs an even number of at least {LEAST_SLOTS} slots, {self.slots} were "
-                "given"
-            )
+        if self.slots < LEAST_SLOTS:
+            raise UserError(f"the link through host memory needs at least {LEAST_SLOTS} slots, {self.slots} were given")
 
     @property
     def slot_pitch(self) -> int:
@@ -101,10 +98,10 @@ class Layout:
 
 
 def usual(tp: int) -> Layout:
-    """What a group of ``tp`` ranks gets: 48 MB for two or four, which a container has.
+    """What a group of ``tp`` ranks gets: 32 MB for two or four, half of what a container has.
 
-    Of two GPUs slots of 4 MB are faster (2 x H200, one lane each way: 42 GB/s each way against 36) and halve the calls
-    of the driver; of four those of 2 MB are as fast (38 and 39 GB/s) and leave the processors' cache room for all.
+    Of two GPUs slots of 4 MB are faster (2 x H200: 42 GB/s each way against 36) and halve the calls of the driver; of
+    four those of 2 MB are as fast (38 and 39 GB/s) and leave the processors' cache room for all.
     """
     return Layout(tp, (4 if tp == 2 else 2) * MIB)
 

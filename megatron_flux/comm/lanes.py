@@ -1,7 +1,7 @@
 """Lanes: queues of copies and of waits for words, in the order in which they were enqueued.
 
-The link through host memory (:mod:`megatron_flux.comm.host_link`) has two down, from the device to host memory, and two
-up. What is in one runs in order; between them, words decide. On GPUs a lane is a CUDA stream
+The link through host memory (:mod:`megatron_flux.comm.host_link`) has two: one down, from the device to host memory,
+and one up. What is in one runs in order; between the two, words decide. On GPUs a lane is a CUDA stream
 (:class:`StreamLane`): copies by copy engine, words by the GPU's front end (:mod:`megatron_flux.cuda_memory_ops`), no
 SM. On CPUs it is the processor (:class:`ProcessorLane`): with a thread for each, or at once where it is called.
 
@@ -120,7 +120,7 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         """On ``device``."""
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._handle = self.stream.cuda_stream
+        self._handle, self._device = self.stream.cuda_stream, device
 
     def words(self, batch: Batch) -> None:
         """See :class:`Lane`."""
@@ -134,7 +134,7 @@ class StreamLane:
         """See :class:`Lane`."""
         event = torch.cuda.Event()
         event.record(self.stream)
-        return event.wait
+        return lambda: event.wait(torch.cuda.current_stream(self._device))
 
     def hold(self, tensor: torch.Tensor) -> None:
         """See :class:`Lane`."""

@@ -57,8 +57,6 @@ class Wanted:
 
     link: str | None = None
     """The strongest link to use; None leaves it to ``MEGATRON_FLUX_LINK``."""
-    wire: str = "exact"
-    """What the tuner may put on the wire where there is no NVLink; see :mod:`megatron_flux.kernels.wire`."""
     strict: bool = False
     """An error where a link cannot be used, instead of a slower one."""
 

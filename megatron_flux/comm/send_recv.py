@@ -26,6 +26,7 @@ class SendRecv:
     """See the module; one per group."""
 
     kind = "send_recv"
+    captures = False  # untried
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Nothing is communicated."""
@@ -125,6 +126,9 @@ class SendRecvExchange:
         source = transport.source(by.rank, by.tp, peer)
         received = self._theirs[source, cuts[piece] : cuts[piece + 1]]
         self._under_way.append((source, by.step(self._operator, peer, block, source, received), block))
+
+    def enqueue(self) -> None:
+        """See the protocol: everything is."""
 
     def wait(self) -> None:
         """See the protocol."""

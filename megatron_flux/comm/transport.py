@@ -53,6 +53,9 @@ class Exchange(Protocol):
     def send(self, block: torch.Tensor) -> None:
         """The next step's bytes, which the stream that is current has written. They may leave with the next step."""
 
+    def enqueue(self) -> None:
+        """Behind the last :meth:`send`: begin all that is left, and do not wait for it."""
+
     def wait(self) -> None:
         """Put the stream that is current behind the whole call: all that was sent to this rank is here."""
 
@@ -61,6 +64,8 @@ class Transport(Protocol):
     """See the module."""
 
     kind: str
+    captures: bool
+    """Whether its calls may become part of CUDA graphs."""
 
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> Gather:
         """Send ``mine`` ``[nbytes]`` to all peers; peer ``p``'s arrives in ``theirs[p]`` (``[tp, nbytes]``, whose own

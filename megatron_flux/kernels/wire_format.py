@@ -13,6 +13,8 @@ import torch
 from megatron_flux.settings import WIRES
 
 EXACT, FP8, INT8 = WIRES
+FP8_CAPABILITY = (8, 9)
+"""The least compute capability of GPUs that convert to fp8."""
 GROUP = 128
 TINY = 1e-30
 TOP = {FP8: 448.0, INT8: 127.0}

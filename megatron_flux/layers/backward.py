@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_flux.config import Backends
+from megatron_flux.config import Backends, Wires
 
 _any_autocast = torch._C._is_any_autocast_enabled
 _unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -57,6 +57,7 @@ class LinearState:
     overwrite_main_grad: bool
     group: dist.ProcessGroup
     backends: Backends
+    wires: Wires
     autocast: torch.dtype | None
     """As from :func:`autocast_of`, in forward."""
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.config import Backends
+from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import (
     LinearState,
@@ -128,21 +128,14 @@ def _column_forward(
     linear: ColumnState = ctx.linear
     kept = linear.kept
     prefetch.register(ctx, linear, saved if kept is None else None)
+    how = {"backend": linear.backends.forward, "wire": linear.wires.activations}
     try:
         if kept is not None:
             y, kept.gathered = ops.all_gather_gemm(
-                x,
-                weight,
-                linear.group,
-                bias=bias,
-                epilogue_bias=epilogue_bias,
-                return_gathered=True,
-                backend=linear.backends.forward,
+                x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, return_gathered=True, **how
             )
             return y
-        return ops.all_gather_gemm(
-            x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, backend=linear.backends.forward
-        )
+        return ops.all_gather_gemm(x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, **how)
     except BaseException:
         prefetch.clear()  # the next row-parallel layer belongs to another graph
         raise
@@ -161,12 +154,12 @@ def _column_backward(
 
     ``dy`` is ``[s, b, n]``, ``x`` ``[s/tp, b, k]`` (None where ``dw`` is not needed), ``weight`` ``[n, k]``.
     """
-    group, backends = linear.group, linear.backends
+    group, how = linear.group, {"backend": linear.backends.dgrad, "wire": linear.wires.gradients}
     dx = dw = db = pending = None
     if need_dw:
         linear.gather(x)
     if need_dx:
-        pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, backend=backends.dgrad)
+        pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, **how)
     whole = linear.gathered(x)  # waits for an early gather even where it is not needed
     if need_dw:
         dw = weight_gradient(linear.parameter, linear.main_grad, dy, whole, overwrite=linear.overwrite_main_grad)
@@ -185,24 +178,25 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.linear = linear
         ctx.column = prefetch.take(linear.group)
-        return ops.gemm_reduce_scatter(x, weight, linear.group, backend=linear.backends.forward)
+        how = {"backend": linear.backends.forward, "wire": linear.wires.activations}
+        return ops.gemm_reduce_scatter(x, weight, linear.group, **how)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         linear: LinearState = ctx.linear
-        group, backends = linear.group, linear.backends
+        group, backends, wire = linear.group, linear.backends, linear.wires.gradients
         need_dx, need_dw, _ = ctx.needs_input_grad
         dx = dw = None
         if need_dx:
             dx, dy = ops.all_gather_gemm(
-                dy, weight, group, transposed=True, return_gathered=True, backend=backends.dgrad
+                dy, weight, group, transposed=True, return_gathered=True, backend=backends.dgrad, wire=wire
             )
             if ctx.column is not None:
                 ctx.column.prefetch()
         elif need_dw:
-            dy = ops.all_gather(dy, group, backend=backends.wgrad).wait()
+            dy = ops.all_gather(dy, group, backend=backends.wgrad, wire=wire).wait()
         if need_dw:
             dw = weight_gradient(linear.parameter, linear.main_grad, dy, x, overwrite=linear.overwrite_main_grad)
         return dx, dw, None
@@ -218,6 +212,7 @@ def column_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
+    wires: Wires = ALL_EXACT,
     epilogue_bias: bool = False,
     gather_ahead: bool = True,
     keep_gathered: bool = False,
@@ -235,13 +230,14 @@ def column_parallel_linear(
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
+        wires: what it may send, where it is a tuner's choice.
         epilogue_bias: see there.
         gather_ahead: see :class:`~megatron_flux.FluxConfig`.
         keep_gathered: likewise.
         keep_gathered_bytes: likewise.
     """
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), wires, autocast_of(x))
     if keep_gathered:
         linear.kept = keep.reserve(x, weight, group, linear.backends, keep_gathered_bytes)
     if norm is None:
@@ -258,6 +254,7 @@ def row_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
+    wires: Wires = ALL_EXACT,
 ) -> torch.Tensor:
     """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's rows of the sum, differentiable.
 
@@ -265,5 +262,5 @@ def row_parallel_linear(
     :func:`column_parallel_linear`. The bias is the caller's: it is added once, after the sum.
     """
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = LinearState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), autocast_of(x))
+    linear = LinearState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), wires, autocast_of(x))
     return _RowParallelLinear.apply(x, weight, linear)

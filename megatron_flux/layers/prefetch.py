@@ -82,7 +82,7 @@ class ColumnState(LinearState):
     def gather(self, x: torch.Tensor) -> None:
         """Start gathering, where that was not done early, or in forward."""
         if self._pending is None and self.kept is None:
-            self._pending = ops.all_gather(x, self.group, backend=self.backends.wgrad)
+            self._pending = self._gather(x)
             self._begun = ops.all_gathers_begun(self.group)
 
     def gathered(self, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -95,8 +95,11 @@ class ColumnState(LinearState):
         pending, self._pending = self._pending, None
         if pending is not None and self._begun != ops.all_gathers_begun(self.group):
             pending.wait()  # it must be finished all the same
-            pending = ops.all_gather(x, self.group, backend=self.backends.wgrad)
+            pending = self._gather(x)
         return None if pending is None else pending.wait()
+
+    def _gather(self, x: torch.Tensor) -> Pending:
+        return ops.all_gather(x, self.group, backend=self.backends.wgrad, wire=self.wires.activations)
 
 
 def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:

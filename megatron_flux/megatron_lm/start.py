@@ -14,16 +14,16 @@ import torch
 
 from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.errors import UserError
-from megatron_flux.ops import backend_names
+from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
 from megatron_flux.patch.megatron_core import installed_megatron_core
-from megatron_flux.settings import LINKS, WIRES, sm_margin, switched_on
+from megatron_flux.settings import LINKS, WIRES, link, sm_margin, switched_on
 from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
 
 _BACKENDS = ("backend", *Backends._fields)
-_CHOICES = {"link": LINKS, "wire": WIRES}
+_CHOICES = {"link": LINKS, "wire": WIRES, "grad_wire": WIRES}
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
     "forward": "Operator backend of forward, where it is another one.",
@@ -34,6 +34,7 @@ _HELP = {
     "keep_gathered_bytes": "How many bytes a process may keep so; without it a quarter of the free GPU memory.",
     "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
     "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",
+    "grad_wire": "The same of gradients; without it MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
     "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
 }
 
@@ -177,11 +178,8 @@ def _graph_problems(args: Any) -> Iterator[str]:
     graphs = getattr(args, "cuda_graph_impl", "none")
     if graphs in (None, "none"):
         return
-    if given := [f"--flux-{name}" for name in _BACKENDS if getattr(args, f"flux_{name}", None) == "pipelined"]:
-        yield (
-            f"backend pipelined ({', '.join(given)}) cannot be captured in CUDA graphs (--cuda-graph-impl {graphs}): "
-            "choose another backend"
-        )
+    if reason := cuda_graphs.why_not(_backends(args), getattr(args, "flux_link", None) or link()):
+        yield f"--cuda-graph-impl {graphs} comes with {reason}"
     # One graph holds the iteration: an implementation from 0.18 on, a scope of "local" before (0.16: an enumeration).
     scopes = getattr(args, "cuda_graph_scope", None) or []
     scopes = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
@@ -206,8 +204,12 @@ def _graph_problems(args: Any) -> Iterator[str]:
         )
 
 
+def _backends(args: Any) -> set[str]:
+    """Of all directions."""
+    whole = getattr(args, "flux_backend", "auto")
+    return {getattr(args, f"flux_{name}", None) or whole for name in Backends._fields}
+
+
 def _needs_all_sms(args: Any) -> bool:
     """Whether any direction may take a backend with fused kernels, which leave no SM to others."""
-    whole = getattr(args, "flux_backend", "auto")
-    directions = (getattr(args, f"flux_{name}", None) or whole for name in Backends._fields)
-    return any(backend not in ("reference", "pipelined") for backend in directions) and sm_margin() == 0
+    return bool(_backends(args) - {"reference", "pipelined"}) and sm_margin() == 0

@@ -30,6 +30,7 @@ from megatron_flux.settings import NO_GPU
 Record = dict[str, Any]
 
 ARMS = ("baseline", "flux")
+VALIDATION = "lm loss validation"
 
 OWN_MEMORY_SINCE = 3
 """The schema version from which a record has the arm's own memory."""
@@ -229,6 +230,10 @@ def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, An
         **dict(zip(("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes"), most, strict=True)),
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
+        "final_validation_loss": next(
+            (r[VALIDATION] for r in reversed(records) if r.get(VALIDATION) is not None), None
+        ),
+        "host_memory_bytes": max((r.get("flux/host_memory_bytes") or 0 for r in records), default=0) or None,
         "iterations": len(records),
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": diverged[0] if diverged else None,

@@ -110,7 +110,9 @@ def connections(environment: Mapping[str, Any] | None) -> str:
 def link(summary: Mapping[str, Any]) -> str:
     """What connected the ranks of a benchmark, and what went over it where that was not the numbers as they are."""
     wire = summary.get("wire") or "exact"
-    return f"{summary.get('link', '?')}{'' if wire == 'exact' else f', {wire} wire'}"
+    gradients = summary.get("grad_wire") or wire
+    sent = "" if wire == gradients == "exact" else f", {wire} wire"
+    return f"{summary.get('link', '?')}{sent}{'' if gradients == wire else f', {gradients} for gradients'}"
 
 
 HEAD = ("", "baseline", "flux", "difference")
@@ -124,10 +126,16 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
     ("peak memory", "peak_memory_bytes", memory, True),
     ("peak memory, allocated", "allocated_peak_bytes", memory, False),
     ("peak memory, workspace", "workspace_bytes", memory, False),
+    ("peak host memory of a rank", "host_memory_bytes", memory, False),
     ("loss, first step", "first_loss", "{:.6f}".format, False),
     ("loss, last step", "final_loss", "{:.6f}".format, False),
+    ("validation loss, last", "final_validation_loss", "{:.6f}".format, False),
 )
 """Label, key in an arm's summary, form, and whether the difference is shown."""
+_ONLY_WITH = {"workspace_bytes": "allocated_peak_bytes"} | {
+    key: key for key in ("allocated_peak_bytes", "host_memory_bytes", "final_validation_loss")
+}
+"""Rows that are left out unless an arm knows this."""
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -137,7 +145,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     medians = [time["median"] for time in times]
     spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
     change_of = (lambda *_: "") if summary.get("without_gpu") else percent_change
-    parts_known = any(arm.get("allocated_peak_bytes") is not None for arm in arms)
+    known = {key for arm in arms for key, value in arm.items() if value is not None}
     return [
         ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), change_of(*medians)),
         ("step time, p10…p90 (ms)", *spreads, ""),
@@ -145,7 +153,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         *(
             (label, *(shown(arm.get(key), form) for arm in arms), change_of(b[key], f[key]) if change else "")
             for label, key, form, change in _ROWS
-            if parts_known or key not in ("allocated_peak_bytes", "workspace_bytes")
+            if _ONLY_WITH.get(key, key) in known or key not in _ONLY_WITH
         ),
     ]
 

@@ -75,6 +75,7 @@ class Call:
     transposed: bool
     backend: str
     group_name: str
+    wire: str = "exact"
     group: dist.ProcessGroup = field(compare=False)
 
     def __str__(self) -> str:
@@ -184,7 +185,7 @@ def run(call: OperatorCall, backend: Any) -> Any:
     x, group = call.x, call.group
     seen = Call(
         operator=call.operator, m=call.m, n=call.n, k=call.k, dtype=x.dtype, device=x.device,
-        transposed=call.transposed, backend=backend.name, group_name=group.group_name, group=group,
+        transposed=call.transposed, backend=backend.name, group_name=group.group_name, group=group, wire=call.wire,
     )  # fmt: skip
     with _segment(seen, first=True):
         result = call.run(backend)

@@ -35,6 +35,7 @@ class OperatorCall(NamedTuple):
     bias: torch.Tensor | None = None  # ``[n]``, that the GEMM adds in fp32 before it rounds
     return_gathered: bool = True  # without it the rank's own rows of the gathered x may be missing: they are not read
     async_op: bool = False  # a result that is not finished will do
+    wire: str = "exact"  # what the tuner may send over a host link, beside the numbers as they are
 
     @property
     def k(self) -> int:

@@ -10,12 +10,21 @@ asks for graphs, and what runs outside them pays a handshake per call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
 _within = 0  # how many :func:`captured_calls` are open
 _always = False
+
+
+def why_not(backends: Collection[str], link: str | None) -> str | None:
+    """What keeps calls of these ``backends`` out of CUDA graphs, and what to do; ``link``: the strongest asked for."""
+    if "pipelined" in backends:
+        return "backend 'pipelined', which cannot be captured; use another backend"
+    if link == "none" and (named := sorted(name for name in backends if name.startswith("chunked"))):
+        return f"backend {named[0]!r} over the link none, which cannot be captured; use another backend"
+    return None
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ def key_of(
     transposed: bool = False,
     return_gathered: bool = False,
     inside: torch.Tensor | None = None,
+    wire: str = "exact",
 ) -> Hashable | None:
     """What a call depends on, beside group, contiguity and alignment; None on CPUs and while calls are watched.
     ``inside``: the bias that the GEMM adds, if any; ``bias`` is added afterwards.
@@ -68,7 +69,7 @@ def key_of(
     if not x.is_cuda or call_events.watching():
         return None
     return (
-        operator, backend, transposed, return_gathered, x.shape, x.dtype, x.get_device(),
+        operator, backend, wire, transposed, return_gathered, x.shape, x.dtype, x.get_device(),
         None if weight is None else (weight.shape, weight.dtype, weight.get_device()),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device()),
         None if inside is None else (inside.shape, inside.dtype, inside.get_device()),

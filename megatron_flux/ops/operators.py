@@ -27,6 +27,7 @@ from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands
+from megatron_flux.settings import WIRES
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -50,12 +51,13 @@ def _without_grad(operator: _Operator) -> _Operator:
 def all_gather_gemm(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
     epilogue_bias: bool = False, transposed: bool = False, return_gathered: Literal[False] = False,
-    backend: str = "auto",
+    backend: str = "auto", wire: str = "exact",
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def all_gather_gemm(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
     epilogue_bias: bool = False, transposed: bool = False, return_gathered: Literal[True], backend: str = "auto",
+    wire: str = "exact",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @_without_grad
 def all_gather_gemm(
@@ -68,6 +70,7 @@ def all_gather_gemm(
     transposed: bool = False,
     return_gathered: bool = False,
     backend: str = "auto",
+    wire: str = "exact",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gather ``x`` over ``group`` and multiply: ``all_gather(x) @ weight.T (+ bias)``.
 
@@ -84,6 +87,7 @@ def all_gather_gemm(
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
         backend: ``auto`` or a name from :func:`backend_names`.
+        wire: what the tuner may send over a ``host`` link: ``exact``, or also ``fp8`` or ``int8``.
 
     Returns:
         ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``.
@@ -97,14 +101,14 @@ def all_gather_gemm(
     if epilogue_bias and bias is not None:
         inside, bias = aligned(bias), None
     state = state_of(group)
-    key = fast_path.key_of("all_gather_gemm", x, weight, bias, backend, transposed, return_gathered, inside)
+    key = fast_path.key_of("all_gather_gemm", x, weight, bias, backend, transposed, return_gathered, inside, wire)
     found = fast_path.find(state, key, x, weight)
     if found is not None:
         y, gathered = found.call(x, weight) if inside is None else found.call(x, weight, inside)
         stats.count("all_gather_gemm", found.backend, found.nbytes)
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
-    call = OperatorCall("all_gather_gemm", x, weight, group, transposed, inside, return_gathered)
+    call = OperatorCall("all_gather_gemm", x, weight, group, transposed, inside, return_gathered, wire=wire)
     check_operands(call, bias if inside is None else inside)
     tp = group.size()
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x.numel() * x.element_size()
@@ -123,12 +127,12 @@ def all_gather_gemm(
 @overload
 def gemm_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
-    transposed: bool = False, async_op: Literal[False] = False, backend: str = "auto",
+    transposed: bool = False, async_op: Literal[False] = False, backend: str = "auto", wire: str = "exact",
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def gemm_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
-    transposed: bool = False, async_op: Literal[True], backend: str = "auto",
+    transposed: bool = False, async_op: Literal[True], backend: str = "auto", wire: str = "exact",
 ) -> Pending: ...  # fmt: skip
 @_without_grad
 def gemm_reduce_scatter(
@@ -140,6 +144,7 @@ def gemm_reduce_scatter(
     transposed: bool = False,
     async_op: bool = False,
     backend: str = "auto",
+    wire: str = "exact",
 ) -> torch.Tensor | Pending:
     """Multiply and scatter the sum over ``group``: ``reduce_scatter(x @ weight.T) (+ bias)``.
 
@@ -156,7 +161,7 @@ def gemm_reduce_scatter(
     if async_op and bias is not None:
         raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
     state = state_of(group)
-    key = fast_path.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed)
+    key = fast_path.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed, wire=wire)
     found = fast_path.find(state, key, x, weight)
     if found is not None:
         y = found.call(x, weight)
@@ -164,7 +169,7 @@ def gemm_reduce_scatter(
         if async_op:
             return Pending(y)
         return y if bias is None else y.add_(bias)
-    call = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op)
+    call = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op, wire=wire)
     check_operands(call, bias)
     tp, n = group.size(), call.n
     lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (call.m // tp) * n * x.element_size()
@@ -182,7 +187,9 @@ def gemm_reduce_scatter(
 
 
 @_without_grad
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto") -> Pending:
+def all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto", wire: str = "exact"
+) -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
     gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
     it. The result is valid until the group's next all_gather. Raises as :func:`all_gather_gemm`.
@@ -190,7 +197,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     group = _group(group)
     state = state_of(group)
     state.gathers_begun += 1
-    key = fast_path.key_of("all_gather", x, None, None, backend)
+    key = fast_path.key_of("all_gather", x, None, None, backend, wire=wire)
     found = fast_path.find(state, key, x, None)
     if found is not None:
         stats.count("all_gather", found.backend, found.nbytes)
@@ -204,7 +211,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backe
     if tp == 1:
         return Pending(x)
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x.numel() * x.element_size()
-    pending = _run(OperatorCall("all_gather", x, None, group), backend, key, shape, received)
+    pending = _run(OperatorCall("all_gather", x, None, group, wire=wire), backend, key, shape, received)
     return pending.map(lambda t: _shaped(t, *shape))
 
 
@@ -217,6 +224,8 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
     """What the backend returns of a call that is not prepared, and have it prepared for the next time. The result has
     ``shape``, and this rank receives ``nbytes`` for it.
     """
+    if call.wire not in WIRES:
+        raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     x = _matrix(call.x)
     chosen = select(backend, x, call.weight, call.group)
     result = call_events.run(call._replace(x=x), chosen)

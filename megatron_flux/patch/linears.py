@@ -114,6 +114,7 @@ class LinearPatch:
                 kwargs["tp_group"],
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
                 backend=backends,
+                wires=self.config.wires,
                 gather_ahead=self.config.gather_ahead,
                 keep_gathered=self.config.keep_gathered,
                 keep_gathered_bytes=self.config.keep_gathered_bytes,
@@ -133,9 +134,13 @@ class LinearPatch:
                 self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
-            fusion = layer.gradient_accumulation_fusion
             y = row_parallel_linear(
-                input_, layer.weight, layer.tp_group, gradient_accumulation_fusion=fusion, backend=backends
+                input_,
+                layer.weight,
+                layer.tp_group,
+                gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
+                backend=backends,
+                wires=self.config.wires,
             )
             if layer.skip_bias_add:
                 return y, layer.bias
@@ -162,6 +167,7 @@ class LinearPatch:
                     or getattr(weight, "overwrite_main_grad", False)
                 ),
                 "backend": backends,
+                "wires": self.config.wires,
             }
             bias = layer.bias if layer.apply_bias else None
             if kind == TE_ROW:

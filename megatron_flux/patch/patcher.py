@@ -69,10 +69,8 @@ def patch(config: FluxConfig | None = None) -> None:
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global _linears
-    if config is not None:
-        _check_backends(config.backends)
-        _check_link(config)
-        _check_keep(config)
+    if config is not None or _linears is None:
+        _check(config or FluxConfig())
     if _linears is not None:
         if config is not None and config != _linears.config:
             _linears.config = config
@@ -252,14 +250,13 @@ def set_backend(
 _LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
 
 
-def _check_link(config: FluxConfig) -> None:
+def _check(config: FluxConfig) -> None:
+    _check_backends(config.backends)
     if config.link is not None and config.link not in LINKS:
         raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")
-    if config.wire not in WIRES:
-        raise UserError(f"unknown wire {config.wire!r}; use one of: {', '.join(WIRES)}")
-
-
-def _check_keep(config: FluxConfig) -> None:
+    for wire in config.wires:
+        if wire not in WIRES:
+            raise UserError(f"unknown wire {wire!r}; use one of: {', '.join(WIRES)}")
     if config.keep_gathered not in (True, False):
         raise UserError(f"keep_gathered must be True or False, not {config.keep_gathered!r}")
     given = config.keep_gathered_bytes
@@ -269,7 +266,7 @@ def _check_keep(config: FluxConfig) -> None:
 
 def _want(config: FluxConfig) -> None:
     """It holds beyond :func:`unpatch`, for backwards that are still to come and for whoever patches again."""
-    links.want(links.Wanted(config.link, config.wire, config.strict))
+    links.want(links.Wanted(config.link, config.strict))
 
 
 def _check_backends(backends: Backends, more: str = "") -> None:

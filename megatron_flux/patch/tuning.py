@@ -50,20 +50,22 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
         for linear in found:
             m = sequence * micro_batch_size // (getattr(linear.layer.config, "context_parallel_size", None) or 1)
             backends = backends_of(linear.layer, linears.config.backends)
-            answers += _decide(linear, m, backends.forward, False, asked)
-            answers += _decide(linear, m, backends.dgrad, True, asked)
+            for transposed, *way in zip((False, True), backends, linears.config.wires, strict=False):
+                answers += _decide(linear, m, *way, transposed, asked)
     if answers and dist.get_rank() == 0:
         logger.info("megatron_flux: %d calls decided ahead in %.0f s", answers, time.monotonic() - began)
     return answers
 
 
-def _decide(linear: _Linear, m: int, backend_name: str, transposed: bool, asked: set[tuple[Any, ...]]) -> bool:
+def _decide(
+    linear: _Linear, m: int, backend_name: str, wire: str, transposed: bool, asked: set[tuple[Any, ...]]
+) -> bool:
     """Whether a backend that tunes has an answer for the forward (or dgrad) call, which is not among ``asked``."""
     group, like = linear.layer.tp_group, linear.like
     gathers = linear.row == transposed
     operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
     k = linear.shape[0 if transposed else 1]
-    call = (operator, rows, linear.shape, transposed, backend_name, like.dtype, like.device, group.group_name)
+    call = (operator, rows, linear.shape, transposed, backend_name, wire, like.dtype, like.device, group.group_name)
     if call in asked:
         return False
     asked.add(call)
@@ -77,7 +79,7 @@ def _decide(linear: _Linear, m: int, backend_name: str, transposed: bool, asked:
     if linear.weight is None:
         weight.normal_(generator=generator)
     bias = None if transposed else linear.bias
-    backend.decide(OperatorCall(operator, x, weight, group, transposed, bias, return_gathered=transposed))
+    backend.decide(OperatorCall(operator, x, weight, group, transposed, bias, return_gathered=transposed, wire=wire))
     return True
 
 

@@ -21,15 +21,32 @@ from pydantic import BaseModel, Field
 
 from megatron_flux.bench.shapes import MODELS
 from megatron_flux.errors import UserError
-from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Value, seconds, validated
+from megatron_flux.estimate.rates import device_named
+from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
+from megatron_flux.settings import LINKS
+from megatron_flux.slurm.profile import (
+    DEFAULTS,
+    Floors,
+    FromYaml,
+    LinkKind,
+    Name,
+    Profile,
+    Text,
+    Value,
+    Wire,
+    seconds,
+    validated,
+)
 from megatron_flux.train import config
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
 
 Mode = Literal["baseline", "flux", "compare"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+_MARGIN = "MEGATRON_FLUX_SM_MARGIN"
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step", "other_data"}
-_OWN = {"preset", "tp", "pp", "nproc", "flux", "exit_signal", *_FOLDERS}  # options that the job or its script decides
+# Options that the job or its script decides; link and wire are fields of profile and job.
+_OWN = {"preset", "tp", "pp", "link", "wire", "nproc", "flux", "exit_signal", *_FOLDERS}
 
 
 class Job(FromYaml):
@@ -41,6 +58,8 @@ class Job(FromYaml):
     nodes: Annotated[int, Field(ge=1, le=4096)]
     tp: Annotated[int, Field(ge=1)]
     pp: Annotated[int, Field(ge=1)]
+    link: LinkKind | None = None  # weaker than the profile's, for stock and flux
+    wire: Wire | None = None  # instead of the profile's
     repetitions: Annotated[int, Field(ge=1, le=1000)] = 3  # of a comparison: array tasks, one after the other
     retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
@@ -56,7 +75,31 @@ class Resolved:
     profile: Profile
     mode: Mode
     run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
+    link: LinkKind
+    """The strongest that the GPUs of a node use."""
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
+
+    @property
+    def spans(self) -> bool:
+        """Whether tensor-parallel groups reach over several nodes."""
+        return self.profile.processes_per_node % self.job.tp > 0
+
+    @property
+    def floors(self) -> Floors:
+        """The profile's; within a node those of the job's link, where that is a weaker one."""
+        own, weaker = self.profile.floors, DEFAULTS[self.link]
+        if self.link == self.profile.link:
+            return own
+        return own.model_copy(update={"node_gbps": weaker.node_gbps, "peer_access": weaker.peer_access})
+
+    @property
+    def through_host(self) -> bool:
+        """Whether flux may send through host memory."""
+        run = self.run
+        by_direction = (run.backend, run.forward_backend, run.dgrad_backend, run.wgrad_backend)
+        names = {name for name in by_direction if name} | {choice.rpartition("=")[2] for choice in run.layer_backend}
+        used = any(name.startswith("chunked") or (self.link == "host" and name in ("auto", "tuned")) for name in names)
+        return used and self.link != "none" and not self.spans and self.mode != "baseline" and self.job.tp > 1
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -69,13 +112,20 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     known = {**TrainOptions.model_fields, **special.model_fields}
     for name in given:
         if name in _OWN:
-            raise UserError(f"{name} of job {job.name} is set by the job itself; leave it out of the training options")
+            how = (
+                f"give --{name}, or the field of job or profile"
+                if name in ("link", "wire")
+                else "leave it out of the training options"
+            )
+            raise UserError(f"{name} of job {job.name} is set by the job itself; {how}")
         if name not in known:
             allowed = ", ".join(sorted(set(known) - _OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
     layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     if mode != "compare":
         layout["flux"] = mode == "flux"
+    link, wire = _link(job, profile), job.wire or profile.wire
+    layout |= _over(link, wire, job, profile, flux=mode != "baseline")
     options = validated(TrainOptions, "training", _of(TrainOptions, {**given, **layout}))
     specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
@@ -93,7 +143,47 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     words += [word for name, value in layout.items() for word in _words(name, value)]
     chosen = {**options.model_dump(), **specials.model_dump()}
     words += [word for name in given if name != "seed" for word in _words(name, chosen[name])]
-    return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
+    return Resolved(job=job, profile=profile, mode=mode, run=run, link=link, arguments=tuple(words))
+
+
+def _link(job: Job, profile: Profile) -> LinkKind:
+    """The job's, which must not be stronger than the profile's; a :class:`UserError` where it is."""
+    link = job.link or profile.link
+    allowed = LINKS[: LINKS.index(profile.link) + 1]
+    if link not in allowed:
+        raise UserError(
+            f"link {link} of job {job.name} is more than profile {profile.name} has; use one of: {', '.join(allowed)}"
+        )
+    if link in ("host", "none") and _MARGIN in profile.environment:
+        raise UserError(
+            f"{_MARGIN} of profile {profile.name} is for fused kernels, which need peer access; the link is {link}: "
+            "take it out of the profile's environment"
+        )
+    return link
+
+
+def _over(link: LinkKind, wire: Wire, job: Job, profile: Profile, *, flux: bool) -> dict[str, str]:
+    """The options ``link`` and ``wire`` of every rank; a :class:`UserError` for a wire that nothing could use.
+
+    A tensor-parallel group that spans nodes has the link none. Where the link is host, none keeps NCCL in the nodes
+    from stronger ones as well; where it is p2p, it would keep NCCL from that.
+    """
+    spans, given = profile.processes_per_node % job.tp > 0, {}
+    if link == "host" or (link == "p2p" and not spans) or job.link == "none":
+        given["link"] = "none" if spans else link
+    if not flux or wire == EXACT:
+        return given
+    instead = "leave wire out"
+    if given.get("link") != "host" or job.tp == 1:
+        why = f"tp {job.tp} on nodes of {profile.processes_per_node}" if link == "host" else f"the link {link}"
+        raise UserError(f"wire {wire} is for groups within a node over the link host, not for {why}; {instead}")
+    gpu = device_named(profile.gpu.name) if profile.gpu is not None else None
+    if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
+        raise UserError(
+            f"wire fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}, the {profile.gpu.name} of "  # type: ignore[union-attr]
+            f"profile {profile.name} has {gpu.capability[0]}.{gpu.capability[1]}; use wire int8, or {instead}"
+        )
+    return {**given, "wire": wire}
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -185,7 +275,9 @@ def _environment() -> Environment:
 
 def job_script(resolved: Resolved, command: str) -> str:
     """The script of a job, for sbatch; ``command`` is what writes it again, for its reader."""
-    return _environment().get_template("job.sbatch.j2").render(**vars(resolved), command=command, tune=_tune(resolved))
+    computed = {name: getattr(resolved, name) for name in ("spans", "floors", "through_host")}
+    template = _environment().get_template("job.sbatch.j2")
+    return template.render(**vars(resolved), **computed, command=command, tune=_tune(resolved))
 
 
 def collect_script(profile: Profile, command: str) -> str:
@@ -194,10 +286,19 @@ def collect_script(profile: Profile, command: str) -> str:
 
 
 def _tune(resolved: Resolved) -> list[str] | None:
-    """Words for ``megatron-flux tune`` that measure this job's calls; None where nothing is tuned."""
+    """Words for ``megatron-flux tune`` that measure this job's calls; None where nothing is tuned ahead. Through host
+    memory that would mislead: groups of a node share it, and one alone finds it faster than they do in training.
+    """
     profile, run = resolved.profile, resolved.run
-    tuned = run.backend == "tuned" or (run.backend == "auto" and profile.link == "nvlink")
-    if not (profile.tune and tuned and resolved.mode != "baseline" and run.device == "cuda" and run.tp in (2, 4, 8)):
+    tuned = run.backend in ("auto", "tuned") if resolved.link == "nvlink" else run.backend == "tuned"
+    if not (
+        profile.tune
+        and tuned
+        and resolved.link != "host"
+        and resolved.mode != "baseline"
+        and run.device == "cuda"
+        and run.tp in (2, 4, 8)
+    ):
         return None
     tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
     own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]

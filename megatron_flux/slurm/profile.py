@@ -176,7 +176,11 @@ def seconds(duration: str) -> int | None:
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + more or None
 
 
-Rule = Literal["node_bandwidth", "network_bandwidth", "peer_access", "pcie", "memory_rows", "xid", "infiniband"]
+Rule = Literal[
+    "node_bandwidth", "network_bandwidth", "peer_access", "shared_memory", "pcie", "memory_rows", "xid", "infiniband"
+]
+LinkKind = Literal["nvlink", "p2p", "host", "none"]  # see megatron_flux.comm.links
+Wire = Literal["exact", "fp8", "int8"]  # see megatron_flux.kernels.wire
 
 
 class Floors(Checked):
@@ -205,7 +209,8 @@ class Floors(Checked):
 DEFAULTS = {
     # A tenth to a fifth of one direction's public rate: what falls below goes another way altogether.
     "nvlink": Floors(node_gbps=60, network_gbps=5),  # third generation: 300 GB/s
-    "pcie": Floors(node_gbps=3, network_gbps=2),  # generation 4 with 16 lanes: 32 GB/s
+    "p2p": Floors(node_gbps=3, network_gbps=2, peer_access=True),  # generation 4 with 16 lanes: 32 GB/s
+    "host": Floors(node_gbps=1.5, network_gbps=1),  # eight H200s that share host memory: 9 GB/s by NCCL
     "none": Floors(),
 }
 """By a profile's ``link``, for profiles that name no numbers of their own."""
@@ -243,7 +248,11 @@ class Profile(FromYaml):
     name: Name
     description: Text
     device: Literal["cuda", "cpu"] = "cuda"
-    link: Literal["nvlink", "pcie", "none"]  # between the GPUs of a node
+    link: LinkKind
+    """Between the GPUs of a node, and the strongest that stock and flux use: NVLink, peer access over PCIe, or host
+    memory."""
+    wire: Wire = "exact"
+    """What flux may send where the link is host."""
     gpu: Gpu | None = None
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 

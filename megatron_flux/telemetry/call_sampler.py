@@ -119,7 +119,8 @@ class Sampler:
 
 
 def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
-    return call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed, call.backend, call.group_name
+    shape = call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed
+    return *shape, call.backend, call.wire, call.group_name
 
 
 class Baseline(NamedTuple):
@@ -218,7 +219,7 @@ def _backend(call: Call) -> str:
     if call.backend != TunedBackend.name or call.operator == "all_gather":
         return call.backend
     like = torch.empty(0, dtype=call.dtype, device=call.device)
-    answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group)
+    answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group, call.wire)
     if answer is None:
         return call.backend
     chosen = answer["backend"] if answer["plan"] is None else f"fused {label_of(answer['plan'])}"

@@ -27,6 +27,7 @@ from megatron_flux.telemetry import environment
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
+from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered, known
 from megatron_flux.train.presets import device_peak, step_flops
 from megatron_flux.train.trainer import Trainer, require_finite
@@ -39,9 +40,9 @@ ArmName = Literal["baseline", "flux"]
 class Arm:
     """Trains in turns and, inside the context, records every step; rank 0 writes, all ranks take part."""
 
-    def __init__(self, name: ArmName, config: RunConfig, dataset: Any, device: torch.device) -> None:
+    def __init__(self, name: ArmName, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
         self.name, self.config = name, config
-        self.trainer = Trainer(config, dataset, device)
+        self.trainer = Trainer(config, datasets, device)
         self.folder = config.out / name
         self._device = device
         for choice in config.layer_backend:
@@ -121,6 +122,10 @@ class Arm:
                     **self._measurements.values(),
                 }
                 result = gathered(local, values, self._device)
+                if self._evaluates(iteration):
+                    paused = time.perf_counter()
+                    result = result._replace(validation=self.trainer.evaluate())
+                    began += time.perf_counter() - paused  # no part of what recording takes
                 if self._recorder is not None and self._mirror is not None:
                     record = self._record(result, before, after, block)
                     self._recorder.write(record)
@@ -128,6 +133,10 @@ class Arm:
                 self._metrics_ms = 1e3 * (time.perf_counter() - began)
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
+
+    def _evaluates(self, iteration: int) -> bool:
+        every = self.config.eval_interval
+        return every is not None and (iteration % every == 0 or iteration == self.config.steps)
 
     def conclude(self, values: Mapping[str, Any]) -> None:
         """Show what a comparison found in the arm's wandb run; nothing on other ranks."""
@@ -167,6 +176,8 @@ class Arm:
             "timestamp": time.time(),
             **self._measurements.fields(result),
         }
+        if result.validation is not None:
+            record["lm loss validation"] = result.validation
         if self._profiler is not None:
             record["profiled"] = self._profiler.active(iteration)
         if self._metrics_ms is not None:
@@ -186,6 +197,7 @@ class Arm:
             "ranks": dist.get_world_size(),
             "link": environment.link(self.config.link)["kind"],
             "wire": self.config.wire,
+            "grad_wire": self.config.grad_wire,
             "device": environment.device_name(),
             "peak_tflops": self._peak_tflops,
             "peak_source": self._peak_source,

@@ -29,7 +29,7 @@ from typing import TextIO
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.train import checkpoint_folder as files
-from megatron_flux.train.config import RunConfig
+from megatron_flux.train.config import RunConfig, Text
 from megatron_flux.train.presets import parameters
 
 logger = logging.getLogger("megatron_flux")
@@ -84,7 +84,14 @@ def check_data(config: RunConfig) -> str | None:
         return None
     checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
     saved = files.description(checkpoint).get("data")  # check_resume has read it
-    if saved is None or saved["sha256"] == config.text.sha256:
+    if saved is None:
+        return None
+    if (split := Text(**saved).split) != config.text.split and not config.other_data:
+        raise UserError(
+            f"checkpoint {checkpoint} was trained {'with' if split != '1,0,0' else 'without'} --eval-interval, which "
+            "leaves documents out of training; resume as it was, or give --other-data"
+        )
+    if saved["sha256"] == config.text.sha256:
         return None
     then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
     if config.data or config.other_data:

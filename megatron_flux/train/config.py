@@ -13,14 +13,15 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from megatron_flux.config import STOCK, FluxConfig
+from megatron_flux import settings
+from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError
-from megatron_flux.ops import backend_names
+from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128
@@ -35,6 +36,7 @@ class Text(BaseModel):
     name: str
     length: int
     sha256: str
+    split: str = "1,0,0"
 
 
 class RunConfig(CheckpointOptions, RunOptions):
@@ -47,6 +49,8 @@ class RunConfig(CheckpointOptions, RunOptions):
     transformer_impl: Literal["local", "transformer_engine"]
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     device: Literal["cuda", "cpu"]
+    wire: Wire = "exact"
+    grad_wire: Wire = "exact"
     world_size: int
     tp: int
     dp: int
@@ -68,6 +72,11 @@ class RunConfig(CheckpointOptions, RunOptions):
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
+    def split(self) -> str:
+        """The shares of the documents that are for training, validation and test, as megatron-core takes them."""
+        return "1,0,0" if self.eval_interval is None else "97,3,0"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -76,7 +85,9 @@ class RunConfig(CheckpointOptions, RunOptions):
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
         directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
-        same = {name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire")}
+        same = {
+            name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire", "grad_wire")
+        }
         return FluxConfig(**same, **directions)
 
     @property
@@ -100,7 +111,7 @@ def resolve(
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
     flux = getattr(special, "flux", True)
     _check_backends(options, device, precision)
-    _check_link(options, device)
+    wires = _checked_wires(options, device)
     if options.transformer_impl == "transformer_engine":
         _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
     pp = options.pp
@@ -127,6 +138,10 @@ def resolve(
         raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
+    if special.eval_iters is not None and special.eval_interval is None:
+        raise UserError(
+            f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"
+        )
     if options.nvtx and device != "cuda":
         raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
@@ -144,6 +159,8 @@ def resolve(
         "shape": shape,
         "padded_vocab_size": -(-shape.vocab_size // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp,
         "device": device,
+        "wire": wires.activations,
+        "grad_wire": wires.gradients,
         "world_size": world_size,
         "tp": tp,
         "dp": dp,
@@ -193,13 +210,16 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
             raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
 
 
-def _check_link(options: TrainOptions, device: str) -> None:
-    """The link can be had on this device, and something heeds the wire."""
+def _checked_wires(options: TrainOptions, device: str) -> Wires:
+    """What may be sent: the link can be had on this device, and something heeds the wires."""
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
-    if options.wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
-        given = f"--wire {options.wire} is for the backends auto and tuned, on GPUs"
-        raise UserError(f"{given}; leave it out, and to send nothing else use --backend chunked_{options.wire}")
+    wires = Wires.of(options.wire, options.grad_wire)
+    for wire, option, backend in zip(wires, ("--wire", "--grad-wire"), ("--backend", "--dgrad-backend"), strict=True):
+        if wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
+            given = f"{option} {wire} is for the backends auto and tuned, on GPUs"
+            raise UserError(f"{given}; leave it out, and to send nothing else use {backend} chunked_{wire}")
+    return wires
 
 
 def _named_backends(options: TrainOptions) -> list[str]:
@@ -224,6 +244,8 @@ def _check_cuda_graphs(
     given = f"--cuda-graph-impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
+    if special.eval_interval is not None:
+        raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
     if isinstance(special, CompareOptions):
         # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
         raise UserError(
@@ -237,8 +259,8 @@ def _check_cuda_graphs(
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)
-    if special.flux and "pipelined" in (options.backend, *backends):
-        raise UserError(f"{given} with backend 'pipelined', which cannot be captured; use another backend")
+    if special.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
+        raise UserError(f"{given} with {reason}")
     if special.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
         raise UserError(
             f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "

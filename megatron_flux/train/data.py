@@ -37,7 +37,15 @@ class Corpus(NamedTuple):
 
     prefix: Path
     tokens: int
+    documents: int
     is_bytes: bool
+
+
+class Datasets(NamedTuple):
+    """megatron-core's datasets of a run; without ``--eval-interval`` nothing is for validation."""
+
+    train: Any
+    validation: Any
 
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
@@ -51,8 +59,11 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
     return sorted({file for path in paths for file in _text_files(path, only_python=not data)})
 
 
-def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int) -> Corpus:
-    """The indexed dataset for ``data``, tokenized now if it is not in the cache: enough of it, in the vocabulary."""
+def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int, *, split: str = "1,0,0") -> Corpus:
+    """The indexed dataset for ``data``, tokenized now if it is not in the cache: enough of it, in the vocabulary.
+
+    Of each part of the ``split`` there must be a sequence.
+    """
     sources = find_sources(data)
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
@@ -64,7 +75,25 @@ def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: i
     if corpus.tokens < seq_length + 1:
         has = f"{name_of(data)} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1"
         raise UserError(f"{has}; give more text or a smaller --seq-length")
+    if split != "1,0,0":
+        _check_parts(corpus, split, seq_length)
     return corpus
+
+
+def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
+    from megatron.core.datasets import blended_megatron_dataset_config as core
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(corpus.prefix))  # whose lengths are gone with it
+    lengths = dataset.sequence_lengths
+    shares = core.convert_split_vector_to_split_matrix(core.parse_and_normalize_split(split))
+    for name, share in zip(("training", "validation"), shares, strict=False):
+        first, behind = (round(bound * len(lengths)) for bound in share)
+        if (tokens := int(lengths[first:behind].sum(dtype=np.int64))) < seq_length + 1:
+            raise UserError(
+                f"--eval-interval: {behind - first} of the {len(lengths)} documents are for {name}, {tokens} tokens, "
+                f"fewer than one sequence of {seq_length} + 1; give more documents or a smaller --seq-length"
+            )
 
 
 def name_of(data: list[Path]) -> str:
@@ -136,7 +165,7 @@ def _tokenized(files: list[Path], cache: Path) -> Corpus:
     except OSError as error:
         raise UserError(f"the data cache {cache} cannot be written: {error.strerror}; set --data-cache") from None
     # One byte a token would do, but 256 and 257 are tokens too: two bytes.
-    return Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, is_bytes=True)
+    return Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, len(files), is_bytes=True)
 
 
 def _wait_for(lock: TextIO) -> None:
@@ -184,7 +213,7 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     if tokens:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
         _check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))
-    return Corpus(prefix, tokens, is_bytes=False)
+    return Corpus(prefix, tokens, len(lengths), is_bytes=False)
 
 
 def _check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) -> None:
@@ -194,8 +223,8 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) ->
         raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set --vocab-size")
 
 
-def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
-    """One epoch of the corpus as megatron-core's GPTDataset, shuffled by the seed. A collective call."""
+def build_datasets(config: RunConfig, corpus: Corpus) -> Datasets:
+    """One epoch of each part of the corpus as megatron-core's GPTDataset, shuffled by the seed. A collective call."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -209,7 +238,7 @@ def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
         random_seed=config.seed,
         sequence_length=config.shape.seq_length,
         blend=([str(corpus.prefix)], None),
-        split="1,0,0",
+        split=config.split,
         path_to_cache=str(cache_folder(config.data_cache) / "indices"),
         tokenizer=SimpleNamespace(vocab_size=vocab_size, pad=pad, eod=eod, unique_identifiers=known_by),
         reset_position_ids=False,
@@ -217,12 +246,12 @@ def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
         eod_mask_loss=False,
         create_attention_mask=False,  # attention is causal by construction in every spec used here
     )
-    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config).build()
-    return train
+    parts = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config).build()
+    return Datasets(*parts[:2])
 
 
 class MicroBatches:
-    """An endless iterator over this rank's micro-batches of :func:`build_dataset`'s, after ``consumed`` sequences.
+    """An endless iterator over this rank's micro-batches of a dataset, after ``consumed`` sequences.
 
     Each is ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all ``[micro_batch_size, seq_length]``. The
     sequence at position ``p`` of training is sample ``p`` modulo the epoch's length: it depends neither on the number

@@ -33,6 +33,7 @@ from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.checkpoint_access import folders
 from megatron_flux.train.config import RunConfig
+from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepResult
 from megatron_flux.train.trainer import Trainer
 
@@ -57,11 +58,13 @@ def _watch(config: RunConfig) -> Iterator[Shown]:
         tokens = config.tokens_per_step / result.seconds
         text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
         text += f"{1000 * result.seconds:.1f} ms  {tokens:,.0f} tok/s"
+        if result.validation is not None:
+            text += f"  validation loss {result.validation:.4f}"
         if bar is not None:
             if arm not in tasks:
                 tasks[arm] = bar.add_task(arm, total=config.steps, completed=iteration - 1, text="")
             bar.update(tasks[arm], completed=iteration, text=text)
-        elif iteration % config.log_interval == 0 or iteration == config.steps:
+        elif iteration % config.log_interval == 0 or iteration == config.steps or result.validation is not None:
             logger.info("%-8s step %d/%d  %s", arm, iteration, config.steps, text)
 
     if bar is None:
@@ -78,16 +81,19 @@ def _watch(config: RunConfig) -> Iterator[Shown]:
                 handler.setStream(stream)
 
 
-def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
+def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
     """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
     comparing = config.command == "compare"
     with StopRequest(config.exit_signal, device) as stop:
         names = ARMS if comparing else ("flux" if config.flux else "baseline",)
-        arms = {name: Arm(name, config, dataset, device) for name in names}
+        arms = {name: Arm(name, config, datasets, device) for name in names}
         if config.load is not None:
             for arm, saved in zip(arms.values(), folders(config.load, config), strict=True):
                 checkpoint.load(arm.trainer, saved)
         iterations = {name: arm.trainer.iteration for name, arm in arms.items()}
+        if config.load is not None and dist.get_rank() == 0:
+            at = ", ".join(f"{name} from step {n}" for name, n in iterations.items())
+            logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
         try:
             with checkpoint.saves(config) as save:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ from megatron_flux.comm import group_state, timeouts
 from megatron_flux.comm.collectives import all_gather
 from megatron_flux.telemetry import call_sampler
 
-_PER_RANK = ("operators_ms", *nvml.FIELDS, "throttle")
+_PER_RANK = ("host_memory_bytes", "operators_ms", *nvml.FIELDS, "throttle")
 
 
 class LocalStep(NamedTuple):
@@ -55,6 +56,8 @@ class StepResult(NamedTuple):
     """Of the slowest rank."""
     ranks: dict[str, list[float | None]]
     """By name, one value per rank: ``seconds``, and what else the ranks gave."""
+    validation: float | None = None
+    """Mean over the tokens of the validation batches, where the step is followed by them."""
 
 
 def gathered(local: LocalStep, values: Mapping[str, float | None], device: torch.device) -> StepResult:
@@ -97,6 +100,7 @@ class StepMeasurements:
             except LookupError as error:
                 self.gpu_source = f"none: {error}"
         self._sampler = call_sampler.Sampler(interval, operators=not replayed, gpu=gpu)
+        self._process, self._on_host = psutil.Process(), device.type == "cpu"
         self._sampled: dict[str, Any] | None = None
         self._choices: dict[str, Any] | None = None
 
@@ -108,6 +112,7 @@ class StepMeasurements:
         """What this rank has to say of the step; collective at the first samples of an operator's shape."""
         self._sampled, reading = self._sampler.result(), self._sampler.reading
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
+        values["host_memory_bytes"] = self._process.memory_info().rss if self._on_host else None
         if self._sampled is not None and (taken := self._sampled["flux/operator_time_ms"]) is not None:
             values["operators_ms"] = sum(taken.values())
         if reading is not None:
@@ -118,6 +123,8 @@ class StepMeasurements:
     def fields(self, result: StepResult) -> dict[str, Any]:
         """The fields of the record that are known of this step."""
         fields = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
+        if memory := known(result.ranks["host_memory_bytes"]):
+            fields["flux/host_memory_bytes"] = int(max(memory))
         # What the tuner chose, where that was not recorded yet.
         if self._flux and self._choices != (made := call_sampler.choices()):
             self._choices = fields["flux/choices"] = made

@@ -20,6 +20,9 @@ class _Options(BaseModel):
     group: ClassVar[str]
 
 
+Wire = Literal["exact", "fp8", "int8"]
+
+
 class LinkOptions(_Options):
     """What connects the ranks of a tensor-parallel group; of benchmarks too."""
 
@@ -30,8 +33,18 @@ class LinkOptions(_Options):
         "Use no stronger link than this. With host and none NCCL has no peer access either, unless NCCL_P2P_DISABLE is "
         "set. Default: MEGATRON_FLUX_LINK, else whatever there is.",
     )
-    wire: Literal["exact", "fp8", "int8"] = _option(
-        "exact", "What flux may send where the link is host: exact, or also fp8 or int8, whose results differ."
+    wire: Wire | None = _option(
+        None,
+        "What flux may send where the link is host: exact, or also fp8 or int8, whose results differ. Default: "
+        "MEGATRON_FLUX_WIRE, else exact.",
+    )
+
+
+class LayerLinkOptions(LinkOptions):
+    """The same of whole layers: forward and backward."""
+
+    grad_wire: Wire | None = _option(
+        None, "The same of gradients, where it is something else. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire."
     )
 
 
@@ -168,7 +181,7 @@ class MetricsOptions(_Options):
 
 
 class RunOptions(
-    MetricsOptions, FolderOptions, LinkOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
+    MetricsOptions, FolderOptions, LayerLinkOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
 ):
     """How to train. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
 
@@ -177,7 +190,19 @@ class TrainOptions(RunOptions, ProcessOptions, ModelOptions):
     """Options as given; None means "as the preset, the device or the other options say"."""
 
 
-class _SaveOptions(_Options):
+class _EvalOptions(_Options):
+    group: ClassVar[str] = "Validation"
+
+    eval_interval: int | None = _option(
+        None,
+        "Steps between validation losses, and one at the end: of 3 % of the documents, which training then leaves out. "
+        "Default: none.",
+        ge=1,
+    )
+    eval_iters: int | None = _option(None, "Global batches of each, always the same ones. Default: 10.", ge=1)
+
+
+class _SaveOptions(_EvalOptions):
     group: ClassVar[str] = "Checkpoints"
 
     save: Path | None = _option(

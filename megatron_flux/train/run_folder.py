@@ -71,6 +71,7 @@ def run_info(config: RunConfig) -> dict[str, Any]:
         "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},
         "link": environment.link(config.link)["kind"],
         "wire": config.wire,
+        "grad_wire": config.grad_wire,
         "job": environment.job(),
         "layout": {name: getattr(config, name) for name in layout},
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -26,15 +27,17 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.data import MicroBatches
+from megatron_flux.train.data import Datasets, MicroBatches
 from megatron_flux.train.measurements import LocalStep, OwnMemory
 from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
+
+EVAL_ITERS = 10
 
 
 class Trainer:
     """A model in training, built from ``config.seed``. Building one and every step are collective calls."""
 
-    def __init__(self, config: RunConfig, dataset: Any, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
         self.config, self.device = config, device
         self.memory = OwnMemory(device, captured=config.cuda_graph_impl != "none")
         with self.memory.turn():
@@ -43,7 +46,8 @@ class Trainer:
             self.model = self._build_model()
             self.optimizer, self.scheduler = self._build_optimizer()
             self._graphs = CudaGraphs(config, self.model, self._mcore_config, self.optimizer)
-            self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
+            self._dp_rank, self._validation = parallel_state.get_data_parallel_rank(), datasets.validation
+            self.batches = MicroBatches(config, datasets.train, self._dp_rank, device)
         self.iteration = 0
         self._random_state = random_state()
 
@@ -82,6 +86,28 @@ class Trainer:
         self.iteration += 1
         return losses, float(grad_norm or 0.0), lr
 
+    def evaluate(self) -> float:
+        """Mean loss over the tokens of the first ``eval_iters`` global batches for validation. A collective call.
+
+        Nothing of the training changes: no random number is drawn, since evaluation drops nothing out.
+        """
+        config = self.config
+        self.model.eval()
+        with torch.no_grad():
+            losses = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=MicroBatches(config, self._validation, self._dp_rank, self.device),
+                model=self.model,
+                num_microbatches=config.micro_batches * (config.eval_iters or EVAL_ITERS),
+                seq_length=config.shape.seq_length,
+                micro_batch_size=config.micro_batch_size,
+                forward_only=True,
+            )
+        self.model.train()
+        found = torch.tensor(_sums(losses), dtype=torch.float64, device=self.device)
+        dist.all_reduce(found)
+        return float(found[0] / found[1])
+
     def close(self) -> None:
         """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
         torch.cuda.synchronize()
@@ -94,10 +120,7 @@ class Trainer:
         losses, grad_norm, lr = self.advance()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        total = tokens = 0.0
-        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            total, tokens = sum(loss["lm loss"].double() for loss in losses).tolist()
-        return LocalStep(total, tokens, grad_norm, lr, seconds)
+        return LocalStep(*_sums(losses), grad_norm, lr, seconds)
 
     def _build_model(self) -> torch.nn.Module:
         config, mcore = self.config, self._mcore_config
@@ -201,6 +224,14 @@ def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
+
+
+def _sums(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+    """Loss and tokens of these micro-batches; zeros but on the last stage's first tensor-parallel rank."""
+    if not (parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0):
+        return 0.0, 0.0
+    total, tokens = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0).tolist()
+    return total, tokens
 
 
 def _loss(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

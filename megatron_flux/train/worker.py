@@ -60,17 +60,18 @@ def _no_meeting(cause: str, timeout: float) -> str:
 
 
 @contextmanager
-def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
-    """Everything that a run needs on this rank, as ``(dataset, device)``: data, process groups, shims."""
-    corpus = data.prepare(config.data, config.data_cache, config.shape.seq_length, config.shape.vocab_size)
+def world(config: RunConfig) -> Iterator[tuple[data.Datasets, torch.device]]:
+    """Everything that a run needs on this rank, as ``(datasets, device)``: data, process groups, shims."""
+    shape = config.shape
+    corpus = data.prepare(config.data, config.data_cache, shape.seq_length, shape.vocab_size, split=config.split)
     fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
     with cpu_shims(), fused, process_groups(config) as device:
-        yield data.build_dataset(config, corpus), device
+        yield data.build_datasets(config, corpus), device
 
 
 def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
-    with world(config) as (dataset, device):
+    with world(config) as (datasets, device):
         from megatron_flux.train import loop  # refusing bad input must not wait for megatron-core
 
         # Under a launcher of the user's own, every rank has named the default folder by its own clock.
@@ -78,7 +79,7 @@ def run(config: RunConfig) -> None:
         dist.broadcast_object_list(out, src=0)
         gc.freeze()  # megatron-core collects garbage in every save, and need not look through all that was imported
         try:
-            loop.run(config.model_copy(update={"out": out[0]}), dataset, device)
+            loop.run(config.model_copy(update={"out": out[0]}), datasets, device)
         finally:
             gc.unfreeze()  # extension modules complain of leaks at exit otherwise
 

@@ -242,7 +242,7 @@ def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
         patch.setattr(ops, "_host_rate", lambda *_: 40.0)
         patch.setattr(ops, "timed", timed)
         times |= {"reference": 3.0}
-        tuner.links.want(tuner.links.Wanted(link="host", wire="int8"))
+        tuner.links.want(tuner.links.Wanted(link="host"))
         try:
             wanted = run_of(out).model_copy(update={"link": "host", "wire": "int8"})
             return ops.run(wanted, CASES, dist.group.WORLD, lambda _: None)

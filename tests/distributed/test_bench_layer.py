@@ -124,16 +124,16 @@ def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path, wire: str) 
         assert coarse["ok"]
 
 
-def graphs_over_host(out: Path) -> str:
+def graphs_between_hosts(out: Path) -> str:
     with pytest.raises(UserError) as error:
-        run(2, out, {"link": "host", "cuda_graphs": True})
+        run(2, out, {"link": "none", "cuda_graphs": True})
     return str(error.value)
 
 
-def test_no_graphs_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
+def test_no_graphs_between_hosts(world2: WorkerPool, tmp_path: Path) -> None:
     assert (
-        world2.run(graphs_over_host, tmp_path)
-        == ["--cuda-graphs cannot capture what goes over the link host; leave one of them out"] * 2
+        world2.run(graphs_between_hosts, tmp_path)
+        == ["--cuda-graphs cannot capture what goes over the link none; leave one of them out"] * 2
     )
 
 

@@ -1,6 +1,6 @@
 """The link through host memory, on processes and their processor: everything arrives, whoever is late.
 
-Every case runs with four lanes that are threads and with one queue for everything, the strictest order that GPUs with
+Every case runs with two lanes that are threads and with one queue for everything, the strictest order that GPUs with
 ``CUDA_DEVICE_MAX_CONNECTIONS=1`` can fall back to. Slots are small, so that each is used many times in a call.
 """
 
@@ -30,11 +30,11 @@ from tests.small_disk import small_disk
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
-QUEUES = pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "four lanes"])
+QUEUES = pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "two lanes"])
 
 
 def layout(tp: int) -> Layout:
-    return Layout(tp, slot_bytes=1500, slots=6)
+    return Layout(tp, slot_bytes=1500, slots=4)
 
 
 def link(one_queue: bool, group: dist.ProcessGroup | None = None) -> HostLink:
@@ -260,7 +260,7 @@ def in_folder(folder: Path) -> str:
 
 def test_too_little_shared_memory(world2: WorkerPool, tmp_path: Path) -> None:
     needed = -(-layout(2).total_bytes // 2**20)
-    with small_disk(tmp_path / "shm", 0.05) as folder:
+    with small_disk(tmp_path / "shm", 0.03) as folder:
         for said in world2.run(in_folder, folder):
             assert f"needs {needed} MiB of shared memory for 2 ranks, and {folder} has 0 MiB left of 0" in said
             assert f"--shm-size={needed + 64}m" in said

@@ -228,6 +228,33 @@ def streams(group):
     return "two streams"
 
 
+def left_open(group):
+    """Sums that run beside GEMMs that come behind them, waited for late, on another stream too."""
+    other, size = torch.cuda.Stream(), group.size()
+    w = make(True, torch.bfloat16, 4096, 512)
+    heavy = torch.randn(4096, 4096, device="cuda")
+    for turn in range(6):
+        whole, x = make(True, torch.bfloat16, 1024 * size, 512), make(True, torch.bfloat16, 512, 2048)
+        sums, want = scattered(whole.float() @ w.t().float(), group), gathered(x, group)
+        poison()
+        pending = ops.gemm_reduce_scatter(whole, w, group, async_op=True, backend="chunked")
+        gather = ops.all_gather(x, group, backend="chunked")
+        heavy @ heavy
+        compare(group, 128, 256, 512, integer=True)
+        if turn % 2:
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                y = pending.wait()
+                junk = [torch.full_like(whole, 7.0) for _ in range(3)]
+                assert error(y, sums) == 0
+            torch.cuda.current_stream().wait_stream(other)
+            del junk
+        else:
+            assert error(pending.wait(), sums) == 0
+        assert torch.equal(gather.wait(), want)
+    return "6 turns"
+
+
 def two_groups(group):
     size = dist.get_world_size()
     if size < 4:
@@ -252,7 +279,7 @@ def small_slots(group):
     before = state_of(group).transports[device]
     if not isinstance(before, HostLink):
         return "left out: no slots"
-    state_of(group).transports[device] = HostLink(group, device, Layout(group.size(), 64 << 10, 6))
+    state_of(group).transports[device] = HostLink(group, device, Layout(group.size(), 64 << 10, 3))
     try:
         for _ in range(5):
             compare(group, 512, 256, 2048, integer=True)
@@ -262,17 +289,48 @@ def small_slots(group):
 
 
 def captured(group):
-    """Refused, without harm to what follows."""
-    x, w = make(True, torch.bfloat16, 64, 64), make(True, torch.bfloat16, 64, 64)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            ops.gemm_reduce_scatter(x, w, group, backend="chunked")
-    except UserError as refused:
-        said = str(refused)
+    """Three calls in a CUDA graph: replays on other numbers, eager calls and late ranks between them. Refused where the
+    transport cannot be captured, without harm to what follows.
+    """
+    size, name = group.size(), "chunked"
+    x, w = make(True, torch.bfloat16, 1024, 4096), make(True, torch.bfloat16, 512, 4096)
+    v = make(True, torch.bfloat16, 4096, 512)
+
+    def step():
+        y, full = ops.all_gather_gemm(x, w, group, return_gathered=True, backend=name)
+        pending = ops.all_gather(x, group, backend=name)
+        z = ops.gemm_reduce_scatter(y, v, group, backend=name)
+        return y, full, z, pending.wait()
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
     torch.cuda.synchronize()
+    dist.barrier(group=group)
+    try:
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            got = step()
+    except UserError as refused:
+        assert not state_of(group).transports[torch.device("cuda", torch.cuda.current_device())].captures
+        torch.cuda.synchronize()
+        compare(group, 64, 128, 96, integer=True)
+        return str(refused)
+    for turn in range(12):
+        x.copy_(make(True, torch.bfloat16, 1024, 4096))
+        if group.rank() == turn % size and turn > 5:
+            time.sleep(0.05)
+            torch.cuda._sleep(int(5e7))
+        graph.replay()
+        seen = [part.clone() for part in got]
+        want = step()
+        assert all(map(torch.equal, seen, want)), f"replay {turn}"
+        assert torch.equal(want[1], gathered(x, group))
+    for _ in range(50):
+        graph.replay()
     compare(group, 64, 128, 96, integer=True)
-    return said
+    assert all(map(torch.equal, got, want))
+    return "replayed 62 times"
 
 
 def by_auto(group):
@@ -321,7 +379,7 @@ CHECKS = {
     function.__name__: function
     for function in (
         kernels_of_the_wire, shapes, large, on_the_wire, small_slots, random_shapes, repeated, late, streams,
-        two_groups, captured, by_auto, host_time,
+        left_open, two_groups, captured, by_auto, host_time,
     )
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ def expected(folder: Path, **changed: str) -> list[str]:
         "folder": str(folder),
         "device": "cuda",
         "processes": str(torch.cuda.device_count()),
-        "link": {"nvlink": "nvlink"}.get(environment.link()["kind"], "pcie"),
+        "link": environment.link()["kind"],
         "gpu-name": torch.cuda.get_device_name(0).split()[-1],
         "gpu-memory-gib": str(int(properties.total_memory / 2**30)),
         "slow-fraction": "0.7",

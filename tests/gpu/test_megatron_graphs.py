@@ -117,6 +117,7 @@ def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) 
 
     from megatron_flux import ops
     from megatron_flux.ops import cuda_graphs as capture
+    from megatron_flux.train.data import Datasets
     from megatron_flux.train.shims import gradient_accumulation_fusion
     from megatron_flux.train.trainer import Trainer
 
@@ -130,7 +131,7 @@ def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) 
         captured = Captured(monkeypatch)
         device = torch.device("cuda", dist.get_rank()) if on_gpu() else torch.device("cpu")
         with flux(FluxConfig(backend=config.backend, strict=True)) if patched else nullcontext() as seen:
-            trainer = Trainer(config, Counting(config.shape.seq_length), device)
+            trainer = Trainer(config, Datasets(Counting(config.shape.seq_length), None), device)
             if te_default:
                 for module in trainer.model.modules():
                     if hasattr(module, "disable_parameter_transpose_cache"):

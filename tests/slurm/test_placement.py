@@ -60,7 +60,7 @@ def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
         assert ("on nodes n[00-15]" in said) is (file.name != "collect.sbatch")
 
 
-@pytest.mark.parametrize(("link", "name"), [("nvlink", JOBS[0]), ("pcie", JOBS[1])])
+@pytest.mark.parametrize(("link", "name"), [("nvlink", JOBS[0]), ("host", JOBS[1])])
 def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path, link: str, name: str) -> None:
     job = queue.submit(FOLDER / link / f"{name}-flux.sbatch", options=[])
     at_the_cluster.wait_for_job(job)
@@ -86,6 +86,7 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
         "--overwrite",
     ):
         assert word in said, word
+    assert ("--link=host" in said) is (link == "host")
     assert len(notes(stand_in, "preflight.node")) == len(notes(stand_in, "preflight.ranks")) == NODES
     tuned_on = [words[2] for words in notes(stand_in, "tune")]
     assert tuned_on == (["0,1,2,3,4,5,6,7"] if link == "nvlink" else []), "without NVLink nothing tuned would run"

@@ -28,7 +28,7 @@ def rendered(cluster: str | Profile, mode: job.Mode = "compare", name: str = "gp
 def test_committed_scripts_are_what_render_writes() -> None:
     """If this fails after a wanted change: python -m tests.slurm.golden, and look at the difference."""
     expected = golden.expected()
-    assert len(expected) == 14
+    assert len(expected) == 18
     assert {path for path in SCRIPTS if path.parent != golden.FOLDER} == set(expected)
     for file, text in expected.items():
         assert file.read_text() == text, file
@@ -64,24 +64,23 @@ def test_scripts_are_clean_shell(tmp_path: Path) -> None:
 
 
 def test_what_the_layout_needs_is_in_the_scripts() -> None:
-    for link in golden.LINKS:
-        for name in golden.JOBS:
-            for mode in job.MODES:
-                text = (golden.FOLDER / link / f"{name}-{mode}.sbatch").read_text()
-                for line in (
-                    "#SBATCH --nodes=16",
-                    "#SBATCH --gpus-per-node=8",
-                    "#SBATCH --ntasks-per-node=1",
-                    "#SBATCH --signal=B:USR1@300",
-                    "#SBATCH --requeue",
-                    "default CUDA_DEVICE_MAX_CONNECTIONS 1",
-                ):
-                    assert line in text.splitlines(), (line, name)
-                assert "TP 8 x PP 8 x DP 2" in text
-                assert f"--preset={name} --tp=8 --pp=8" in text
-                assert ("--array=0-2%1" in text) is (mode == "compare")
-                assert ("--no-flux" in text) is (mode == "baseline")
-                assert (" tune --models=" in text) is (mode != "baseline" and link == "nvlink")
+    for link, name in golden.FITS:
+        for mode in job.MODES:
+            text = (golden.FOLDER / link / f"{name}-{mode}.sbatch").read_text()
+            for line in (
+                "#SBATCH --nodes=16",
+                "#SBATCH --gpus-per-node=8",
+                "#SBATCH --ntasks-per-node=1",
+                "#SBATCH --signal=B:USR1@300",
+                "#SBATCH --requeue",
+                "default CUDA_DEVICE_MAX_CONNECTIONS 1",
+            ):
+                assert line in text.splitlines(), (line, name)
+            assert "TP 8 x PP 8 x DP 2" in text
+            assert f"--preset={name} --tp=8 --pp=8" in text
+            assert ("--array=0-2%1" in text) is (mode == "compare")
+            assert ("--no-flux" in text) is (mode == "baseline")
+            assert (" tune --models=" in text) is (mode != "baseline" and link == "nvlink")
 
 
 def test_the_link_is_said() -> None:
@@ -90,12 +89,95 @@ def test_the_link_is_said() -> None:
         "pcie-a100"
     )
     assert " tune --models=" not in rendered("pcie-a100"), "nothing that is tuned would run"
+    assert "chunks through host memory (backend tuned), wire exact.\n" in rendered("host-l40s", name="llama2-70b")
     assert "# Flux runs with: stock Megatron." in rendered("pcie-a100", "baseline")
     assert "there is no GPU" in rendered("local", name="tiny")
     spanning = Job.load("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})
     shape = {"num_attention_heads": 64, "num_query_groups": 16}
     resolved = job.resolve(spanning, Profile.load("nvlink-h100"), "flux", shape)
     assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in job.job_script(resolved, "a test")
+
+
+def options_of(text: str) -> set[str]:
+    """What a script gives to train or compare, of link and wire, and to the pre-flight."""
+    return {
+        word for word in text.replace("\n", " ").split(" ") if word.startswith(("--link=", "--wire=", "--host-tp="))
+    }
+
+
+@pytest.mark.parametrize(
+    ("cluster", "changes", "mode", "given"),
+    [
+        ("nvlink-h100", {}, "flux", {"--link=nvlink"}),  # of the pre-flight alone: training takes what there is
+        ("pcie-a100", {}, "flux", {"--link=p2p"}),
+        ("host-l40s", {}, "baseline", {"--link=host"}),
+        ("host-l40s", {"wire": "int8"}, "baseline", {"--link=host"}),
+        ("host-l40s", {"wire": "fp8"}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8"}),
+        ("host-l40s", {"tp": 4, "pp": 16}, "compare", {"--link=host", "--wire=exact", "--host-tp=4"}),
+        ("nvlink-h100", {"link": "host"}, "compare", {"--link=host", "--wire=exact", "--host-tp=8"}),
+        # Groups that span nodes have the link none; those of pipeline and data parallelism in a node have the node's.
+        ("host-l40s", {"tp": 16, "pp": 4}, "flux", {"--link=host", "--link=none"}),
+        ("pcie-a100", {"tp": 16, "pp": 4}, "flux", {"--link=p2p"}),
+    ],
+)
+def test_stock_and_flux_run_on_the_same_link(cluster: str, changes: dict, mode: job.Mode, given: set[str]) -> None:
+    shape = {"num_query_groups": 16} if changes.get("tp") == 16 else {}
+    resolved = job.resolve(Job.load("llama2-70b", changes), Profile.load(cluster), mode, shape)
+    text = job.job_script(resolved, "a test")
+    assert options_of(text) == given
+    commands = [line for line in text.splitlines() if line.startswith("arguments=(")]
+    assert ("--link=host" in commands[0]) is (resolved.link == "host" and changes.get("tp") != 16)
+    assert ("--wire=" in commands[0]) is (changes.get("wire") is not None and mode != "baseline")
+    assert ("SM_MARGIN" in text, "tune --models" in text) == (False, cluster == "nvlink-h100" and not changes)
+
+
+def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:
+    resolved = job.resolve(Job.load("llama2-70b", {"link": "host"}), Profile.load("nvlink-h100"), "flux")
+    own = resolved.profile.floors
+    assert (resolved.floors.node_gbps, resolved.floors.network_gbps) == (1.5, own.network_gbps)
+    assert '"node_gbps":1.5' in job.job_script(resolved, "a test")
+    assert job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "flux").floors == own
+
+
+def test_chunks_over_peer_access_go_through_host_memory_too() -> None:
+    for settings, asked in (({}, False), ({"backend": "chunked"}, True), ({"layer_backend": "*=chunked_int8"}, True)):
+        resolved = job.resolve(Job.load("llama2-70b"), Profile.load("pcie-a100"), "flux", settings)
+        assert resolved.through_host is asked
+
+
+@pytest.mark.parametrize(
+    ("cluster", "changes", "said"),
+    [
+        (
+            "pcie-a100",
+            {"link": "nvlink"},
+            "link nvlink of job tiny is more than profile pcie-a100 has; use one of: none",
+        ),
+        ("pcie-a100", {"wire": "fp8"}, "wire fp8 is for groups within a node over the link host, not for the link p2p"),
+        ("host-l40s", {"wire": "fp8", "tp": 8, "nodes": 1, "pp": 1}, None),
+        (
+            "pcie-a100",
+            {"wire": "fp8", "link": "host"},
+            "wire fp8 needs compute capability 8.9, the A100 of .* has 8.0;",
+        ),
+        ("pcie-a100", {"wire": "int8", "link": "host"}, None),
+        ("host-l40s", {"wire": "int8", "tp": 1}, "wire int8 is for groups within a node .* not for tp 1 on nodes of 8"),
+        (
+            "host-l40s",
+            {"environment": {"MEGATRON_FLUX_SM_MARGIN": "16"}},
+            "is for fused kernels, which need peer access",
+        ),
+    ],
+)
+def test_links_and_wires_that_cannot_be_are_refused(cluster: str, changes: dict, said: str | None) -> None:
+    environment = {"environment": changes.pop("environment")} if "environment" in changes else {}
+    site, small = Profile.load(cluster, environment), Job.load("tiny", changes)
+    if said is None:
+        job.resolve(small, site, "flux")
+        return
+    with pytest.raises(UserError, match=said) as error:
+        job.resolve(small, site, "flux")
+    assert "\n" not in str(error.value)
 
 
 def test_parameters_are_the_models() -> None:
@@ -177,6 +259,8 @@ def test_a_time_limit_need_only_be_above_the_signals_lead() -> None:
         (["--profile", "nvlink-h100", "--set", "steps=x"], ["steps 'x'", "valid integer"]),
         (["--profile", "nvlink-h100", "--set", "speed=3"], ["'speed'", "no option of a compare run", "steps"]),
         (["--profile", "nvlink-h100", "--set", "out=x"], ["out", "set by the job itself"]),
+        (["--profile", "nvlink-h100", "--set", "link=host"], ["link", "set by the job itself", "give --link"]),
+        (["--profile", "nvlink-h100", "--link", "pcie"], ["link 'pcie'", "'nvlink', 'p2p', 'host' or 'none'"]),
         (["--profile", "nvlink-h100", "--set", "steps=1", "--set", "steps=2"], ["steps is given twice"]),
         (["--profile", "nvlink-h100", "--set", "backend=magic"], ["unknown backend 'magic'"]),
         (["--profile", "nvlink-h100", "--partition", "a b"], ["partition 'a b'", "letters, digits"]),

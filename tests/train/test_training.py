@@ -127,8 +127,8 @@ def test_both_arms_are_mirrored_and_profiled(command: Run, comparison: tuple[Pat
     "arguments",
     [
         pytest.param(
-            ["--tp", "2", "--pp", "2", "--no-distributed-optimizer", "--lr-warmup-steps", "2", "--lr-decay-steps", "4"],
-            id="tp2-pp2-plain-adam",
+            ["--tp", "2", "--pp", "2", "--no-distributed-optimizer", "--lr-warmup-steps", "2", "--eval-interval", "2"],
+            id="tp2-pp2-plain-adam-validation",
         ),
         pytest.param(
             [*LLAMA, "--num-query-groups", "4", "--recompute", "full", "--dropout", "0.1", FUSION],
@@ -147,6 +147,40 @@ def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, argumen
     assert found["flux_active_layers"] == 9
     assert found["max_relative_loss_difference"] == 0
     assert found["max_relative_grad_norm_difference"] <= 1e-5
+    ends = {arm: found["arms"][arm]["final_validation_loss"] for arm in ("baseline", "flux")}
+    assert ends["baseline"] == ends["flux"]
+    assert (ends["flux"] is not None) is ("--eval-interval" in arguments)
+
+
+def validations(folder: Path) -> dict[int, float]:
+    return {r["iteration"]: r["lm loss validation"] for r in records(folder) if r.get("lm loss validation") is not None}
+
+
+def test_validation_is_beside_training(command: Run, tmp_path: Path) -> None:
+    small = ["--nproc", "2", "--num-layers", "1", "--seq-length", "64", "--dropout", "0.1", "--steps", "4"]
+    often, once, resumed = tmp_path / "often", tmp_path / "once", tmp_path / "resumed"
+    command("train", *small, "--eval-interval", "2", "--eval-iters", "40", "--out", often)
+    many = validations(often / "flux")
+    assert list(many) == [2, 4]
+    assert 3 < many[4] < many[2], "it learns what other documents have in common with these"
+    first, second, third, _ = records(often / "flux")
+    # Forty batches forward take longer than a step, which does not show in the step's time.
+    between = second["timestamp"] - first["timestamp"]
+    assert between > 3 * second["iteration-time"]
+    assert third["flux/metrics_ms"] < 500 * between
+    words = [*small, "--eval-interval", "3", "--eval-iters", "40"]
+    save = ["--save", tmp_path / "saved", "--save-interval", "2"]
+    said = command("train", *words, *save, "--out", once).stderr
+    assert re.search(r"train: [\d,]+ documents, [\d,]+ tokens: \S+", said)
+    assert losses(once / "flux") == losses(often / "flux"), "evaluating changed training"
+    assert list(validations(once / "flux")) == [3, 4]
+    assert validations(once / "flux")[4] == many[4], "not the same batches"
+    load = ["--load", tmp_path / "saved", "--ckpt-step", "2"]
+    said = command("train", *words, *load, "--out", resumed).stderr
+    assert f"resumed: flux from step 2 of 4, out of {tmp_path / 'saved'}" in said
+    assert validations(resumed / "flux") == validations(once / "flux")
+    refused = command("train", *small, *load, "--out", tmp_path / "refused", code=2).stderr
+    assert "iter_0000002 was trained with --eval-interval, which leaves documents out of training" in refused
 
 
 def under_torchrun(

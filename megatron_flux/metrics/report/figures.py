@@ -94,8 +94,8 @@ def _sentences(*parts: str) -> str:
     return " ".join(dict.fromkeys(filter(None, parts)))
 
 
-def curves(arms: Arms, name: str, unit: str) -> Drawn:
-    """A field of both arms over the iterations."""
+def curves(arms: Arms, name: str, unit: str, points_of: str = "") -> Drawn:
+    """A field of both arms over the iterations, and as points another of the same unit, where it is known."""
     traces, said = [], []
     for arm, records in arms.items():
         points, left_out = _thinned([(record["iteration"], record[name]) for record in records])
@@ -103,6 +103,9 @@ def curves(arms: Arms, name: str, unit: str) -> Drawn:
         if lost < len(records):
             style: Figure = {"mode": "lines" if len(records) > 1 else "markers", **_STYLES[arm]}
             traces.append(_trace(arm, arm, points, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", **style))
+        if points := [(r["iteration"], r[points_of]) for r in records if r.get(points_of) is not None]:
+            shown = f"{arm}, {points_of}"
+            traces.append(_trace(shown, arm, points, f"{shown} %{{y:.7g}}<br>iteration %{{x}}", SYMBOLS[arm]))
         said.append(f"The {arm} {name} is not finite in {counted(lost)}." if lost else "")
         said.append(left_out if records else f"The {arm} arm has no records.")
     title = f"{name} ({unit})" if unit else name

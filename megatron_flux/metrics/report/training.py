@@ -15,7 +15,7 @@ from megatron_flux.metrics.report.figures import Arms
 from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.summary import Record, timed
+from megatron_flux.metrics.summary import VALIDATION, Record, timed
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
@@ -64,7 +64,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
-        Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token")),
+        Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),

@@ -17,14 +17,14 @@ Each rank's own rows are never quantised: they do not travel. With an 8-bit wire
 therefore differ in the rows of these two.
 
 Contract: that of :mod:`megatron_flux.ops.backends.registry`. Results, and gathered inputs, are fresh tensors.
-Limits: not inside CUDA graphs; fp8 needs compute capability 8.9 on GPUs.
+Limits: CUDA graphs over a transport that can be captured only; fp8 needs compute capability 8.9 on GPUs.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -33,19 +33,19 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.transport import unbroken
 from megatron_flux.comm.transports import transport_of
-from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire as wires
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.checks import OperatorCall, compare_calls
+from megatron_flux.ops.cuda_graphs import capturing
 
 PIECE_BYTES = 12 << 20
 """A shard is cut into pieces of about this size: smaller ones hide more, and make GEMMs of fewer rows."""
 MOST_PIECES, LEAST_ROWS = 4, 256
 
 
-def cuts_of(rows: int, width: int, most: int = MOST_PIECES) -> list[int]:
-    """Where the pieces of a shard of ``rows`` of ``width`` bytes begin, in rows, and ``rows``."""
-    pieces = max(1, min(most, rows * width // PIECE_BYTES, rows // LEAST_ROWS))
-    return [rows * piece // pieces for piece in range(pieces + 1)]
+def pieces_of(rows: int, width: int) -> int:
+    """Into how many pieces a shard of ``rows`` of ``width`` bytes is cut."""
+    return max(1, min(MOST_PIECES, rows * width // PIECE_BYTES, rows // LEAST_ROWS))
 
 
 class ChunkedBackend:
@@ -62,26 +62,26 @@ class ChunkedBackend:
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet."""
-        if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < (8, 9):
+        if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
             )
-        return None
+        return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        (mp, k), x = call.x.shape, call.x
+        (mp, k), x, gemm = call.x.shape, call.x, _gemm(call)
         y, full = x.new_empty(call.m, call.n), x.new_empty(call.m, k)
         own = call.group.rank() * mp
         gather = _Gathered(self, call, full)
         with unbroken(gather.transport, call.operator):
             gather.begin()
-            _gemm(call, x, y[own : own + mp])
+            gemm(x, y[own : own + mp])
             if call.return_gathered:
                 full[own : own + mp].copy_(x)
             for peer, piece in gather.flight:
                 rows = gather.decoded(peer, piece)
-                _gemm(call, full[rows], y[rows])
+                gemm(full[rows], y[rows])
         return y, full
 
     def all_gather(self, call: OperatorCall) -> Pending:
@@ -103,14 +103,15 @@ class ChunkedBackend:
         return Pending(full, wait, keep=(x, full))
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`. Always finished: all is enqueued."""
-        _checked(call)
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`. With ``async_op`` the transfers that are left when
+        the GEMMs have ended run beside what comes next.
+        """
+        compare_calls(call)
         x, n, group, wire = call.x, call.n, call.group, self.wire
         tp, rank = group.size(), group.rank()
         mp, size = call.m // tp, x.element_size()
-        rows = self._cuts(mp, n * size)
-        cuts = _bytes(wire, rows, n, size)
-        transport, known = transport_of(group, x.device), _kernels(group)
+        rows, cuts = _cut(wire, mp, n, size, self.pieces)
+        transport, known, gemm = transport_of(group, x.device), state_of(group).wire_kernels, _gemm(call)
         # All memory before the call begins: peers would wait for one that ends in between.
         theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
         sent = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
@@ -122,24 +123,31 @@ class ChunkedBackend:
                 first, last = rows[piece], rows[piece + 1]
                 block = sent[peer, cuts[piece] : cuts[piece + 1]]
                 part = block.view(x.dtype).view(-1, n) if partial is None else partial[: last - first]
-                _gemm(call, x[peer * mp + first : peer * mp + last], part)
+                gemm(x[peer * mp + first : peer * mp + last], part)
                 if partial is not None:
                     wires.encode(wire, part, block, known)
                 exchange.send(block)
-            _gemm(call, x[rank * mp : (rank + 1) * mp], own)
-            exchange.wait()
-            if wire == wires.EXACT:
-                wires.add(wire, theirs, own, rank, y, known)
-            else:
-                for (first, last), data in zip(itertools.pairwise(rows), itertools.pairwise(cuts), strict=True):
-                    wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
-        return Pending(y)
+            gemm(x[rank * mp : (rank + 1) * mp], own)
+            exchange.enqueue()
 
-    def _cuts(self, rows: int, width: int) -> list[int]:
-        if self.pieces is None:
-            return cuts_of(rows, width)
-        count = max(1, min(self.pieces, rows))
-        return [rows * piece // count for piece in range(count + 1)]
+        begun = torch.cuda.current_stream(x.device) if x.is_cuda and call.async_op else None
+
+        def wait() -> None:
+            with unbroken(transport, call.operator):
+                exchange.wait()
+                if wire == wires.EXACT:
+                    wires.add(wire, theirs, own, rank, y, known)
+                else:
+                    for (first, last), data in zip(itertools.pairwise(rows), itertools.pairwise(cuts), strict=True):
+                        wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
+            if begun is not None and (now := torch.cuda.current_stream(x.device)) != begun:
+                for part in (theirs, sent, own):  # the memory of another stream, which does not wait for this one
+                    part.record_stream(now)
+
+        pending = Pending(y, wait, keep=(x, theirs, sent, own))
+        if not call.async_op:
+            pending.wait()
+        return pending
 
 
 class _Gathered:
@@ -147,12 +155,11 @@ class _Gathered:
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, full: torch.Tensor) -> None:
         """Allocates; nothing has begun."""
-        _checked(call)
+        compare_calls(call)
         x, self._call, self._wire, self._full = call.x, call, backend.wire, full
         (self._mp, k), size, tp = x.shape, x.element_size(), call.group.size()
-        self._rows = backend._cuts(self._mp, k * size)
-        self._cuts = _bytes(self._wire, self._rows, k, size)
-        self.transport, self._known = transport_of(call.group, x.device), _kernels(call.group)
+        self._rows, self._cuts = _cut(self._wire, self._mp, k, size, backend.pieces)
+        self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).wire_kernels
         exact = self._wire == wires.EXACT
         self._theirs = (
             full.view(tp, -1).view(torch.uint8) if exact else x.new_empty(tp, self._cuts[-1], dtype=torch.uint8)
@@ -183,35 +190,31 @@ class _Gathered:
                 self.decoded(peer, piece)
 
 
-def _bytes(wire: str, rows: list[int], k: int, itemsize: int) -> list[int]:
-    """Where pieces begin on the wire: each is encoded by itself."""
-    cuts = [0]
-    for first, last in itertools.pairwise(rows):
-        cuts.append(cuts[-1] + wires.nbytes(wire, last - first, k, itemsize))
-    return cuts
+@functools.lru_cache(maxsize=1024)
+def _cut(wire: str, rows: int, width: int, itemsize: int, pieces: int | None) -> tuple[list[int], list[int]]:
+    """Where the pieces of a shard of ``rows`` x ``width`` begin: in rows, and on the wire, where each is encoded by
+    itself.
+    """
+    count = max(1, min(pieces, rows)) if pieces else pieces_of(rows, width * itemsize)
+    by_rows = [rows * piece // count for piece in range(count + 1)]
+    sizes = (wires.nbytes(wire, last - first, width, itemsize) for first, last in itertools.pairwise(by_rows))
+    return by_rows, [0, *itertools.accumulate(sizes)]
 
 
-def _gemm(call: OperatorCall, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows of x times the weight, into ``out``; with the bias inside where the call has one."""
+def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """Rows of x times the weight, into what comes second; with the bias inside where the call has one."""
     weight = call.weight if call.transposed else call.weight.t()  # type: ignore[union-attr]
     if call.bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(call.bias, x, weight, out=out)
+        return lambda x, out: torch.mm(x, weight, out=out)
+    return lambda x, out: torch.addmm(call.bias, x, weight, out=out)
 
 
-def _checked(call: OperatorCall) -> None:
-    """All ranks make this call, and nothing captures it."""
-    if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UserError(
-            "backend 'chunked' cannot be captured in a CUDA graph; use backend='auto' to let flux choose, or another"
-        )
-    compare_calls(call)
-
-
-def _kernels(group: dist.ProcessGroup) -> dict[Any, Any]:
-    """Launches of the wire's kernels."""
-    return state_of(group).wire_kernels
+def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """What keeps a call on ``x`` from being part of a CUDA graph."""
+    if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
+        return "its transport would have to be made while a CUDA graph is captured; run it once before"
+    by = transport_of(group, x.device)
+    return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"
 
 
 @functools.cache

@@ -7,7 +7,7 @@ Contract
       its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
     * Where a group's link is ``host``, candidates are ``reference`` and ``chunked``, and of the 8-bit wires the one
-      that was asked for (``FluxConfig(wire=...)``); plain gathers are measured and decided as well.
+      that the call may use (``OperatorCall.wire``); plain gathers are measured and decided as well.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
@@ -96,18 +96,18 @@ def _seconds() -> float:
 def _kind(call: OperatorCall) -> tuple[Any, ...]:
     """What calls with one choice have in common."""
     x = call.x
-    return (call.operator, call.m, call.n, call.k, x.dtype, x.device, call.transposed, capturing(x))
+    return (call.operator, call.m, call.n, call.k, x.dtype, x.device, call.transposed, call.wire, capturing(x))
 
 
 def _key(call: OperatorCall, *, captured: bool) -> str:
-    link = _link(call.group, call.x.device)
+    link = _link(call.group, call.x.device, call.wire)
     shape = (call.operator, call.m, call.n, call.k, call.x, call.transposed, call.group.size())
     return describe(*shape, link, captured=captured)
 
 
-def _link(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The link as a key has it: with the wire, where that is not ``exact``."""
-    kind, wire = links.probe(group, device).kind, links.wanted().wire
+def _link(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
+    """The link as a key has it: with the wire that may be used there, where that is not ``exact``."""
+    kind = links.probe(group, device).kind
     return f"{kind} wire={wire}" if kind == "host" and wire != EXACT else kind
 
 
@@ -154,8 +154,9 @@ class TunedBackend:
         return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Whatever keeps ``fused`` from running; nothing where the link is ``host``."""
-        return None if self.chunked and _over_host(x, group) else self.fused.why_not(x, weight, group)
+        """Whatever keeps ``fused`` from running, or ``chunked`` where the link is ``host``."""
+        over_host = self.chunked and _over_host(x, group)
+        return (self.chunked["chunked"] if over_host else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """As of ``fused``, where that may run; over host memory, where nobody has asked for that."""
@@ -168,8 +169,10 @@ class TunedBackend:
         name, config = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
-        if name in self.chunked and not capturing(call.x):
-            return call.run(self.chunked[name])
+        if (by := self.chunked.get(name)) is not None and not (
+            capturing(call.x) and by.why_not(call.x, None, call.group)
+        ):
+            return call.run(by)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)
@@ -236,10 +239,10 @@ class TunedBackend:
         return found
 
     def answer(
-        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup
+        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
     ) -> dict[str, Any] | None:
         """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
-        link = _link(group, x.device)
+        link = _link(group, x.device, wire)
         key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
         return self.decisions(group).answers.get(key)
 
@@ -282,11 +285,8 @@ class TunedBackend:
             return lambda: found.wait() if isinstance(found := call.run(backend), Pending) else found
 
         ways = {"reference": way(self.reference)}
-        for name, backend in self.chunked.items() if not capturing(call.x) else ():
-            if (
-                backend.wire in (EXACT, links.wanted().wire)
-                and backend.why_not(call.x, call.weight, call.group) is None
-            ):
+        for name, backend in self.chunked.items():
+            if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
                 tried = self._tried(call, name, way(backend))
                 if tried is not None:
                     ways[name] = tried

@@ -55,11 +55,13 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     """What this node is and has: ``doctor``'s findings, network ports, each GPU; ``unknown`` could not be asked."""
     import torch
 
+    from megatron_flux.comm import host_memory
     from megatron_flux.telemetry import environment
 
     gpus, xids, unknown = [], [], []
     found = {"node": node_name(), "doctor": environment.examine(), "gpus": gpus, "xids": xids, "unknown": unknown}
     found |= {"numactl": shutil.which("numactl") is not None, "infiniband": infiniband()}
+    found["shared_memory"] = host_memory.room()
     if expected.device != "cuda":
         return found
     found["driver"] = _ask_driver()
@@ -75,6 +77,7 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     for index, speed in enumerate(speeds):
         free, total = torch.cuda.mem_get_info(index)
         gpu = {"name": torch.cuda.get_device_name(index), "memory_gib": round(total / 2**30, 2)}
+        gpu |= {"capability": torch.cuda.get_device_capability(index)}
         gpu |= {"used_by_others_gib": round((total - free) / 2**30, 2), "gemm_tflops": speed}
         gpus.append(gpu | (states[index] if states else {}))
     try:
@@ -87,6 +90,8 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     except LookupError as error:
         unknown.append(str(error))
     unknown += missing_facts(gpus)
+    if expected.shared_memory and not all(host_memory.processors(torch.device("cuda", i)) for i in range(count)):
+        unknown.append("the processors beside each GPU (sysfs), where shared memory should lie")
     return found
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_flux.errors import FluxError
 from megatron_flux.run.node import node_name
-from megatron_flux.run.rank import serve
+from megatron_flux.run.rank import serve, set_nccl_link
 from megatron_flux.slurm.preflight import rules
 
 COLLECTIVES = ("all_reduce", "all_gather")
@@ -36,6 +36,7 @@ def main() -> None:
     if expected.device == "cuda":
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+        set_nccl_link(expected.link)  # as training does, for the link that it measures
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")

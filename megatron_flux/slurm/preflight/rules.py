@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_flux.comm.host_memory import FOLDER
+from megatron_flux.comm.host_ring import Layout
 from megatron_flux.errors import UserError
-from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, Rule, validated
+from megatron_flux.kernels.wire_format import FP8, FP8_CAPABILITY
+from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, LinkKind, Rule, Wire, validated
 
 Finding = tuple[Rule, str]  # a line about something that falls short, by a rule that can be waived
 
@@ -48,7 +51,9 @@ class Expected(Checked):
     folder: Path  # where reports and problems go
     device: Literal["cuda", "cpu"]
     processes: int  # and with cuda GPUs, of a node
-    link: Literal["nvlink", "pcie", "none"]
+    link: LinkKind  # that the job uses
+    wire: Wire = "exact"
+    host_tp: int = 0  # ranks of a group that sends through host memory; 0: none does
     gpu_name: str | None = None  # part of the GPUs' name
     gpu_memory_gib: int | None = None
     needs_numactl: bool = False
@@ -56,6 +61,11 @@ class Expected(Checked):
     timeout: float = 600.0  # seconds
     nodes: int = 1
     floors: Floors = DEFAULTS["none"]  # as JSON on a command line
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that a node's groups need in ``/dev/shm`` (:mod:`megatron_flux.comm.host_memory`)."""
+        return self.processes // self.host_tp * Layout(self.host_tp).total_bytes if self.host_tp else 0
 
     @classmethod
     def parse(cls, words: Sequence[str] | None = None) -> Expected:
@@ -93,6 +103,9 @@ def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
             # A driver shows some per cent less than the number on the box.
             if expected.gpu_memory_gib and gpu["memory_gib"] < 0.9 * expected.gpu_memory_gib:
                 problems.append(f"GPU {index} has {gpu['memory_gib']} GiB, the profile says {expected.gpu_memory_gib}")
+            if expected.wire == FP8 and tuple(gpu["capability"]) < FP8_CAPABILITY:
+                least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu["capability"]))
+                problems.append(f"wire fp8 needs compute capability {least}, GPU {index} has {has}; use wire int8")
             if gpu["used_by_others_gib"] > _OTHERS_GIB:
                 problems.append(f"{gpu['used_by_others_gib']} GiB of GPU {index} are in use by another process")
         for row in found.get("driver") or ():
@@ -124,9 +137,16 @@ def node_findings(found: Mapping[str, Any], expected: Expected) -> list[Finding]
     if expected.link != "nvlink" and floors.peer_access and seen["peer_access"] != seen["pairs"]:
         line = (
             f"{seen['peer_access']} of {seen['pairs']} pairs of GPUs have peer access, the profile asks for all; "
-            "look at `nvidia-smi topo -p2p r` and at the node's settings of IOMMU and ACS"
+            "look at `nvidia-smi topo -p2p r` and at the node's settings of IOMMU and ACS, or use link host"
         )
         findings.append(("peer_access", line))
+    total, free = (nbytes >> 20 for nbytes in found["shared_memory"])
+    if (needed := expected.shared_memory >> 20) > free:
+        line = (
+            f"{FOLDER} has {free} MiB left of {total}, the link through host memory needs {needed} MiB; look for files "
+            "that others left there, and give a container more (--shm-size, or the host's as a mount)"
+        )
+        findings.append(("shared_memory", line))
     for index, gpu in enumerate(found["gpus"]):
         findings += [("pcie", f"GPU {index} {line}") for line in _pcie(gpu.get("pcie") or {}, floors)]
         rows = gpu.get("rows") or {}

@@ -78,7 +78,7 @@ def test_without_gpus(run: Run, command: list[str], works: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--models", "gpt5"], ["'gpt5'", "gpt3-175b, llama-70b, llama-405b"]),
+        (["--models", "gpt5"], ["'gpt5'", "gpt3-175b, llama-70b, gpt3-6.7b, llama-7b, llama-405b"]),
         (["--models", ","], ["--models", "names nothing"]),
         (["--tokens", "1k"], ["--tokens 1k", "whole numbers"]),
         (["--tokens", "1024,0"], ["--tokens 1024,0", "greater than 0"]),

@@ -82,7 +82,7 @@ class Ranks:
             for lane, batch, copies in part.steps:
                 found += [(lane, self.word(one)) for one in driven(batch)]
                 for row, offset, host, nbytes in copies:
-                    if lane in DOWN:
+                    if lane == DOWN:
                         assert row == self.tp
                         at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr() + CUTS[piece] + offset
                         copy = (host, at, nbytes)
@@ -122,11 +122,11 @@ def run(queues: list[list[Callable[[], bool]]], rng: random.Random) -> None:
             raise AssertionError(f"nothing can go on: {places} of {[len(queue) for queue in queues]}")
 
 
-@pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "four lanes"])
+@pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "two lanes"])
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None:
     rng = random.Random(tp)
-    for slots in (6, 8, 12):
+    for slots in (3, 4, 6):
         ranks = Ranks(Layout(tp, 600, slots))
         programs = {
             kind: [getattr(host_program, kind)(ranks.layout, rank, ranks.regions, CUTS) for rank in range(tp)]
@@ -152,15 +152,15 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
 
 
 def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
-    program = host_program.gather(Layout(3, 600, 6), 0, [0, 1 << 30, 2 << 30], CUTS)
+    program = host_program.gather(Layout(3, 600, 3), 0, [0, 1 << 30, 2 << 30], CUTS)
     assert [part.arrived for part in program.parts] == [None, 0, 1, 2]
-    assert all(step.lane in DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
+    assert all(step.lane == DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
 
 
 @pytest.mark.parametrize("kind", ["gather", "exchange"])
 def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
     """Seen from outside before and behind every batch, in the second call of a program."""
-    ranks = Ranks(Layout(2, 600, 6))
+    ranks = Ranks(Layout(2, 600, 3))
     program = getattr(host_program, kind)(ranks.layout, 0, ranks.regions, CUTS)
     for epoch in (7, 8):
         program.stamp(epoch)
@@ -178,8 +178,8 @@ def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
 
 def test_a_call_of_one_chunk_leaves_lanes_alone() -> None:
     for kind in ("gather", "exchange"):
-        program = getattr(host_program, kind)(Layout(2, 600, 6), 0, [0, 1 << 30], [0, 10])
-        assert [bool(batches) for batches in program.batches] == [True, False, True, False]
+        program = getattr(host_program, kind)(Layout(2, 600, 3), 0, [0, 1 << 30], [0, 10])
+        assert [bool(batches) for batches in program.batches] == [True, True]
         program.stamp(3)
 
 

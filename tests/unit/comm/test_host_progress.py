@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from megatron_flux.comm import host_program, host_progress
-from megatron_flux.comm.host_program import LANES
+from megatron_flux.comm.host_program import DOWN, LANES, UP
 from megatron_flux.comm.host_progress import Call, Progress
 from megatron_flux.comm.host_ring import BEGUN, BUSY, EMPTY, EPOCH, FULL, POSITION, Layout, place
 from megatron_flux.comm.lanes import Wait, read, store
 
-LAYOUT = Layout(3, 600, 6)
+LAYOUT = Layout(3, 600, 4)
 ME = 1
-DOWN, UP = host_program.DOWN[0], host_program.UP[0]
 
 
 class Bell:
@@ -47,6 +46,7 @@ class Scene:
         self.progress = found = object.__new__(Progress)
         found.regions, found.alarm = SimpleNamespace(host=self.host), Bell()  # type: ignore[assignment]
         found.calls = {5: Call("all_gather_gemm", self.program)}
+        found._captured = {}
         found._own, found._stood = self.host[ME], [((0, 0), 0.0)] * len(LANES)
         self.released = 0
 
@@ -55,7 +55,7 @@ class Scene:
             self.released += 1
 
         found.release = release
-        for lane in (DOWN, UP):  # the other two have ended
+        for lane in (DOWN, UP):
             self.say(lane, EPOCH, 5)
             self.say(lane, BUSY, 1)
 
@@ -107,7 +107,7 @@ def test_a_lane_that_is_busy_with_something_else_is_left_alone(scene: Scene) -> 
 def test_a_writer_that_waits_for_a_late_reader(scene: Scene) -> None:
     scene.say(UP, BUSY, 0)
     scene.say(DOWN, POSITION, 3)
-    store(scene.host[ME] + LAYOUT.word(6, 0), FULL)  # chunk 6 is the fourth of its lane
+    store(scene.host[ME] + LAYOUT.word(3, 0), FULL)
     scene.later(0)
     assert scene.later(11) == [("all_gather_gemm", Wait(0, 1), 5, 0)]
 
@@ -117,6 +117,17 @@ def test_calls_that_have_ended_are_forgotten(scene: Scene) -> None:
     for epoch in range(-1000, 3000):  # numbers wrap
         progress.begin(epoch & 0xFFFFFFFF, call)
     assert set(progress.calls) == set(range(3000 - 1024, 3000))
+
+
+def test_calls_in_graphs_are_watched_for_ever(scene: Scene) -> None:
+    progress, call = scene.progress, scene.progress.calls.pop(5)
+    progress.begin(5, call, captured=True)
+    for epoch in range(6, 3000):
+        progress.begin(epoch, call)
+    store(scene.host[2] + LAYOUT.word(0, ME), FULL)
+    scene.say(DOWN, BUSY, 0)
+    scene.later(0)
+    assert scene.later(11) == [("all_gather_gemm", Wait(0, 0), 5, 0)]
 
 
 def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(

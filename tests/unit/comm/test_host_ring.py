@@ -26,7 +26,7 @@ from megatron_flux.comm.host_ring import (
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
-@pytest.mark.parametrize("sizes", [(2 * MIB, 6), (5000, 8)], ids=["usual", "odd"])
+@pytest.mark.parametrize("sizes", [(2 * MIB, 6), (5000, 3)], ids=["usual", "odd"])
 def test_slots_and_words_lie_apart(tp: int, sizes: tuple[int, int]) -> None:
     layout = Layout(tp, *sizes)
     for owner in range(tp):
@@ -57,13 +57,12 @@ def test_what_lanes_write_down_lies_apart() -> None:
 
 
 def test_the_size_that_users_are_told() -> None:
-    assert [round(usual(tp).total_bytes / MIB) for tp in (2, 4, 8)] == [48, 48, 96]
+    assert [round(usual(tp).total_bytes / MIB) for tp in (2, 4, 8)] == [32, 32, 64]
 
 
-@pytest.mark.parametrize("slots", [4, 7])
-def test_rings_that_would_not_do_are_refused(slots: int) -> None:
-    with pytest.raises(UserError, match=f"needs an even number of at least 6 slots, {slots} were given"):
-        Layout(2, MIB, slots)
+def test_short_rings_are_refused() -> None:
+    with pytest.raises(UserError, match="needs at least 3 slots, 2 were given"):
+        Layout(2, MIB, 2)
 
 
 def test_chunks_cover_everything_once() -> None:

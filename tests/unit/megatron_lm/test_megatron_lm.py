@@ -178,7 +178,11 @@ def test_what_goes_with_flux_passes() -> None:
         ({"use_megatron_fsdp": True}, "stock with --use-megatron-fsdp"),
         (
             {"cuda_graph_impl": "local", "flux_wgrad": "pipelined"},
-            "backend pipelined (--flux-wgrad) cannot be captured in CUDA graphs (--cuda-graph-impl local)",
+            "--cuda-graph-impl local comes with backend 'pipelined', which cannot be captured; use another backend",
+        ),
+        (
+            {"cuda_graph_impl": "local", "flux_backend": "chunked", "flux_link": "none"},
+            "--cuda-graph-impl local comes with backend 'chunked' over the link none, which cannot be captured",
         ),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, "--cuda-graph-warmup-steps 1 or more"),
         (

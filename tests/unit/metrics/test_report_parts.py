@@ -280,3 +280,13 @@ def test_long_runs_are_thinned_without_losing_peaks() -> None:
         peak = max(value for trace in drawn["data"] for value in trace["y"])
         assert peak in (9e9, 120.0) or peak > 1e5
         assert all(sorted(trace["x"]) == trace["x"] for trace in drawn["data"])
+
+
+def test_validation_losses_are_points_on_the_loss() -> None:
+    arms = {"baseline": [record(n) for n in range(1, 5)], "flux": []}
+    arms["baseline"][2]["lm loss validation"] = 4.5
+    drawn, _ = figures.curves(arms, "lm loss", "nat/token", "lm loss validation")
+    line, points = drawn["data"]
+    assert (points["name"], points["mode"]) == ("baseline, lm loss validation", "markers")
+    assert (points["x"], points["y"]) == ([3], [4.5])
+    assert len(line["x"]) == 4

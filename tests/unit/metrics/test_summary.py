@@ -245,3 +245,12 @@ def test_info_is_taken_over_and_the_file_is_strict_json(tmp_path: Path) -> None:
 def test_summary_that_cannot_be_written() -> None:
     with pytest.raises(UserError, match="cannot write"):
         write_summary(Path("/dev/null/missing/summary.json"), {})
+
+
+def test_the_last_validation_and_the_most_host_memory() -> None:
+    records = [record(n) for n in range(1, 5)]
+    records[1] |= {"lm loss validation": 3.5, "flux/host_memory_bytes": 2**30}
+    records[2] |= {"lm loss validation": 3.25, "flux/host_memory_bytes": 2**29}
+    arms = summarize(records, [record(n) for n in range(1, 5)], {})["arms"]
+    assert (arms["baseline"]["final_validation_loss"], arms["baseline"]["host_memory_bytes"]) == (3.25, 2**30)
+    assert (arms["flux"]["final_validation_loss"], arms["flux"]["host_memory_bytes"]) == (None, None)

@@ -11,9 +11,11 @@ import torch
 import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import reference, registry
+from megatron_flux.ops.backends import chunked, reference, registry, tuned
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call_events import OpStats
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.cuda_graphs import captured_calls
 from tests.unit.groups import group_of
 
 
@@ -157,3 +159,23 @@ def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(UserError, match=r"'pipelined' cannot be captured in a CUDA graph.*use backend='auto'"):
             call()
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
+    """The tuner asks chunked, so that auto says why stock runs in graphs."""
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuned, "_over_host", lambda *_: True)
+    transport = SimpleNamespace(captures=captures, kind="pigeon")
+    monkeypatch.setattr(chunked, "transport_of", lambda *_: transport)
+    group, names = group_of(2), ("chunked", "chunked_int8", "tuned")
+    for name in names:
+        assert get_backend(name).why_not(x, None, group) is None
+    want = None if captures else "what goes by pigeon cannot be captured in CUDA graphs"
+    with captured_calls():
+        for name in names:
+            assert get_backend(name).why_not(x, None, group) == want
+        assert get_backend("chunked").why_not(torch.zeros(2, 2), None, group) is None, "on CPUs nothing is captured"
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert "run it once before" in (get_backend("chunked").why_not(x, None, group) or "")

@@ -29,6 +29,7 @@ def key(**changed: Any) -> Any:
         "transposed": False,
         "return_gathered": False,
         "inside": Operand(6),
+        "wire": "exact",
     }
     return fast_path.key_of(**(call | changed))
 
@@ -43,6 +44,7 @@ def test_calls_of_one_kind_have_one_key() -> None:
     [
         {"operator": "gemm_reduce_scatter"},
         {"backend": "fused"},
+        {"wire": "int8"},
         {"transposed": True},
         {"return_gathered": True},
         {"x": Operand(8, 8)},

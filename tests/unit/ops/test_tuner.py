@@ -68,8 +68,8 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     return made
 
 
-def call(backend: TunedBackend) -> Any:
-    OperatorCall("gemm_reduce_scatter", X, W, GROUP).run(backend).wait()
+def call(backend: TunedBackend, wire: str = "exact") -> Any:
+    OperatorCall("gemm_reduce_scatter", X, W, GROUP, wire=wire).run(backend).wait()
     return backend.log[-1]
 
 
@@ -161,7 +161,7 @@ def test_calls_that_will_be_captured_take_the_answer_for_eager_ones(tuned: Tuned
     keep("fused", KernelConfig(reducers=7))
     with captured_calls():
         assert call(tuned) == ("fused", KernelConfig(reducers=7))
-        assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, GROUP)["backend"] == "fused"
+        assert tuned.answer("gemm_reduce_scatter", 8, 6, 4, X, False, GROUP, "exact")["backend"] == "fused"
     tuning_cache.cache_path().unlink()
     forget(tuned)
     keep("pipelined", None)
@@ -332,7 +332,10 @@ def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBack
     assert all(tuning_cache.usable(answer) for answer in kept.values())
     assert over_host.prepare(OperatorCall("all_gather", X, None, GROUP), (16, 4)) is None
     with captured_calls():
-        assert call(over_host) == ("reference", None), "it cannot be captured"
+        assert call(over_host) == ("chunked", None)
+        over_host.chunked["chunked"].reason = "it cannot be captured"  # type: ignore[attr-defined]
+        assert call(over_host) == ("reference", None)
+    assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
 
 
 def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,15 +349,21 @@ def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, mon
 
 
 def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(over_host) == ("chunked", None)
-    forget(over_host)
-    monkeypatch.setattr(tuner.links, "_wanted", tuner.links.Wanted(wire="fp8"))
-    assert call(over_host) == ("chunked_fp8", None), "what was kept for the exact wire is no answer"
-    assert sum("host wire=fp8" in key for key in tuning_cache.load(tuning_cache.cache_path())) == 1
-    forget(over_host)
-    tuning_cache.cache_path().unlink()
+    for _ in ("of the process", "of the file"):
+        for wire, name in (("exact", "chunked"), ("fp8", "chunked_fp8"), ("int8", "chunked_int8")):
+            assert call(over_host, wire) == (name, None), "what was kept for another wire is no answer"
+            found = over_host.answer("gemm_reduce_scatter", 8, 6, 4, X, False, GROUP, wire)
+            assert found is not None
+            assert found["backend"] == name
+        forget(over_host)
+        monkeypatch.setattr(tuner.timing, "interleaved", lambda *_: 1 / 0)
+    for wire in ("fp8", "int8"):
+        assert sum(f"host wire={wire}" in key for key in tuning_cache.load(tuning_cache.cache_path())) == 1
+
+
+def test_an_8_bit_wire_that_this_gpu_cannot_have(over_host: TunedBackend) -> None:
     over_host.chunked["chunked_fp8"].reason = "not on this GPU"
-    assert call(over_host) == ("chunked", None)
+    assert call(over_host, "fp8") == ("chunked", None)
 
 
 def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_flux import FallbackError, FluxConfig
-from megatron_flux.config import Backends
+from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears as module
 from megatron_flux.patch.linears import LinearPatch
@@ -275,7 +275,7 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     y, bias = seam.row(layer, X)
     assert bias is layer.bias
     assert not y.any()
-    options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference")}
+    options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference"), "wires": ALL_EXACT}
     column = options | {"gather_ahead": True, "keep_gathered": False, "keep_gathered_bytes": None}
     assert seam.calls == [
         ((layer.weight, layer.bias, GROUP), column),

@@ -241,6 +241,7 @@ def test_the_public_names_exist() -> None:
     [
         ({"link": "pigeon"}, "unknown link 'pigeon'; use one of: none, host, p2p, nvlink"),
         ({"wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, fp8, int8"),
+        ({"grad_wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, fp8, int8"),
     ],
 )
 def test_an_unknown_link_or_wire_is_refused_before_anything_changes(given: dict[str, str], said: str) -> None:
@@ -265,10 +266,18 @@ def test_what_cannot_be_kept_is_refused(given: dict[str, object], said: str) -> 
     assert (methods(), config()) == before
 
 
-def test_link_and_wire_hold_from_the_patch_on() -> None:
+def test_a_bad_environment_is_refused_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_WIRE", "fp4")
+    before = methods()
+    with pytest.raises(UserError, match="MEGATRON_FLUX_WIRE must be one of exact, fp8, int8, not 'fp4'"):
+        patch()
+    assert methods() == before
+
+
+def test_the_link_holds_from_the_patch_on() -> None:
     try:
-        patch(FluxConfig(link="host", wire="int8", strict=True))
-        assert links.wanted() == links.Wanted("host", "int8", strict=True)
+        patch(FluxConfig(link="host", strict=True))
+        assert links.wanted() == links.Wanted("host", strict=True)
         patch(FluxConfig())
         assert links.wanted() == links.Wanted()
     finally:

@@ -16,7 +16,7 @@ import torch
 
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, FluxError, UnsupportedVersionError
-from megatron_flux.config import Backends
+from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears as module
 from megatron_flux.patch import megatron_core, patcher, te_seam
@@ -221,7 +221,8 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     wanted = expected_arguments(kind, layer, layer.bias if bias and not skip else None)
     assert len(args) == len(wanted)
     assert all(one is other for one, other in zip(args, wanted, strict=True))
-    options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "backend": Backends.of("reference")}
+    options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True}
+    options |= {"backend": Backends.of("reference"), "wires": ALL_EXACT}
     if kind != "TE row":
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
         options |= {"keep_gathered": False, "keep_gathered_bytes": None}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flux.comm.host_ring import Layout
 from megatron_flux.slurm.preflight import rules
 
 EXPECTED = rules.Expected(
@@ -19,6 +20,7 @@ def report(node: str = "n03") -> dict[str, Any]:
     return {
         "node": node,
         "numactl": True,
+        "shared_memory": (64 << 30, 32 << 30),
         "doctor": {
             "versions": {"torch": "2.11.0", "nccl": "2.28.9", "transformer-engine": None},
             "devices": ["NVIDIA H100 80GB HBM3"] * 8,
@@ -30,6 +32,7 @@ def report(node: str = "n03") -> dict[str, Any]:
             {
                 "name": "NVIDIA H100 80GB HBM3",
                 "memory_gib": 79.2,
+                "capability": [9, 0],
                 "used_by_others_gib": 0.5,
                 "gemm_tflops": 700.0 + i,
                 "pcie": {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5},
@@ -112,6 +115,32 @@ def test_what_nodes_must_have_in_common(path: tuple[Any, ...], value: Any, said:
     assert problems[0].startswith(said)
 
 
-def test_pcie_asks_for_no_nvlink() -> None:
-    pcie = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="pcie")
-    assert rules.node_problems(changed(("doctor", "link"), {"kind": "host", "reason": "no peer access"}), pcie) == []
+def test_only_nvlink_asks_for_nvlink() -> None:
+    for link in ("p2p", "host"):
+        pcie = rules.Expected(folder=Path("x"), device="cuda", processes=8, link=link)
+        found = changed(("doctor", "link"), {"kind": "host", "reason": "no peer access"})
+        assert rules.node_problems(found, pcie) == []
+
+
+def test_an_fp8_wire_needs_gpus_that_can() -> None:
+    found = changed(("gpus", 3, "capability"), [8, 6])
+    for wire, problems in (("fp8", 1), ("int8", 0), ("exact", 0)):
+        expected = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="host", host_tp=8, wire=wire)
+        lines = rules.node_problems(found, expected)
+        assert len(lines) == problems
+    (line,) = rules.node_problems(found, expected.model_copy(update={"wire": "fp8"}))
+    assert line == "n03: wire fp8 needs compute capability 8.9, GPU 3 has 8.6; use wire int8"
+
+
+def test_shared_memory_is_counted_for_all_groups_of_a_node() -> None:
+    container = changed(("shared_memory",), (64 << 20, 63 << 20))
+    for tp in (0, 2, 8):
+        expected = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="host", host_tp=tp)
+        need = 8 // tp * Layout(tp).total_bytes if tp else 0
+        assert expected.shared_memory == need
+        lines = [line for rule, line in rules.node_findings(container, expected) if rule == "shared_memory"]
+        assert len(lines) == (tp > 0)
+        if tp:
+            said = f"n03: /dev/shm has 63 MiB left of 64, the link through host memory needs {need >> 20} MiB; look for"
+            assert lines[0].startswith(said)
+    assert rules.node_findings(report(), expected) == []

@@ -115,11 +115,11 @@ def test_a_job_of_one_node_needs_no_network() -> None:
 
 def test_peer_access_is_asked_for_on_pcie() -> None:
     found = changed(("doctor", "link"), {"kind": "host", "reason": "", "pairs": 56, "peer_access": 52})
-    (line,) = lines(found, Profile.load("pcie-a100").floors, "pcie")
+    (line,) = lines(found, Profile.load("pcie-a100").floors, "p2p")
     assert line.startswith(
         "n03: 52 of 56 pairs of GPUs have peer access, the profile asks for all; look at `nvidia-smi"
     )
-    assert lines(found, Floors(), "pcie") == []
+    assert lines(found, Floors(), "p2p") == []
 
 
 def test_a_waived_rule_is_said_with_its_reason_and_stops_nothing() -> None:

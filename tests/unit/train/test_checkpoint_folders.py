@@ -310,7 +310,7 @@ def test_a_checkpoint_that_does_not_know_its_text_is_resumed(tmp_path: Path) -> 
 def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(name: str, content: bytes) -> str:
         (tmp_path / f"{name}.bin").write_bytes(content)
-        return fingerprint(Corpus(tmp_path / name, len(content) // 2, is_bytes=True))
+        return fingerprint(Corpus(tmp_path / name, len(content) // 2, 1, is_bytes=True))
 
     text = bytes(range(256)) * 64
     assert of("here", text) == of("there", text)

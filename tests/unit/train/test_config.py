@@ -45,7 +45,26 @@ def test_transformer_engine_must_be_there(
 def test_link_and_wire_are_the_flux_arms() -> None:
     options = TrainOptions(link="host", wire="fp8", backend="tuned")
     run = config.resolve(options, CompareOptions(), world_size=2, device="cuda", out=Path("runs/x"))
-    assert run.flux_config == FluxConfig(backend="tuned", link="host", wire="fp8")
+    assert run.flux_config == FluxConfig(backend="tuned", link="host", wire="fp8", grad_wire="fp8")
+
+
+def test_wires_of_options_and_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sent(**given: Any) -> tuple[str, str]:
+        options = TrainOptions(**given)
+        return config.resolve(options, CompareOptions(), world_size=2, device="cuda", out=Path("x")).flux_config.wires
+
+    assert sent() == ("exact", "exact")
+    assert sent(grad_wire="int8") == ("exact", "int8")
+    assert sent(wire="int8", grad_wire="exact") == ("int8", "exact")
+    monkeypatch.setenv("MEGATRON_FLUX_WIRE", "fp8")
+    assert sent() == ("fp8", "fp8")
+    assert sent(wire="int8") == ("int8", "int8")
+    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "int8")
+    assert sent() == ("fp8", "int8")
+    assert sent(wire="exact", grad_wire="exact") == ("exact", "exact")
+    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "fp4")
+    with pytest.raises(UserError, match="MEGATRON_FLUX_GRAD_WIRE must be one of exact, fp8, int8, not 'fp4'"):
+        sent()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +73,7 @@ def test_link_and_wire_are_the_flux_arms() -> None:
         ({"link": "nvlink"}, "cpu", "--link nvlink needs GPUs, this run is on cpu; use --link host or none"),
         ({"wire": "int8"}, "cpu", "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
         ({"wire": "fp8", "backend": "chunked"}, "cuda", "--wire fp8 is for the backends auto and tuned, on GPUs"),
+        ({"grad_wire": "int8"}, "cpu", "--grad-wire int8 is for the backends auto and tuned, on GPUs"),
     ],
 )
 def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said: str) -> None:
@@ -68,8 +88,21 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
         ({}, CheckpointOptions(), "cpu", "--cuda-graph-impl local needs GPUs, this run is on cpu"),
         ({}, CompareOptions(), "cuda", "use two runs, megatron-flux train with and without --no-flux"),
         ({"recompute": "full"}, CheckpointOptions(), "cuda", "--recompute full"),
+        ({}, CheckpointOptions(eval_interval=5), "cuda", "--cuda-graph-impl local with --eval-interval"),
+        (
+            {"cuda_graph_impl": "none"},
+            CheckpointOptions(eval_iters=5),
+            "cuda",
+            "--eval-iters 5 without --eval-interval",
+        ),
         ({"wgrad_backend": "pipelined"}, CheckpointOptions(), "cuda", "'pipelined', which cannot be captured"),
         ({"layer_backend": ["*.mlp.*=pipelined"]}, CheckpointOptions(), "cuda", "'pipelined', which cannot be"),
+        (
+            {"dgrad_backend": "chunked_int8", "link": "none"},
+            CheckpointOptions(),
+            "cuda",
+            "'chunked_int8' over the link none, which cannot be captured",
+        ),
         (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
             CheckpointOptions(),
@@ -176,4 +209,5 @@ def test_what_is_chosen_reaches_the_layers() -> None:
     for gather_ahead, strict in ((True, False), (False, True)):
         options = TrainOptions(**chosen, gather_ahead=gather_ahead, strict=strict)
         run = config.resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=Path("runs/x"))
-        assert run.flux_config == FluxConfig(**given, gather_ahead=gather_ahead, strict=strict)
+        exact = {"wire": "exact", "grad_wire": "exact"}
+        assert run.flux_config == FluxConfig(**given, **exact, gather_ahead=gather_ahead, strict=strict)

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def prepare(folder: Path, cache: Path, **changed: int) -> data.Corpus:
+def prepare(folder: Path, cache: Path, **changed: Any) -> data.Corpus:
     return data.prepare([folder], cache, **{"seq_length": 8, "vocab_size": 258, **changed})
 
 
@@ -42,7 +42,17 @@ def test_bytes_come_back(folder: Path, tmp_path: Path) -> None:
     found = prepare(folder, tmp_path / "cache")
     assert documents(found) == ["naïve café\n".encode(), b"# title\n" * 10]
     assert found.tokens == 13 + 80 + 2
-    assert found.is_bytes
+    assert (found.documents, found.is_bytes) == (2, True)
+
+
+def test_a_split_needs_a_sequence_of_each_part(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--eval-interval: 0 of the 2 documents are for validation, 0 tokens, fewer"):
+        prepare(folder, tmp_path / "cache", split="97,3,0")
+    for number in range(38):
+        (folder / f"{number:02}.txt").write_text("word " * 10)
+    assert prepare(folder, tmp_path / "cache", split="97,3,0").documents == 40
+    with pytest.raises(UserError, match="1 of the 40 documents are for validation, 81 tokens, fewer than one sequence"):
+        prepare(folder, tmp_path / "cache", split="97,3,0", seq_length=100)
 
 
 def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) -> None:

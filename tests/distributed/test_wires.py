@@ -1,0 +1,101 @@
+"""Which wire a layer's calls may use: that of activations in forward, that of gradients in backward.
+
+On whole models over the link through shared memory, with the tuner, its cache and the chunked backends as they are; of
+the tuner only the times are made up: what sends fewer bytes is faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig
+from megatron_flux.comm import links
+from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends.chunked import ChunkedBackend
+from megatron_flux.ops.checks import OperatorCall
+from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+FORWARD = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
+"""And the gather of x for wgrad; dgrad's calls have their weight transposed."""
+
+
+@contextlib.contextmanager
+def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
+    """Counts what the chunked backends run, as ``chunked_int8 dgrad`` and so on."""
+    ran: Counter[str] = Counter()
+
+    def counted(operator: str) -> None:
+        stock = getattr(ChunkedBackend, operator)
+
+        def run(self: ChunkedBackend, call: OperatorCall) -> object:
+            ran[f"{self.name} {'dgrad' if call.transposed else operator}"] += 1
+            return stock(self, call)
+
+        patch.setattr(ChunkedBackend, operator, run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for operator in FORWARD:
+            counted(operator)
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(tuner, "_over_host", lambda *_: True)
+        patch.setattr(tuner, "gemm_only", lambda *_: None)
+        patch.setattr(tuner.timing, "all_agree", lambda yes, *_: False)
+        patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
+        try:
+            yield ran
+        finally:
+            links.want(links.Wanted())
+
+
+def rank_wires(cache: Path) -> None:
+    """One process, one tuner and one file for all: whatever was decided for one wire serves no other."""
+    with megatron(tp=dist.get_world_size()), tuner_over_host(cache) as ran:
+        model = gpt_model("gpt3")
+
+        def results(**given: str) -> tuple[list[torch.Tensor], Counter[str]]:
+            for _ in range(2):  # in the first the tuner makes calls of its own
+                ran.clear()
+                with flux(FluxConfig(strict=True, link="host", keep_gathered=False, **given)):
+                    loss, gradients = loss_and_gradients(model)
+            return [loss, *gradients.values()], ran.copy()
+
+        exact, ran_exact = results(backend="tuned")
+        assert {name.split()[0] for name in ran_exact} == {"chunked"}
+        for forward, dgrad in (("exact", "int8"), ("int8", "exact"), ("int8", "fp8"), ("exact", "exact")):
+            found, seen = results(backend="tuned", wire=forward, grad_wire=dgrad)
+            names = ["chunked" if wire == "exact" else f"chunked_{wire}" for wire in (forward, dgrad)]
+            expected = {f"{names[0]} {operator}": ran_exact[f"chunked {operator}"] for operator in FORWARD}
+            assert seen == expected | {f"{names[1]} dgrad": ran_exact["chunked dgrad"]}
+            assert min(seen.values()) >= 4
+            by_name, _ = results(forward=names[0], dgrad=names[1], wgrad=names[0])
+            assert all(torch.equal(one, other) for one, other in zip(found, by_name, strict=True))
+            assert torch.equal(found[0], exact[0]) == (forward == "exact")
+            off = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+            assert (max(off) > 0) == ((forward, dgrad) != ("exact", "exact"))
+            assert max(off) < 0.15
+        # The environment says it as well, and an option is more than the environment.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEGATRON_FLUX_WIRE", "int8")
+            _, seen = results(backend="tuned", grad_wire="exact")
+            assert {name.split()[0] for name in seen if "dgrad" not in name} == {"chunked_int8"}
+            assert [name for name in seen if "dgrad" in name] == ["chunked dgrad"]
+        kept = tuning_cache.load(cache)
+        for wire, answers in {"": "chunked", " wire=int8": "chunked_int8", " wire=fp8": "chunked_fp8"}.items():
+            ours = {answer["backend"] for key, answer in kept.items() if f" host{wire} | " in key}
+            assert ours == {answers}
+
+
+def test_the_wires_of_forward_and_of_gradients(world2: WorkerPool, tmp_path: Path) -> None:
+    world2.run(rank_wires, tmp_path / "tuned.json")

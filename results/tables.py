@@ -37,6 +37,8 @@ ARMS = {
     "flux_te": "flux, TE layers",
     "flux_te_defer": "flux, TE layers, wgrad deferred",
     "flux_local": "flux, local layers",
+    "flux_te_fp8wire": "flux, TE layers, all calls with an fp8 wire",
+    "flux_local_fp8wire": "flux, local layers, all calls with an fp8 wire",
     "floor": "no communication",
     "busy_floor": "no communication, busy links",
 }
@@ -411,6 +413,27 @@ def before_after(folder: str) -> str:
     return "\n".join(tables)
 
 
+def host_link(folder: str) -> str:
+    """Layers, then single calls: milliseconds of the device, and of the host in brackets."""
+    calls = {name: read(f"{folder}/{name}/calls.json") for name in ("one-lane", "two-lanes")}
+    heads = ["lanes each way", "shape", "GEMM", "NCCL", "one after the other", "transfers, slots of 2 MB", "of 4 MB"]
+    heads += [f"chunked, {pieces} pieces" for pieces in (2, 4, 8)] + ["chunked_fp8, 1 piece", "2 pieces"]
+    keys = {
+        "all-gather + FC1": ("gemm1", "nccl_ag", "serial1", "gather {}", "ag p{}", "ag8 p{}"),
+        "FC2 + reduce-scatter": ("gemm2", "nccl_rs", "serial2", "exchange {}", "rs p{}", "rs8 p{}"),
+    }
+    rows = []
+    for lanes, found in calls.items():
+        ring = "x6/3" if lanes == "one-lane" else "x6"
+        for model, times in found.items():
+            for call, (gemm, nccl, serial, moved, exact, coarse) in keys.items():
+                picked = [gemm, nccl, serial, moved.format(f"2MB{ring}"), moved.format(f"4MB{ring}")]
+                picked += [exact.format(pieces) for pieces in (2, 4, 8)] + [coarse.format(pieces) for pieces in (1, 2)]
+                cells = [f"{times[key][0]:.2f} ({times[key][1]:.2f})" for key in picked]
+                rows.append([lanes.split("-")[0], f"GPT-3 {model.upper()}, {call}", *cells])
+    return "\n".join([layers([f"{folder}/layer-2048x16", f"{folder}/layer-2048x4"]), table(heads, rows)])
+
+
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
     "layer-h200x4-more": tp4_more,
@@ -420,6 +443,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "parity-h200x4-dp": lambda folder: parity(f"{folder}/curves.json"),
     "megatron-graphs-h200x4": graphs,
     "refactor-h200x2": before_after,
+    "host-link-h200x2": host_link,
 }
 
 

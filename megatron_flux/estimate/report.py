@@ -1,10 +1,9 @@
-"""Predictions and checks for people: tables for the terminal, and a page with two charts of a prediction."""
+"""Predictions and checks for people: tables for the terminal, and a prediction as a page like a run's report."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +13,21 @@ from rich.table import Table
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.prediction import LOW_OVERLAP
-
-STEP_ROWS = {
-    "step time, ms": "{total:,.0f}",
-    "model FLOP/s utilization": "{mfu:.1%}",
-    "model TFLOP/s per GPU": "{tflops_per_gpu:.0f}",
-    "exposed TP communication, ms": "{tp_exposed:,.0f} ({tp_exposed_share:.1%})",
-    "  its collectives alone, ms": "{tp_collectives:,.0f}",
-    "pipeline bubble, ms": "{bubble:,.0f} ({bubble_share:.1%})",
-    "sends between stages, ms": "{point_to_point:,.0f} ({point_to_point_share:.1%})",
-    "vocabulary layers, ms": "{vocabulary:,.0f} ({vocabulary_share:.1%})",
-    "host too slow, ms": "{host:,.0f} ({host_share:.1%})",
-    "exposed DP communication, ms": "{data:,.0f} ({data_share:.1%})",
-    "optimizer, ms": "{optimizer:,.0f} ({optimizer_share:.1%})",
-}
-
-PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "computation": lambda s: s["pipeline"] - s["bubble"] - s["point_to_point"] - s["tp_exposed"] - s["host"],
-    "exposed TP communication": lambda s: s["tp_exposed"],
-    "host": lambda s: s["host"],
-    "sends between stages": lambda s: s["point_to_point"],
-    "pipeline bubble": lambda s: s["bubble"],
-    "exposed DP communication": lambda s: s["data"],
-    "optimizer": lambda s: s["optimizer"],
-}
-"""Parts of a step that add up to it."""
-
-
-def title(plan: dict[str, Any]) -> str:
-    """What is predicted, in one line."""
-    line = (
-        "{preset} on {gpus} x {device}, tp {tp} x pp {pp} x dp {dp}, micro-batch {micro_batch_size} x {micro_batches}, "
-        "sequence {shape[seq_length]}"
-    )
-    return f"{plan['kind']}: {line.format_map(plan['job'])}"
+from megatron_flux.metrics.report import plans, render
 
 
 def show(plan: dict[str, Any], console: Console) -> None:
     """Print the tables of :func:`~megatron_flux.estimate.prediction.predict`."""
-    kind, arms, used = plan["kind"], plan["arms"], plan["inputs"]
-    console.print(title(plan))
-    steps, memory = ([arm[kind] for arm in arms.values()] for kind in ("step", "memory"))
-    cells = [step | {f"{name}_share": value / step["total"] for name, value in step.items()} for step in steps]
-    rows = [(name, *(cell.format_map(step) for step in cells)) for name, cell in STEP_ROWS.items()]
-    console.print(_table(("", *arms), rows))
-    console.print(
-        f"{kind}: flux {plan['speedup']:.3f} x as fast ({plan['speedup_undisturbed']:.3f} x if hidden communication "
-        "did not slow the rest down)"
-    )
-    rows = [(name.replace("_", " "), *(f"{of[name]:.1f}" for of in memory)) for name in memory[0]]
-    console.print(_table((f"{kind}: memory per GPU, GB", *arms), rows))
+    kind, arms = plan["kind"], plan["arms"]
+    console.print(plans.title(plan))
+    console.print(_table(("", *arms), plans.step_rows(plan)))
+    console.print(plans.speedup(plan))
+    console.print(_table((f"{kind}: memory per GPU, GB", *arms), plans.memory_rows(plan)))
     if plan["sensitivity"]:
         console.print(f"{kind}: the same job on slower links within a node")
-        header = f"NCCL reaches, GB/s|baseline, ms|flux, ms|speed-up|speed-up, E {LOW_OVERLAP:.2f}|exposed TP"
-        row = "{reached_gb_per_s:.0f}|{baseline_ms:,.0f}|{flux_ms:,.0f}|{speedup:.2f}|{speedup_low:.2f}|"
-        console.print(_table_of(plan["sensitivity"], header, row + "{tp_exposed_share:.0%}"))
-    console.print(f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else ""))
+        console.print(_table_of(plan["sensitivity"], plans.LINKS, plans.LINK_ROW))
+        console.print(f"low E: overlap efficiency {LOW_OVERLAP:.2f}, or flux's own where that is lower")
+    console.print(plans.sources(plan))
     for note in plan["notes"]:
         console.print(f"note: {note}")
 
@@ -143,54 +101,13 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return made
 
 
-def _step_figure(plan: dict[str, Any]) -> Any:
-    """What a step is made of."""
-    import plotly.graph_objects as go
-
-    steps, heading = [arm["step"] for arm in plan["arms"].values()], {"text": title(plan), "font": {"size": 13}}
-    made = go.Figure()
-    for name, part in PARTS.items():
-        made.add_bar(name=name, y=list(plan["arms"]), x=list(map(part, steps)), orientation="h")
-    return made.update_layout(barmode="stack", title=heading, xaxis_title="ms per step", height=320)
-
-
-def _link_figure(plan: dict[str, Any]) -> Any:
-    """Step time and speed-up over the link."""
-    from plotly.subplots import make_subplots
-
-    rows, low = plan["sensitivity"], f"flux, overlap efficiency {LOW_OVERLAP:.2f}"
-    rates, made = [row["reached_gb_per_s"] for row in rows], make_subplots(rows=1, cols=2)
-    for column, name, key, colour, dash in (
-        (1, "baseline", "baseline_ms", "#9aa0a6", "solid"),
-        (1, "flux", "flux_ms", "#188038", "solid"),
-        (1, low, "flux_low_ms", "#188038", "dot"),
-        (2, "flux", "speedup", "#188038", "solid"),
-        (2, low, "speedup_low", "#188038", "dot"),
-    ):
-        shown = {"name": name, "mode": "lines+markers", "line": {"color": colour, "dash": dash}}
-        made.add_scatter(x=rates, y=[row[key] for row in rows], showlegend=column == 1, **shown, row=1, col=column)
-    heading = {"text": f"{plan['kind']}: the same job on other links within a node", "font": {"size": 13}}
-    ticks = {"type": "log", "autorange": "reversed", "tickvals": list(map(round, rates))}
-    made.update_layout(title=heading, height=420)
-    made.update_xaxes(title="GB/s that NCCL reaches per GPU", **ticks)
-    made.update_yaxes(title="ms per step", type="log", row=1, col=1)
-    return made.update_yaxes(title="speed-up of flux", row=1, col=2)
-
-
 def write(plan: dict[str, Any], folder: Path) -> None:
-    """Write ``plan.json``, and the charts as ``plan.html``, a page that opens without a network."""
-    figures = [_step_figure(plan), *([_link_figure(plan)] if plan["sensitivity"] else [])]
-    parts = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures)]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in plan["notes"])
-    heading = escape(title(plan))
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>'
-        f'<body style="font-family: sans-serif"><h1 style="font-size: 1.2rem">{heading}</h1>{"".join(parts)}'
-        f"<ul>{notes}</ul></body></html>\n"
-    )
+    """Write ``plan.json``, and ``plan.html``, a report with the plan as its only chapter."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-        (folder / "plan.html").write_text(page, encoding="utf-8")
+        (folder / "plan.html").write_text(
+            render.html([plans.chapter(plan, "plan")], plans.title(plan)), encoding="utf-8"
+        )
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written: {error.strerror}; give another folder") from None

@@ -98,7 +98,8 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
     now, then = load(run_path), load(results_path)
     for run in (now, then):
         if run.kind != "training":
-            raise UserError(f"{run.path} is a benchmark; --against compares runs of compare and train")
+            what = "plan" if run.kind == "plan" else "benchmark"
+            raise UserError(f"{run.path} is a {what}; --against compares runs of compare and train")
     if {"step-time", "memory"} & set(checks):
         devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
         names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]

@@ -54,6 +54,12 @@ def timed(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if counts(record)]
 
 
+def sampled(records: Sequence[Record]) -> list[Record]:
+    """The sampled steps that count for timing, or, where sampling met none of them, all."""
+    every = [record for record in records if record.get("flux/sampled")]
+    return timed(every) or every
+
+
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     """``{"median", "p10", "p90", "n"}`` of ``values``, percentiles interpolated linearly; None where empty."""
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist() if values else (None, None, None)

@@ -82,7 +82,7 @@ class Arm:
         if dist.get_rank() == 0:
             self._recorder = self._writers.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
             self._mirror = self._writers.enter_context(self._open_mirror())
-            self._run = self._about(begin or None, list(dict.fromkeys(hosts)), self._mirror.id)
+            self._run = self._about(begin or None, hosts, self._mirror.id)
             if self._peak_tflops is None:
                 logger.info(self._peak_source)
         return self
@@ -186,14 +186,16 @@ class Arm:
             record["flux/run"], self._run = self._run, None
         return record
 
-    def _about(self, resumed_from: int | None, nodes: list[str], wandb_id: str | None) -> dict[str, Any]:
-        """``flux/run``."""
+    def _about(self, resumed_from: int | None, hosts: list[str], wandb_id: str | None) -> dict[str, Any]:
+        """``flux/run``; ``hosts``: each rank's."""
+        nodes = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         return {
             "arm": self.name,
             "resumed_from": resumed_from,
             "wandb_id": wandb_id,
             "job": environment.job(),
-            "nodes": nodes,
+            "nodes": list(nodes),
+            "node_of_rank": [nodes[host] for host in hosts],
             "ranks": dist.get_world_size(),
             "link": environment.link(self.config.link)["kind"],
             "wire": self.config.wire,

@@ -25,7 +25,7 @@ return [...document.querySelectorAll("body *")]
 WITHOUT_MARKS = """
 return [...document.querySelectorAll(".plot")].filter((plot) => {
   const frame = plot.querySelector(".plotbg, .bglayer") || plot;
-  const marks = plot.querySelectorAll(".points path, .bars path, .lines path, .boxes path, path.box");
+  const marks = plot.querySelectorAll(".points path, .bars path, .lines path, .hm image");
   const seen = [...marks].filter((m) => { const r = m.getBoundingClientRect(); return r.width + r.height > 0; });
   return frame === null || seen.length === 0;
 }).map((plot) => plot.id);

@@ -15,10 +15,14 @@ pytest.importorskip("selenium", reason="selenium is not installed")
 from megatron_flux.metrics.report import write_reports
 from tests.browser.page import DESKTOP, PHONE, capture, look, look_again, print_to_pdf
 from tests.unit.metrics.metrics_records import interleaved, write_run
-from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
+from tests.unit.metrics.report_runs import RESULTS, cluster_arms, full_arms, full_run
 
 PLOT_WIDTHS = "return [...document.querySelectorAll('.plot')].map((p) => p.querySelector('.main-svg').clientWidth)"
 LOOKS = {"phone": (PHONE, False), "desktop": (DESKTOP, False), "dark": (DESKTOP, True)}
+# A table that is cut without a word, or says that it goes on when it does not.
+WRONG_HINTS = """return [...document.querySelectorAll(".scroll")].filter((box) => box.clientWidth > 0
+  && box.nextElementSibling.hidden !== (box.scrollWidth <= box.clientWidth + 1)).length"""
+HINTS = "return [...document.querySelectorAll('.more')].filter((hint) => hint.getClientRects().length).length"
 
 
 def page(folders: list[Path], out: Path) -> tuple[Path, int]:
@@ -48,12 +52,22 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return page([RESULTS / name for name in names], folder / "out")
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """128 ranks on 16 nodes, one of them a straggler, and the plan of such a job."""
+    from megatron_flux.estimate import job, prediction, report
+
+    folder = tmp_path_factory.mktemp("cluster")
+    report.write(prediction.predict_options(job.PlanOptions()), folder / "plan")
+    return page([full_run(folder / "run", cluster_arms()), folder / "plan"], folder / "out")
+
+
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_full_comparison(driver: Any, artefacts: Path, full: tuple[Path, int], name: str) -> None:
     size, dark = LOOKS[name]
     seen = look(driver, full[0], size, dark=dark, shot=artefacts / f"full-{name}.png")
     assert seen.complaints() == {}
-    assert seen.plots == full[1] == 10
+    assert seen.plots == full[1] == 12
     background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
     drawn = driver.execute_script(
@@ -70,14 +84,31 @@ def test_runs_and_benchmarks_on_one_page(driver: Any, artefacts: Path, several: 
     assert seen.plots == several[1]
 
 
-def test_a_window_that_changes_its_width(driver: Any, full: tuple[Path, int]) -> None:
-    look(driver, full[0], DESKTOP)
-    for size in (PHONE, DESKTOP, PHONE):
+def test_a_window_that_changes_its_width(driver: Any, artefacts: Path, cluster: tuple[Path, int]) -> None:
+    look(driver, cluster[0], DESKTOP, shot=artefacts / "cluster-desktop.png")
+    for size in (PHONE, DESKTOP, (390, 844)):
         seen = look_again(driver, size)
         assert seen.complaints() == {}
         widths = driver.execute_script(PLOT_WIDTHS)
-        assert len(widths) == full[1]
+        assert len(widths) == cluster[1]
         assert size[0] * 0.6 < min(widths) <= max(widths) <= size[0]
+        assert driver.execute_script(WRONG_HINTS) == 0
+        assert (driver.execute_script(HINTS) > 0) == (size != DESKTOP)
+    capture(driver, artefacts / "cluster-narrowed.png")
+
+
+def test_many_ranks_and_a_plan(driver: Any, artefacts: Path, cluster: tuple[Path, int]) -> None:
+    assert look(driver, cluster[0], DESKTOP, dark=True, shot=artefacts / "cluster-dark.png").complaints() == {}
+    folds = "return [...document.querySelectorAll('details.fold')].map((f) => f.open)"
+    opened = driver.execute_script(folds)
+    assert [node for node, is_open in enumerate(opened) if is_open] == [9]
+    assert len(opened) == 16
+    # The contents lead to every section, the plan's too.
+    targets = driver.execute_script(
+        "return [...document.querySelectorAll('nav a')].map((a) => document.querySelector(a.hash) !== null)"
+    )
+    assert len(targets) > 30
+    assert all(targets)
 
 
 def test_paper(driver: Any, artefacts: Path, full: tuple[Path, int]) -> None:

@@ -102,6 +102,7 @@ def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> No
     assert before["wandb_id"] == after["wandb_id"] == wandb_id
     assert (before["job"], after["job"]) == (None, {"id": "4711", "name": "night-run", "restart": "1"})
     assert (after["ranks"], len(after["nodes"]), after["sample_interval"]) == (2, 1, 2)
+    assert after["node_of_rank"] == [0, 0]
     assert after["versions"]["megatron-core"]
     assert after["peak_tflops"] is None
     assert after["peak_source"].startswith("no MFU: ")

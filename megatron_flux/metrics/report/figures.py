@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from megatron_flux.metrics.report.render import Figure
-from megatron_flux.metrics.summary import Record, counts, relative_differences
+from megatron_flux.metrics.summary import Record, counts, relative_differences, sampled
 from megatron_flux.metrics.table import MINUS, counted, finite
 
 Arms = Mapping[str, Sequence[Record]]
@@ -29,7 +29,7 @@ SYMBOLS = {"baseline": "circle", "flux": "diamond"}
 _STYLES: dict[str, Any] = {"baseline": {"width": 7, "opacity": 0.45}, "flux": {"width": 2, "opacity": 1}}
 
 
-def _figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
+def figure_of(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     """Traces with axes titled ``x`` and ``y``; ``layout`` holds what else differs from the report's usual."""
     usual = {"automargin": True, "zeroline": False, "gridcolor": "var(--line)", "linecolor": "var(--line)"}
     for name, title in (("xaxis", x), ("yaxis", y)):
@@ -42,7 +42,7 @@ def _figure(traces: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     return {"data": traces, "layout": shared | layout}
 
 
-def _trace(
+def trace_of(
     name: str, colour: str, points: Iterable[tuple[Any, ...]], hover: str, symbol: str = "", size: int = 9, **more: Any
 ) -> Figure:
     """Points ``(x, y, ...)``, with gaps for what cannot be drawn; what else they hold is shown where ``hover`` says so.
@@ -102,14 +102,14 @@ def curves(arms: Arms, name: str, unit: str, points_of: str = "") -> Drawn:
         lost = sum(not math.isfinite(record[name]) for record in records)
         if lost < len(records):
             style: Figure = {"mode": "lines" if len(records) > 1 else "markers", **_STYLES[arm]}
-            traces.append(_trace(arm, arm, points, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", **style))
+            traces.append(trace_of(arm, arm, points, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", **style))
         if points := [(r["iteration"], r[points_of]) for r in records if r.get(points_of) is not None]:
             shown = f"{arm}, {points_of}"
-            traces.append(_trace(shown, arm, points, f"{shown} %{{y:.7g}}<br>iteration %{{x}}", SYMBOLS[arm]))
+            traces.append(trace_of(shown, arm, points, f"{shown} %{{y:.7g}}<br>iteration %{{x}}", SYMBOLS[arm]))
         said.append(f"The {arm} {name} is not finite in {counted(lost)}." if lost else "")
         said.append(left_out if records else f"The {arm} arm has no records.")
     title = f"{name} ({unit})" if unit else name
-    return _figure(traces, "iteration", title) if traces else None, _sentences(*said)
+    return figure_of(traces, "iteration", title) if traces else None, _sentences(*said)
 
 
 def difference(arms: Arms, name: str) -> Drawn:
@@ -125,9 +125,9 @@ def difference(arms: Arms, name: str) -> Drawn:
         return None, _sentences(same if known else "", caption)
     points, left_out = _thinned(differences)
     style: Figure = {"mode": "lines+markers" if len(known) < 100 else "lines", "showlegend": False}
-    drawn = _trace("relative difference", "text", points, "%{y:.2e}<br>iteration %{x}", SYMBOLS["flux"], 5, **style)
+    drawn = trace_of("relative difference", "text", points, "%{y:.2e}<br>iteration %{x}", SYMBOLS["flux"], 5, **style)
     axis = {"tickformat": ".1e", "rangemode": "tozero"}
-    made = _figure([drawn], "iteration", "relative difference (1)", yaxis=axis, height=280)
+    made = figure_of([drawn], "iteration", "relative difference (1)", yaxis=axis, height=280)
     return made, _sentences(caption, left_out)
 
 
@@ -150,7 +150,7 @@ def step_times(arms: Arms) -> Drawn:
         if points:
             name, symbol = (arm, SYMBOLS[arm]) if counting else (f"{arm}, {uncounted}", f"{SYMBOLS[arm]}-open")
             hover = f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
-            traces.append(_trace(name, arm, points, hover, symbol, size=7))
+            traces.append(trace_of(name, arm, points, hover, symbol, size=7))
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     low, high = min(times), max(time for *_, time in steps if time <= 1.25 * max(times))
     pad = 0.08 * (high - low) or 0.05 * high
@@ -161,21 +161,22 @@ def step_times(arms: Arms) -> Drawn:
         *remarks,
     )
     axis = {"range": [low - pad, high + pad]}
-    return _figure(traces, "step in order of execution", "step time (ms)", yaxis=axis), caption
+    return figure_of(traces, "step in order of execution", "step time (ms)", yaxis=axis), caption
 
 
 def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
-    """What ``pick`` takes of each sample over the order of execution; caption: how many samples there are."""
-    order = [(arm, pick(record)) for arm, record in _in_order(arms)]
+    """What ``pick`` takes of each timed sample over the order of execution; caption: how many samples there are."""
+    usable = {id(record) for records in arms.values() for record in sampled(records)}
+    order = [(arm, pick(record) if id(record) in usable else None) for arm, record in _in_order(arms)]
     traces, count = [], 0
     for arm in arms:
         if points := [(x, y) for x, (of, y) in enumerate(order, 1) if of == arm and finite(y)]:
             count += len(points)
-            traces.append(_trace(arm, arm, points, f"{arm} %{{y:.4g}}<br>step %{{x}}", SYMBOLS[arm], size=8))
+            traces.append(trace_of(arm, arm, points, f"{arm} %{{y:.4g}}<br>step %{{x}}", SYMBOLS[arm], size=8))
     if not traces:
         return None, ""
-    caption = f"{counted(count, 'sampled step')} of {len(order)}."
-    return _figure(traces, "step in order of execution", title, height=280), caption
+    caption = f"{counted(count, 'timed sampled step')}."
+    return figure_of(traces, "step in order of execution", title, height=280), caption
 
 
 TIME_PARTS = {
@@ -193,27 +194,29 @@ TIME_PARTS = {
 Hidden communication is not among them: it takes no time of its own."""
 
 
-def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figure | None:
-    """Stacked bars of :data:`TIME_PARTS` (ms per ``unit``), one bar for each named breakdown."""
-    known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
+def time_parts(
+    breakdowns: Mapping[str, Mapping[str, float]], unit: str, names: Mapping[str, str] = TIME_PARTS
+) -> Figure | None:
+    """Stacked bars of the parts in ``names`` (ms per ``unit``), one bar for each named breakdown."""
+    known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in names)}
     if not known:
         return None
     bars = list(reversed(known.items()))  # plotly stacks upwards: the first goes on top
     traces = []
-    for key, name in TIME_PARTS.items():
+    for key, name in names.items():
         lengths = [(parts.get(key) or 0.0, bar) for bar, parts in bars]
         if any(length for length, _ in lengths):
             hover = f"%{{y}}: {name} %{{x:.4g}} ms"
-            traces.append(_trace(name, f"part-{key}", lengths, hover, type="bar", orientation="h"))
+            traces.append(trace_of(name, f"part-{key}", lengths, hover, type="bar", orientation="h"))
     # Below the axis: above, a legend of eight entries would cover the bars on a phone.
     legend = {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
     legend["maxheight"] = 1  # by default a legend that fills half of a figure gets a scroll bar
     margin = {"l": 8, "r": 12, "t": 12, "b": 95}
     height = 44 * len(known)
-    narrow = {"height": height + 70 + 20 * len(traces), "margin": {**margin, "b": 55 + 20 * len(traces)}}
     layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "margin": margin, "height": height + 110}
-    layout["meta"] = {"narrow": narrow}  # a phone has one entry of the legend in a line
-    return _figure(traces, f"ms per {unit}", "", **layout)
+    # Room for a legend of three lines, which a PNG has; a page measures its own and makes it fit.
+    layout["meta"] = {"above_legend": height + 12, "axis": 50}
+    return figure_of(traces, f"ms per {unit}", "", **layout)
 
 
 def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> Drawn:
@@ -231,7 +234,7 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
         if any(value is not None for value in exact):
             x = [None if value is None else min(max(value, 100 * LOW), 100 * HIGH) for value in exact]
             points = zip(x, names, exact, strict=True)
-            traces.append(_trace(name, colour, points, f"{name} %{{customdata[0]:.0f}} %", symbol))
+            traces.append(trace_of(name, colour, points, f"{name} %{{customdata[0]:.0f}} %", symbol))
     below, above = sum(value < LOW for value in every), sum(value > HIGH for value in every)
     caption = _sentences(
         "100 %: as fast as the GEMM alone; 0 %: as slow as GEMM and communication in turn.",
@@ -246,4 +249,4 @@ def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequ
     row_axis = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
     layout: Figure = {"xaxis": axis, "yaxis": row_axis, "height": height}
     layout["shapes"] = [dashed | {"x0": x, "x1": x} for x in (0, 100)]
-    return _figure(traces, "overlap efficiency (%)", "", **layout), caption
+    return figure_of(traces, "overlap efficiency (%)", "", **layout), caption

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_flux.errors import UserError, one_line
+from megatron_flux.metrics.report import terms
 from megatron_flux.metrics.strict_json import without_secrets
 
 Figure = dict[str, Any]
@@ -70,6 +71,15 @@ class Part:
     table: Table | None = None
     folded: bool = False
     """For those who look for it: closed on a page, left out of Markdown."""
+    folds: Sequence[tuple[str, Table, bool]] = ()
+    """Tables behind a line each, and whether they are open: on a page, left out of Markdown."""
+
+    @property
+    def words(self) -> list[str]:
+        """What may hold terms: the title, the head and the names of rows; not of settings."""
+        tables = [self.table, *(table for _, table, _ in self.folds[:1])] if not self.folded else []
+        names = [name for table in tables if table for name in (*table.head, *(row[0] for row in table.rows))]
+        return [self.title, *names]
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,14 @@ def html(chapters: Sequence[Chapter], title: str) -> str:
     from plotly.offline import get_plotlyjs
 
     figures = _figures(chapters)
+    known: set[str] = set()
+    explained = {}
+    for chapter in chapters:
+        explained[chapter.id] = terms.first_here([chapter.subtitle], known)
+        for part in chapter.parts:
+            explained[f"{chapter.id}-{part.id}"] = terms.first_here(part.words, known)
     values = {"figures": figures, "plotlyjs": get_plotlyjs() if figures else "", "palettes": PALETTES}
+    values |= {"terms": explained}
     return _rendered("report.html.j2", title=title, chapters=chapters, **values)
 
 
@@ -131,7 +148,7 @@ def _rendered(template: str, **values: Any) -> str:
     loader = PackageLoader("megatron_flux.metrics")
     environment = Environment(loader=loader, autoescape=template.endswith(".html.j2"), **options)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    environment.filters["md"] = escaped
+    environment.filters |= {"md": escaped, "terms": terms.split}
     return environment.get_template(template).render(values)
 
 

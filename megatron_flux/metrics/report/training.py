@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from megatron_flux.metrics import table
-from megatron_flux.metrics.report import figures
+from megatron_flux.metrics.report import figures, ranks
 from megatron_flux.metrics.report.figures import Arms
 from megatron_flux.metrics.report.render import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.summary import VALIDATION, Record, timed
+from megatron_flux.metrics.summary import ARMS, VALIDATION, Record, sampled, spread, timed
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
@@ -46,14 +45,6 @@ ACTIVITY = {
     "recording (ms)": ("flux/metrics_ms", milliseconds),
 }
 GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
-PER_RANK = {
-    "step_ms": ("step (ms)", "{:.1f}".format),
-    "operators_ms": ("in operators (ms)", "{:.1f}".format),
-    "peak_memory_bytes": ("peak (GiB)", lambda size: f"{size / 2**30:.2f}"),
-    "sm_clock_mhz": ("SM clock (MHz)", "{:.0f}".format),
-    "power_w": ("power (W)", "{:.0f}".format),
-    "temperature_c": ("°C", "{:.0f}".format),
-}
 
 
 def chapter(run: Run, id_: str) -> Chapter:
@@ -64,6 +55,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
+        *([beside] if (beside := _sampled(run)) else []),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
@@ -72,7 +64,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         _efficiency(arms["flux"], summary["without_gpu"]),
         _activity(arms["flux"]),
         _choices(arms["flux"]),
-        _ranks(arms),
+        *_ranks(arms),
         *_gpus(arms),
     ]
     parts = [part for part in parts if part is not None]
@@ -130,8 +122,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | None:
     title = "Overlap efficiency per operator"
     if without_gpu:
         return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {without_gpu}, so there is no overlap to judge.")
-    # Timed steps only, unless sampling met nothing but warm-up.
-    samples = [r for r in timed(flux) if r.get("flux/calls")] or [r for r in flux if r.get("flux/calls")]
+    samples = [r for r in sampled(flux) if r.get("flux/calls")]
     if not samples:
         replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)
         why = REPLAYED if replayed else "no step of this run sampled its operators."
@@ -145,7 +136,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | None:
     drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
     method = {"flux": ("flux", figures.SYMBOLS["flux"], list(drawn.values()))}
     plot, caption = figures.efficiencies(list(drawn), method)
-    caption += f" Medians over {counted(len(samples), 'sampled step')} of rank 0."
+    caption += f" Medians over {counted(len(samples), 'timed sampled step')} of rank 0."
     calls = [call for of_one in seen.values() for call in of_one]
     alone = {str(call.get("source")) for call in calls if call.get("gemm_ms") is None and not call.get("withheld")}
     caption += "".join(f" Not compared: {reason}." for reason in sorted(alone))
@@ -199,41 +190,38 @@ def _choices(flux: Sequence[Record]) -> Part | None:
     return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None
 
 
-def _ranks(arms: Arms) -> Part:
-    title = "Slowest ranks"
-    plot, caption = figures.samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
-    if plot is None:
-        return Part("ranks", title, caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")
+def _sampled(run: Run) -> Part | None:
+    """Sampled steps beside the others: what is known of them alone is no part of the headline."""
+    columns, found = [], False
+    for arm in ARMS:
+        steps = timed(run.arms[arm])
+        groups = ([r for r in steps if r.get("flux/sampled")], [r for r in steps if not r.get("flux/sampled")])
+        found = found or bool(groups[0])
+        times = [spread([1000 * record["iteration-time"] for record in group]) for group in (steps, *groups)]
+        columns.append([f"{shown(t['median'], milliseconds)} ({t['n']})" if t["n"] else UNKNOWN for t in times])
+    if not found:
+        return None
+    names = ("all timed steps: the headline", "of these, sampled", "of these, not sampled")
     caption = (
-        f"Longest minus shortest own time of a step over the ranks, {caption} A rank's own time leaves out flux's "
-        "operators, where it waits for the others."
+        "Operators, ranks and GPUs are measured in sampled steps alone: their medians are of fewer steps, and "
+        "measuring takes time itself. Compare them with each other; speed-up and verdict are by all timed steps."
     )
-    for arm, records in arms.items():
-        slowest = Counter(r["flux/slowest_rank"] for r in records if r.get("flux/slowest_rank") is not None)
-        if slowest:
-            rank, times = slowest.most_common(1)[0]
-            caption += f" {arm}: rank {rank} was slowest in {times} of {counted(slowest.total(), 'sample')}."
-    return Part("ranks", title, plot, caption, _rank_table(arms))
+    table = Table(list(zip(names, *columns, strict=True)), ("median ms (steps)", *ARMS))
+    return Part("sampled", "Sampled steps beside all", caption=caption, table=table)
 
 
-def _rank_table(arms: Arms) -> Table | None:
-    """Medians over the samples, one line per rank and arm."""
-    found: dict[str, dict[str, float | None]] = {}
-    for arm, records in arms.items():
-        samples = [record["flux/ranks"] for record in records if record.get("flux/ranks")]
-        lists = {name: [s[name] for s in samples if isinstance(s.get(name), list)] for name in PER_RANK}
-        by_rank = {name: list(zip_longest(*values)) for name, values in lists.items()}
-        for rank in range(max(map(len, by_rank.values()))):
-            found[f"{arm}, rank {rank}"] = {name: _median(of[rank]) for name, of in by_rank.items() if rank < len(of)}
-    names = [name for name in PER_RANK if any(row.get(name) is not None for row in found.values())]
-    rows = [(rank, *(shown(row.get(name), PER_RANK[name][1]) for name in names)) for rank, row in found.items()]
-    return Table(rows, ("median of samples", *(PER_RANK[name][0] for name in names))) if names else None
+def _ranks(arms: Arms) -> list[Part]:
+    title = "Spread of the ranks"
+    plot, caption = figures.samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
+    caption = f"Longest minus shortest own time of a step over the ranks, {caption}"
+    made = ranks.parts(arms, Part("spread", title, plot, caption) if plot else None)
+    return made or [Part("ranks", "Slowest ranks", caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")]
 
 
 def _gpus(arms: Arms) -> list[Part]:
     """Clocks, power and what held clocks down, which explain noise."""
     throttled = {
-        arm: [r["flux/throttle_reasons"] for r in records if r.get("flux/throttle_reasons") is not None]
+        arm: [r["flux/throttle_reasons"] for r in sampled(records) if r.get("flux/throttle_reasons") is not None]
         for arm, records in arms.items()
     }
     if not any(throttled.values()):

@@ -14,7 +14,6 @@ from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
 from megatron_flux.estimate.prediction import predict_options, why_stock
 from megatron_flux.estimate.rates import DEVICES, Calibration, Rates, device_named
-from megatron_flux.estimate.report import PARTS
 from megatron_flux.estimate.step import (
     Layer,
     Phase,
@@ -28,6 +27,7 @@ from megatron_flux.estimate.step import (
     predict_stages,
     stage_parameters,
 )
+from megatron_flux.metrics.report.plans import PARTS
 
 H100 = DEVICES["h100-sxm"]
 GPT = LAYER_MODELS["gpt3-175b"]
@@ -249,8 +249,8 @@ def test_recomputation_runs_the_forward_again() -> None:
 def test_parts_add_up_to_the_step(options: dict[str, Any]) -> None:
     found = plan(**options)
     for arm in found["arms"].values():
-        assert all(part(arm["step"]) >= 0 for part in PARTS.values())
-        assert sum(part(arm["step"]) for part in PARTS.values()) == pytest.approx(arm["step"]["total"])
+        assert all(part(arm["step"]) >= 0 for _, part in PARTS.values())
+        assert sum(part(arm["step"]) for _, part in PARTS.values()) == pytest.approx(arm["step"]["total"])
     assert found["kind"] == "Prediction"
 
 

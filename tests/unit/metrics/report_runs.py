@@ -63,3 +63,32 @@ def one_arm(folder: Path, arm: str, **settings: Any) -> Path:
     (folder / other / "metrics.jsonl").unlink()
     (folder / other).rmdir()
     return folder
+
+
+STRAGGLER, NODES = 77, [f"gpu-node-{number:03d}.cluster.example" for number in range(16)]
+
+
+def cluster_arms(ranks: int = 128) -> dict[str, list[Record]]:
+    """Ranks of 16 nodes of which one, :data:`STRAGGLER`, is 5 % behind as of the second third; every 2nd step sampled.
+
+    A sampled step takes 2 % longer, as one that is measured may.
+    """
+    arms = interleaved(6, {"baseline": [1.2] * 6, "flux": [1.1] * 6}, per_block=8)
+    for arm, records in arms.items():
+        for index, item in enumerate(records):
+            if (n := item["iteration"]) % 2:
+                continue
+            step = 1020 * item["iteration-time"]
+            own = [step * (0.9 + 0.001 * math.sin(rank * n)) for rank in range(ranks)]
+            if n > len(records) // 3 and ranks > STRAGGLER:
+                own[STRAGGLER] = 0.945 * step
+            kept = {key: item[key] for key in ("block", "warmup")} | {"iteration-time": step / 1000}
+            made = sampled_record(n, flux=arm == "flux", ranks=ranks, **kept)
+            made["flux/ranks"] |= {"step_ms": [step] * ranks, "operators_ms": [step - time for time in own]}
+            made |= {"flux/slowest_rank": own.index(max(own)), "flux/rank_spread_ms": max(own) - min(own)}
+            if n == 2:
+                made["flux/run"] |= {"nodes": NODES, "node_of_rank": [rank * 16 // ranks for rank in range(ranks)]}
+            else:
+                del made["flux/run"]
+            records[index] = made
+    return arms

@@ -38,7 +38,7 @@ def test_everything_that_was_recorded_is_shown(full: dict[str, Part]) -> None:
     drawn = [name for name, part in full.items() if part.figure is not None]
     assert drawn == [
         *("step-times", "loss", "loss-difference", "grad-norm", "grad-norm-difference"),
-        *("time", "e-overlap", "ranks", "sm-clock-mhz-min", "power-w-max"),
+        *("time", "e-overlap", "heat-baseline", "heat-flux", "spread", "sm-clock-mhz-min", "power-w-max"),
     ]
     assert "missing" not in full
 
@@ -61,7 +61,7 @@ HIDDEN = "hidden communication (takes no time)"
 
 def test_operators_are_medians_of_the_timed_samples(full: dict[str, Part]) -> None:
     part = full["e-overlap"]
-    assert "5 sampled steps" in part.caption  # six, of which the first is a warm-up
+    assert "5 timed sampled steps" in part.caption  # six, of which the first is a warm-up
     cells = {row[0]: row[1:] for row in part.table.rows}
     assert cells["all_gather_gemm 64 \u00d7 96 \u00d7 32, weight n \u00d7 k"] == (
         "64",
@@ -128,9 +128,9 @@ def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
 
 
 def test_ranks_and_throttling(tmp_path: Path, full: dict[str, Part]) -> None:
-    assert "flux: rank 1 was slowest in 6 of 6" in full["ranks"].caption
+    assert "Rank 1 on node1 was slowest in 5 of 5" in full["heat-flux"].caption
     assert [row[0] for row in full["ranks"].table.rows][2:] == ["flux, rank 0", "flux, rank 1"]
-    assert full["throttling"].table.rows == [("sw_power_cap", "6 of 6", "6 of 6")]
+    assert full["throttling"].table.rows == [("sw_power_cap", "5 of 5", "5 of 5")]
     arms = full_arms()
     for item in arms["baseline"] + arms["flux"]:
         if "flux/gpu" in item:

@@ -27,6 +27,7 @@ FOLDERS = (
     "parity-h200x4-dp",
     "megatron-graphs-h200x4",
     "refactor-h200x2",
+    "host-link-h200x2",
 )
 
 X = "\u00d7"
@@ -88,6 +89,17 @@ def test_the_layers_are_those_of_the_data(layer: str, run: str) -> None:
     for arm, cell in zip(ARMS, cells, strict=True):
         arms = there if "²" in cell else here
         assert cell.strip(" *²") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
+
+
+@pytest.mark.parametrize("run", ["2048x16", "2048x4"])
+def test_the_layers_without_nvlink_are_those_of_the_data(run: str) -> None:
+    text = MEASURED.read_text().partition("## Without NVLink")[2].partition("\n## ")[0]
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {run.replace('x', f' {X} ')}"))
+    rows = {row["arm"]: row for row in summary(f"host-link-h200x2/layer-{run}")["rows"]}
+    te, *cells = line.split("|")[2:-1]
+    assert te.strip() == f"{rows['te']['ms_per_layer']:.2f}"
+    for arm, cell in zip(("flux_te", "flux_te_fp8wire", "floor"), cells, strict=True):
+        assert cell.strip(" *") == f"{rows[arm]['speedup_vs_te']:.2f}{X}", arm
 
 
 def test_the_readmes_layers_are_those_of_the_data() -> None:

@@ -32,6 +32,8 @@ _ARGUMENTS = {
     "cuStreamWaitEvent": [_P, _P, _U32],
     "cuStreamGetCaptureInfo": [_P, _P, _P],
     "cuTensorMapEncodeTiled": [_P, _I, _U32, _P, _P, _P, _P, _P, _I, _I, _I, _I],
+    "cuDeviceGet": [ctypes.POINTER(_I), _I],
+    "cuDeviceGetAttribute": [ctypes.POINTER(_I), _I, _I],
     "cuGetErrorString": [_I, ctypes.POINTER(ctypes.c_char_p)],
 }
 
@@ -66,6 +68,17 @@ def refused(what: str, status: int) -> OperatorError:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return OperatorError(f"CUDA refused {what}: {text.value.decode() if text.value else 'unknown error'} ({status})")
+
+
+def attribute(device: torch.device, number: int) -> int:
+    """What CUDA says of a GPU; ``number``: a ``CUdevice_attribute``."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    gpu, value = _I(), _I()
+    status = _driver().cuDeviceGet(ctypes.byref(gpu), index)
+    status = status or _driver().cuDeviceGetAttribute(ctypes.byref(value), number, gpu.value)
+    if status:
+        raise refused(f"attribute {number} of GPU {index}", status)
+    return value.value
 
 
 def launch(function: int, grid: int, threads: int, shared: int, stream: int, parameters: ctypes.Array) -> None:

@@ -30,8 +30,8 @@ _ARGUMENTS = {
 _PORTABLE_AND_MAPPED = 1 | 2
 """``CU_MEMHOSTREGISTER_PORTABLE``, ``CU_MEMHOSTREGISTER_DEVICEMAP``."""
 
-WAIT, WRITE = 1, 2
-"""``CU_STREAM_MEM_OP_WAIT_VALUE_32``, ``CU_STREAM_MEM_OP_WRITE_VALUE_32``."""
+WAIT, WRITE, FLUSH = 1, 2, 3
+"""``CU_STREAM_MEM_OP_WAIT_VALUE_32``, ``..._WRITE_VALUE_32``, ``..._FLUSH_REMOTE_WRITES`` (no address, no value)."""
 EQUAL = 1
 """``CU_STREAM_WAIT_VALUE_EQ``; of a write 0 is the default, with a memory barrier before it."""
 BYTES = 48
@@ -45,7 +45,7 @@ MOST = 255
 class WordOp(NamedTuple):
     """One memory operation."""
 
-    kind: int  # WAIT (until the word equals ``value``) or WRITE
+    kind: int  # WAIT (until the word equals ``value``), WRITE or FLUSH
     address: int
     value: int
 

@@ -434,6 +434,20 @@ def host_link(folder: str) -> str:
     return "\n".join([layers([f"{folder}/layer-2048x16", f"{folder}/layer-2048x4"]), table(heads, rows)])
 
 
+def wires(folder: str) -> str:
+    """Errors of the operators by wire, then how far trainings over each are from stock's."""
+    keys = ("all_gather", "all_gather_gemm", "gemm_reduce_scatter")
+    found = [[row["input"], row["wire"], *(f"{row[key]:.1e}" for key in keys)] for row in read(f"{folder}/errors.json")]
+    rows = []
+    for wire in ("fp8", "int8"):
+        stock, flux = (lines(f"{folder}/{wire}/{arm}/metrics.jsonl") for arm in ("baseline", "flux"))
+        off = apart(flux, stock, "lm loss")
+        last = (f"{fmean(step['lm loss'] for step in run[-50:]):.4f}" for run in (stock, flux))
+        rows.append([wire, str(len(off)), f"{percent(fmean(off), 2)}, {percent(max(off), 1)}", *last])
+    head = ("wire", "steps", "loss against stock: mean, largest", "stock, mean of the last 50 steps", "flux")
+    return f"{table(('input', 'wire', *keys), found)}\n{table(head, rows)}"
+
+
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
     "layer-h200x4-more": tp4_more,
@@ -444,6 +458,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "megatron-graphs-h200x4": graphs,
     "refactor-h200x2": before_after,
     "host-link-h200x2": host_link,
+    "wire-cpu": wires,
 }
 
 

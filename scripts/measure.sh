@@ -5,20 +5,21 @@
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
 # default: checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
-# compare metrics megatron_lm. Uses the active environment and all GPUs of this host (2, 4 or 8), of which two emulate
-# eight in stand_in_*. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+# compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity. Uses the active
+# environment and all GPUs of this host (2, 4 or 8), of which two emulate eight in stand_in_*. host_* leave NVLink unused;
+# their checks go by the other links too. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAGES=(checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
-    compare metrics megatron_lm)
+    compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity)
 DRY=0
 if [[ ${1:-} == --dry-run ]]; then
     DRY=1
     shift
 fi
 if (($# == 0)) || [[ $1 == -* ]]; then
-    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
 OUT=$1
@@ -46,6 +47,13 @@ RANKS=(python3 -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
 SMALL=(--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 1024
     --micro-batch-size 4 --steps 200)
 WIDE=(--preset gpt3-175b --num-layers 2 --nproc "$GPUS")
+HOST=(--nproc "$GPUS" --link host --wire fp8)
+# What two GPUs have to send compares with their GEMMs as what four have to send of a model three times as wide.
+if ((GPUS == 2)); then
+    NARROW=(--models gpt3-6.7b --micro-batch 16 --layers 2)
+else
+    NARROW=(--models "gpt3-175b,llama-70b")
+fi
 
 # SECONDS COMMAND...: its output is the stage's log.
 limited() {
@@ -120,6 +128,40 @@ for stage in "${STAGES[@]}"; do
             else
                 limited 600 python3 scripts/megatron_lm_gpus.py "$MEGATRON_LM" --out "$to"
             fi
+            ;;
+        host_checks)
+            for way in host send_recv p2p; do
+                for queues in 1 8; do
+                    stage=host_checks_${way}_$queues
+                    CUDA_DEVICE_MAX_CONNECTIONS=$queues MEGATRON_FLUX_TIMEOUT_S=60 limited 200 "${RANKS[@]}" \
+                        tests/gpu/checks_host.py --way "$way"
+                done
+            done
+            ;;
+        host_ops)
+            limited 300 "${FLUX[@]}" bench ops "${HOST[@]}" --models gpt3-175b,llama-70b,gpt3-6.7b --tokens 8192 --out "$to"
+            ;;
+        host_layer)
+            limited 400 "${FLUX[@]}" bench layer "${HOST[@]}" "${NARROW[@]}" --arms te,local,flux_te,floor --rounds 7 \
+                --out "$to"
+            ;;
+        host_graphs)
+            limited 300 "${FLUX[@]}" bench layer "${HOST[@]}" --models gpt3-6.7b --arms te,flux_te,floor --cuda-graphs \
+                --rounds 5 --no-trace --out "$to"
+            ;;
+        host_compare)
+            for wire in exact fp8; do
+                stage=host_compare_$wire
+                limited 300 "${FLUX[@]}" compare --preset gpt3-175b --num-layers 4 --nproc "$GPUS" --link host --wire "$wire" \
+                    --steps 40 --block-steps 5 --out "$OUT/$stage"
+            done
+            ;;
+        host_parity)
+            for backend in chunked chunked_fp8; do
+                stage=host_parity_$backend
+                limited 400 python3 scripts/parity.py --out "$OUT/$stage" -- --nproc "$GPUS" --link host \
+                    --backend "$backend" "${SMALL[@]}"
+            done
             ;;
     esac
 done

@@ -99,8 +99,8 @@ def why_not(arm: str, device: torch.device, link: str) -> str | None:
             return "TransformerEngine is not installed"
     if arm in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):
         return f"it needs peer access between GPUs; the link is {link}"
-    if wires_of(arm) != ALL_EXACT and link != "host":
-        return f"8-bit wires are for the link host; the link is {link}"
+    if wires_of(arm) != ALL_EXACT and link not in ("host", "p2p"):
+        return f"8-bit wires are for the links host and p2p; the link is {link}"
     return None
 
 

@@ -152,9 +152,9 @@ def with_wires(arms: list[str], wires: Wires) -> list[str]:
 
 
 def check_graphs(cuda_graphs: bool, link: str | None) -> None:
-    """Refuse graphs of what goes between hosts: it cannot be captured."""
-    if cuda_graphs and link == "none":
-        raise UserError("--cuda-graphs cannot capture what goes over the link none; leave one of them out")
+    """Refuse graphs of what goes between hosts, or through peers' memory by chunks: it cannot be captured."""
+    if cuda_graphs and link in ("p2p", "none"):
+        raise UserError(f"--cuda-graphs cannot capture what goes over the link {link}; leave one of them out")
 
 
 def resolve(options: LayerOptions, tp: int) -> LayerConfig:

@@ -80,9 +80,9 @@ def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
     return describe(case.op, case.m, case.n, case.k, x, case.transposed, tp, link)
 
 
-def backends(link: str, wire: str) -> tuple[str, ...]:
+def backends(link: links.Link, wire: str) -> tuple[str, ...]:
     """Those that are measured over ``link``."""
-    if link != "host":
+    if not links.by_chunks(link):
         return BACKENDS
     return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
 
@@ -156,13 +156,13 @@ def run(
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
     """
-    device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype], host=True)
+    device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype], chunks=True)
     first = dist.get_rank() == 0
     say = log if first else lambda _: None
-    rate = _host_rate(group, device) if link.kind == "host" else _link_rate(group, device)
+    rate = _chunks_rate(group, device) if links.by_chunks(link) else _link_rate(group, device)
     summary: dict[str, Any] = {
         **process_group.machine(group, link),
-        **({"wire": wanted.wire} if link.kind == "host" else {}),
+        **({"wire": wanted.wire} if links.by_chunks(link) else {}),
         "link_gb_per_s": round(rate, 1),
         "command": folder.command_line(),
         "rounds": wanted.rounds,
@@ -176,7 +176,7 @@ def run(
         if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group, device):
             say(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured")
             break
-        row, raw = _case(case, wanted, group, device, link.kind, rate)
+        row, raw = _case(case, wanted, group, device, link, rate)
         summary["rows"].append(row)
         say(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {report.line(row)}")
         rounds.append({**asdict(case), "ms": raw})
@@ -187,7 +187,7 @@ def run(
 
 
 def _case(
-    case: Case, wanted: OpsRun, group: dist.ProcessGroup, device: torch.device, link: str, rate: float
+    case: Case, wanted: OpsRun, group: dist.ProcessGroup, device: torch.device, link: links.Link, rate: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The row of the summary, and by variant what ``rounds.jsonl`` holds."""
     dtype = process_group.DTYPES[wanted.dtype]
@@ -208,13 +208,17 @@ def _case(
     row = {
         **asdict(case),
         "dtype": str(dtype)[6:],
-        **{f"{name}_ms": ms.get(name) for name in (ways if link == "host" else report.NAMES)},
+        **{f"{name}_ms": ms.get(name) for name in (ways if links.by_chunks(link) else report.NAMES)},
         "tuned_choice": report.chosen(answer),
         "e_overlap": None if e is None else round(e, 4),
         "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
         "host_us": {name: found["host_us"] for name, found in raw.items()},
         "slab_bytes": state_of(group).slab_bytes(),
-        **({"link": link, "wire": wanted.wire, "shared_bytes": transports.shared_bytes()} if link == "host" else {}),
+        **(
+            {"link": link.kind, "wire": wanted.wire, "shared_bytes": transports.shared_bytes()}
+            if links.by_chunks(link)
+            else {}
+        ),
     }
     return row, raw
 
@@ -232,8 +236,8 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     return _best_rate(push, 4 * LINK_BYTES, group, device)
 
 
-def _host_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """As :func:`_link_rate`, through host memory: a gather of ``LINK_BYTES`` from each rank, by nothing but copies."""
+def _chunks_rate(group: dist.ProcessGroup, device: torch.device) -> float:
+    """As :func:`_link_rate`, by chunks: a gather of ``LINK_BYTES`` from each rank, by nothing but copies."""
     link = transports.transport_of(group, device)
     mine = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     theirs = torch.empty(group.size(), LINK_BYTES, dtype=torch.uint8, device=device)
@@ -264,8 +268,8 @@ def _best_rate(move: Callable[[], None], nbytes: int, group: dist.ProcessGroup, 
 def own_queues(wanted: OpsRun) -> str | None:
     """:data:`QUEUES` in a second pass for async-TP; None where the main pass has it, or none is wanted."""
     value = str(wanted.async_tp_connections)
-    if wanted.link == "host":
-        return None  # async-TP needs peer access
+    if wanted.link in ("host", "p2p"):
+        return None  # chunks are measured instead
     return None if not wanted.async_tp_connections or os.environ.get(QUEUES) == value else value
 
 

@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 
 
 def checked(
-    command: str, group: dist.ProcessGroup, dtype: torch.dtype, *, host: bool = False
+    command: str, group: dist.ProcessGroup, dtype: torch.dtype, *, chunks: bool = False
 ) -> tuple[torch.device, links.Link]:
-    """The device of this rank and the link of ``group``, which can run the fused backend; collective. ``host``: a link
-    through host memory will do as well.
+    """The device of this rank and the link of ``group``, which can run the fused backend; collective. ``chunks``: a
+    link that goes by chunks will do as well.
 
     Raises:
         UserError: no CUDA device, or the reason why the fused backend cannot run.
@@ -38,7 +38,7 @@ def checked(
         raise UserError(f"{command} measures GPUs; no CUDA device is visible here")
     device = torch.device("cuda", torch.cuda.current_device())
     link = links.probe(group, device)
-    if host and link.kind == "host":
+    if chunks and links.by_chunks(link):
         return device, link
     probe = torch.empty(8, 8, dtype=dtype, device=device)
     reason = get_backend("fused").why_not(probe, probe, group)

@@ -18,7 +18,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number
-from megatron_flux.ops.kernel_config import label_of
+from megatron_flux.ops.backends import tuning_cache
 
 Row = Mapping[str, Any]
 Cells = Iterable[Sequence[str | Text]]
@@ -165,11 +165,9 @@ _KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setti
 
 
 def chosen(answer: Row) -> str:
-    """What runs, named as the answer's times are: a backend, with ``fused`` its plan."""
-    if answer["plan"] is None:
-        return answer["backend"]
+    """What runs, named as the answer's times are."""
     try:
-        return f"fused {label_of(answer['plan'])}"
+        return tuning_cache.label(answer)
     except TypeError:
         return "fused (a plan of another version)"
 

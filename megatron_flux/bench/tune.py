@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_flux.bench import ops, process_group, report
 from megatron_flux.bench.shapes import Case, TuneRun
-from megatron_flux.comm import collectives
+from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
@@ -40,7 +40,7 @@ def run(
         OperatorError: an answer could not be kept, because the file cannot be read or written.
     """
     dtype = process_group.DTYPES[wanted.dtype]
-    device, link = process_group.checked(wanted.command, group, dtype, host=True)
+    device, link = process_group.checked(wanted.command, group, dtype, chunks=True)
     tuned = get_backend("tuned")
     done = []
     began = time.monotonic()
@@ -50,7 +50,7 @@ def run(
         os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds_per_shape)
         for turn, case in enumerate(cases, 1):
             x, weight = ops.operands(case, group, dtype, device)
-            key = ops.tuning_key(case, x, group.size(), link.kind)
+            key = ops.tuning_key(case, x, group.size(), links.name(link))
             known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
             ops.call(case, x, weight, group, "tuned")()
             answer = tuned.decisions(group).answers[key]

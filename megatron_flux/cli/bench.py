@@ -209,7 +209,7 @@ def metrics(given: TrainOptions, cost: CostOptions, dry_run: DryRun = False) -> 
         return {**run_folder.description(run.model_copy(update={"out": out})), "cost": cost.model_dump()}
 
     def prepared(out: Path) -> str:
-        data.prepare(run.data, run.data_cache, run.shape.seq_length, run.shape.vocab_size)
+        data.prepared(run)
         config = run.model_copy(update={"out": out})
         return json.dumps({"config": config.model_dump(mode="json"), "cost": cost.model_dump()})
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -74,7 +75,8 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
     ``--config FILE`` (:mod:`megatron_flux.cli.config_file`), over which its options go.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    models: dict[str, type[BaseModel]] = {n: p.annotation for n, p in own.items() if inspect.isclass(p.annotation)}
+    kinds = {name: p.annotation for name, p in own.items() if inspect.isclass(p.annotation)}
+    models = {name: kind for name, kind in kinds.items() if issubclass(kind, BaseModel)}
     fields = {name: field for model in models.values() for name, field in model.model_fields.items()}
 
     def call(**values: Any) -> None:
@@ -201,17 +203,18 @@ def on_ranks(
     left: str,
     here: Callable[[], None] | None = None,
     pass_on: str | None = None,
-) -> None:
+) -> Signals | None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, be that rank.
 
     ``about``, what runs where, is printed ahead of it. ``left`` are the last words of an error: what a failed run
-    leaves, and where. ``here`` is a rank's work under a launcher, instead of ``module.work(argument)``. ``pass_on`` is
-    as in :func:`megatron_flux.run.launcher.launch`.
+    leaves, and where. ``here`` is a rank's work under a launcher, instead of ``module.work(argument)``. ``pass_on`` and
+    what is returned are as in :func:`megatron_flux.run.launcher.launch`.
     """
     if not launcher.launched():
         typer.echo(f"megatron-flux {command}: {about}", err=True)
-        launcher.launch(module.__name__, argument, ranks, left=left, pass_on=pass_on)
-    elif here is not None:
+        return launcher.launch(module.__name__, argument, ranks, left=left, pass_on=pass_on)
+    if here is not None:
         here()
     else:
         module.work(argument)
+    return None

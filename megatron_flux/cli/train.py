@@ -50,7 +50,8 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
 
 
 def _run(command: str, given: TrainOptions, special: CheckpointOptions | CompareOptions, dry_run: bool) -> None:
-    from megatron_flux.run import launcher, rank
+    from megatron_flux.errors import InterruptedRunError
+    from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
 
     run = resolved(given, special, command, given.preset)
@@ -66,19 +67,22 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
-    shape = run.shape
-    found = data.prepare(run.data, run.data_cache, shape.seq_length, shape.vocab_size, split=run.split)
-    about = {"name": data.name_of(run.data), "length": found.tokens, "sha256": data.fingerprint(found)}
-    text = config.Text(**about, split=run.split)
-    run = run.model_copy(update={"text": text})
-    typer.echo(
-        f"megatron-flux {command}: {found.documents:,} documents, {found.tokens:,} tokens: {text.name}", err=True
+    found = data.prepared(run)
+    text = config.Text(
+        name=data.name_of(run.data),
+        length=found.tokens,
+        sha256=data.fingerprint(found),
+        split=run.split,
+        tokenizer=data.tokenizer_of(found, run),
     )
+    run = run.model_copy(update={"text": text})
+    size = f"{found.documents:,} document{'s' * (found.documents != 1)}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
+    typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
     if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
     without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with run_folder.made(run, default=given.out is None) as run:
-        start.on_ranks(
+        asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
             f"preset {run.preset}, {run.precision}, run folder {run.out}",
@@ -87,5 +91,8 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
             run.world_size,
             left=f"what was recorded is in {run.out}",
             here=lambda run=run: worker.run(run),
-            pass_on=run.exit_signal,
+            pass_on=run.stop_signal,
         )
+        if asked is not None and folder.has_stopped(run.out):
+            go_on = f"the same command with --load {run.save} goes on"
+            raise InterruptedRunError(f"stopped by {asked.name}, saved in {run.save}; {go_on}", asked)

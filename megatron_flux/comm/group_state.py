@@ -129,7 +129,8 @@ class GroupState:
 
     def slab_bytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for the group."""
-        return sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.kept_slabs])
+        slabs = sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.kept_slabs])
+        return slabs + sum(getattr(transport, "device_bytes", 0) for transport in self.transports.values())
 
 
 _states: dict[int, GroupState] = {}

@@ -55,6 +55,7 @@ class HostLink:
     """See the module; one per group."""
 
     kind = "host"
+    through = "host memory"
     captures = True
 
     def __init__(
@@ -137,8 +138,10 @@ class HostLink:
     def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
         """Enqueue ``steps``; ``rows``: addresses on the device, what is sent last."""
         lanes = self._lanes
-        for number, batch, copies in steps:
+        for number, batch, copies, after in steps:
             lane = lanes[number]
+            if after is not None:
+                lane.after(lanes[after])
             lane.words(batch)
             for row, offset, host, nbytes in copies:
                 if number == DOWN:
@@ -170,9 +173,16 @@ class HostLink:
         if found is None:
             if len(self._programs) >= _MOST_PROGRAMS:  # a training whose shapes never come again
                 self._programs.clear()
-            make = host_program.gather if kind == "gather" else host_program.exchange
-            found = self._programs[key] = make(self.layout, self.rank, self._at, key[1])
+            found = self._programs[key] = self._make(*key)
         return found
+
+    def _make(self, kind: str, cuts: Sequence[int]) -> Program:
+        make = host_program.gather if kind == "gather" else host_program.exchange
+        return make(self.layout, self.rank, self._at, cuts)
+
+    def steps(self, pieces: int) -> list[tuple[int, int]]:
+        """Of an exchange; see :class:`~megatron_flux.comm.transport.Exchange`."""
+        return transport.steps(self.rank, self.tp, pieces)
 
     def ended(self, call: HostGather | HostExchange) -> None:
         """What ``call`` has kept may go; nothing behind the gate runs if a wait was given up."""
@@ -208,10 +218,9 @@ class HostGather:
         link = self._link
         for part in self._parts:
             link.run(part.steps, self._rows)
-            if part.arrived is not None:
+            if part.arrived:
                 link.behind((UP,))()
-                for d in range(1, link.tp):
-                    yield (link.rank + d) % link.tp, part.arrived
+                yield from part.arrived
         self.wait()
 
     def enqueue(self) -> None:
@@ -239,7 +248,7 @@ class HostExchange:
     def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, cuts: Sequence[int]) -> None:
         """Nothing is enqueued yet."""
         self._link, self._theirs = link, theirs
-        self.steps = transport.steps(link.rank, link.tp, len(cuts) - 1)
+        self.steps = link.steps(len(cuts) - 1)
         pitch, first = theirs.shape[1], theirs.data_ptr()
         self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), 0]
         self._parts = iter(program.parts)

@@ -52,13 +52,14 @@ class Step(NamedTuple):
     lane: int
     batch: Batch
     copies: tuple[Copy, ...]
+    after: int | None  # the lane that it comes behind, with all that this has been given by now
 
 
 class Part(NamedTuple):
     """Steps that are enqueued together."""
 
     steps: list[Step]
-    arrived: int | None  # the piece of which all peers' bytes are here when they have run
+    arrived: Sequence[tuple[int, int]]  # of a gather: ``(peer, piece)`` that are here when they have run
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Ends(NamedTuple):
     words: list[WordOp]
 
 
-class _Recipe:
+class Recipe:
     """Puts a program together: keeps back what ends one step of a lane until the next begins."""
 
     def __init__(self, region: int) -> None:
@@ -96,16 +97,21 @@ class _Recipe:
         self._words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
         self._steps: list[Step] = []
 
-    def step(self, lane: int, ends: Ends) -> None:
+    def step(self, lane: int, ends: Ends, after: int | None = None) -> None:
         """Wait and copy; the words come with the next step of the lane."""
-        self._step(lane, ends.waits, ends.copies)
+        self._step(lane, ends.waits, ends.copies, after=after)
         self._words[lane].extend(ends.words)
+
+    def say(self, lane: int, words: Sequence[WordOp]) -> None:
+        """Write ``words`` now."""
+        self._words[lane].extend(words)
+        self._step(lane)
 
     def flush(self, lane: int, *, last: bool) -> None:
         """Write what ends its last step; ``last``: of the call."""
         self._step(lane, last=last)
 
-    def end_part(self, arrived: int | None = None) -> None:
+    def end_part(self, arrived: Sequence[tuple[int, int]] = ()) -> None:
         """What comes from here on is enqueued later."""
         self.program.parts.append(Part(self._steps, arrived))
         self._steps = []
@@ -136,7 +142,13 @@ class _Recipe:
                 fetched(j)
 
     def _step(
-        self, lane: int, waits: Sequence[tuple[WordOp, Wait]] = (), copies: Sequence[Copy] = (), *, last: bool = False
+        self,
+        lane: int,
+        waits: Sequence[tuple[WordOp, Wait]] = (),
+        copies: Sequence[Copy] = (),
+        *,
+        last: bool = False,
+        after: int | None = None,
     ) -> None:
         known, at = self.program.batches[lane], self._region + place(lane, 0)
         stamped = [] if known else [at + EPOCH, *([self._region + BEGUN] if lane == DOWN else [])]
@@ -147,14 +159,14 @@ class _Recipe:
         operations = [*marks, *self._words[lane], *(operation for operation, _ in waits), *ends]
         known.append(Batch(operations, [wait for _, wait in waits], range(len(stamped))))
         self._words[lane].clear()
-        self._steps.append(Step(lane, known[-1], tuple(copies)))
+        self._steps.append(Step(lane, known[-1], tuple(copies), after))
 
 
 def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
     """Of a gather of blocks with these ``cuts``; ``regions``: where those of all ranks begin."""
     tp, own = layout.tp, regions[rank]
     peers = [(rank + d) % tp for d in range(1, tp)]
-    recipe = _Recipe(own)
+    recipe = Recipe(own)
     parts = [
         (piece, offset, nbytes)
         for piece, (first, last) in enumerate(itertools.pairwise(cuts))
@@ -183,7 +195,7 @@ def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int
 
     def fetched(use: int) -> None:
         if use == len(parts) - 1 or parts[use + 1][0] != parts[use][0]:
-            recipe.end_part(parts[use][0])
+            recipe.end_part([(peer, parts[use][0]) for peer in peers])
 
     recipe.in_turns(len(parts), layout.slots, write, fetch, fetched, last=True)
     return recipe.program
@@ -193,7 +205,7 @@ def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[i
     """Of an exchange of blocks with these ``cuts``, in the order of :func:`~megatron_flux.comm.transport.steps`."""
     tp, own = layout.tp, regions[rank]
     readers = [(rank + d) % tp for d in range(1, tp)]
-    recipe, use = _Recipe(own), 0
+    recipe, use = Recipe(own), 0
     order = transport.steps(rank, tp, len(cuts) - 1)
     for number, (peer, piece) in enumerate(order):
         source = transport.source(rank, tp, peer)

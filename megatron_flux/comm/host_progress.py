@@ -82,6 +82,7 @@ class Progress:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, regions: Regions) -> None:
         """Of a link that begins."""
         self.regions = regions
+        self.keep: object = None  # other memory that lanes are at work on
         self.calls: dict[int, Call] = {}  # the last ones, by epoch
         self._captured: dict[int, Call] = {}  # in CUDA graphs, which write the same epoch in every replay
         self.release: Callable[[], None] = lambda: None

@@ -43,7 +43,8 @@ def place(lane: int, what: int) -> int:
     return LANES + lane * LINE + what
 
 
-def _up(nbytes: int, to: int) -> int:
+def up(nbytes: int, to: int) -> int:
+    """``nbytes``, rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to
 
 
@@ -58,17 +59,17 @@ class Layout:
     def __post_init__(self) -> None:
         """Raises UserError: a ring that :mod:`comm.host_program` cannot use."""
         if self.slots < LEAST_SLOTS:
-            raise UserError(f"the link through host memory needs at least {LEAST_SLOTS} slots, {self.slots} were given")
+            raise UserError(f"a link needs at least {LEAST_SLOTS} slots, {self.slots} were given")
 
     @property
     def slot_pitch(self) -> int:
         """Bytes from one slot to the next."""
-        return _up(self.slot_bytes, PAGE)
+        return up(self.slot_bytes, PAGE)
 
     @property
     def data(self) -> int:
         """Where the slots begin."""
-        return HEAD + _up(self.slots * self.tp * LINE, PAGE)
+        return HEAD + up(self.slots * self.tp * LINE, PAGE)
 
     @property
     def region_bytes(self) -> int:
@@ -114,5 +115,5 @@ def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
     if total <= 0:
         return []
     count = -(-total // most)
-    size = min(most, _up(-(-total // count), 512))
+    size = min(most, up(-(-total // count), 512))
     return [(at, min(size, last - at)) for at in range(first, last, size)]

@@ -78,6 +78,9 @@ class Lane(Protocol):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy."""
 
+    def after(self, other: Lane) -> None:
+        """What comes from here on comes behind what ``other``, a lane of the same kind, has been given by now."""
+
     def mark(self) -> Callable[[], None]:
         """What puts the stream that is current when it is called behind all that the lane has been given by now. On
         CPUs it waits; OperatorError: the lane has ended with an error.
@@ -135,6 +138,11 @@ class StreamLane:
         event = torch.cuda.Event()
         event.record(self.stream)
         return lambda: event.wait(torch.cuda.current_stream(self._device))
+
+    def after(self, other: Lane) -> None:
+        """See :class:`Lane`."""
+        assert isinstance(other, StreamLane)  # noqa: S101 - a link's lanes are of one kind
+        self.stream.wait_stream(other.stream)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """See :class:`Lane`."""
@@ -229,6 +237,14 @@ class ProcessorLane:
                 raise worker.error
 
         return wait
+
+    def after(self, other: Lane) -> None:
+        """See :class:`Lane`. The other ends its waits, with an error if need be."""
+        assert isinstance(other, ProcessorLane)  # noqa: S101 - a link's lanes are of one kind
+        if self._threaded:
+            reached = threading.Event()
+            other._worker.queue.put(reached)
+            self._put(reached.wait)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """See :class:`Lane`: the queue keeps it."""

@@ -13,6 +13,7 @@ Speeds are in GB/s (1e9 bytes), each the best of :data:`REPEATS` after one to wa
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
@@ -119,11 +120,20 @@ def through_host(group: dist.ProcessGroup, device: torch.device) -> dict[str, An
         link = HostLink(group, device, one_queue=False)
     except UserError as error:  # on all ranks, or on none
         return {"why_not": str(error)}
-    rank, tp = group.rank(), group.size()
-    nbytes = HOST_BYTES // (tp - 1) // PAGE * PAGE
+    found |= received(link, group, device, _buffers(group.size(), device, HOST_BYTES))
+    return found
+
+
+def received(
+    link: HostLink, group: dist.ProcessGroup, device: torch.device, buffers: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, float]:
+    """What each rank receives through ``link`` in the time of the slowest, in a ``gather`` and in an ``exchange``;
+    collective. Raises OperatorError: what arrived is not what was sent.
+    """
+    (mine, theirs), rank, tp = buffers, group.rank(), group.size()
+    nbytes, found = len(mine), {}
     cuts = [nbytes * piece // _PIECES for piece in range(_PIECES + 1)]
-    mine = torch.full((nbytes,), rank + 1, dtype=torch.uint8, device=device)
-    theirs = torch.zeros(tp, nbytes, dtype=torch.uint8, device=device)
+    mine.fill_(rank + 1)
 
     def gather() -> None:
         link.gather("all_gather", mine, theirs, cuts).wait()
@@ -140,8 +150,24 @@ def through_host(group: dist.ProcessGroup, device: torch.device) -> dict[str, An
         right = all(bool((theirs[peer] == peer + 1).all()) for peer in range(tp) if peer != rank)
         wrong = [number for number, good in enumerate(of_all_ranks(right, group)) if not good]
         if wrong:
-            raise OperatorError(f"a test {name} through host memory did not bring what was sent to rank(s) {wrong}")
+            raise OperatorError(f"a test {name} through {link.through} did not bring what was sent to rank(s) {wrong}")
     return found
+
+
+def buffers(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """For :func:`received`, of which each rank receives ``nbytes``; None: a rank has no memory for it. Collective."""
+    made = None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        made = _buffers(group.size(), device, nbytes)
+    return made if all(of_all_ranks(made is not None, group)) else None
+
+
+def _buffers(tp: int, device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    of_rank = nbytes // (tp - 1) // PAGE * PAGE
+    return (
+        torch.zeros(of_rank, dtype=torch.uint8, device=device),
+        torch.zeros(tp, of_rank, dtype=torch.uint8, device=device),
+    )
 
 
 def _copies(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

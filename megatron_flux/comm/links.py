@@ -74,6 +74,18 @@ def asked() -> str | None:
     return _wanted.link or settings.link()
 
 
+def by_chunks(link: Link | None) -> bool:
+    """Whether what crosses ``link`` of a group goes by chunks where flux chooses: through host memory, and through
+    peers' memory where that was asked for. Else stock and fused kernels are all there is to choose from.
+    """
+    return link is not None and (link.kind == "host" or (link.kind == "p2p" and asked() == "p2p"))
+
+
+def name(link: Link) -> str:
+    """What it is called where answers are kept: those of fused kernels are none to who asks for chunks."""
+    return f"{link.kind} in chunks" if link.kind != "host" and by_chunks(link) else link.kind
+
+
 def want(what: Wanted) -> None:
     """Let ``what`` hold from here on, on all ranks; what was decided for groups is forgotten if it differs."""
     global _wanted

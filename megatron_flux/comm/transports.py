@@ -1,13 +1,16 @@
-"""Which transport a group has: through host memory where all its ranks are on one host, else send and receive."""
+"""Which transport a group has: through peers' memory where its GPUs have that access, through host memory where all its
+ranks are on one host, else send and receive.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
+from megatron_flux.comm import links, p2p_probe
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.send_recv import SendRecv
@@ -18,8 +21,8 @@ logger = logging.getLogger("megatron_flux")
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The transport between the ranks of ``group``; collective on first use. Where there is too little shared memory it
-    is send and receive, and a warning says what is needed. Raises UserError: the same, where flux is strict.
+    """The transport between the ranks of ``group``; collective on first use. Where there is no memory for it, it is the
+    next slower one, and a warning says what is needed. Raises UserError: the same, where flux is strict.
     """
     found = state_of(group).transports
     if device not in found:
@@ -28,16 +31,16 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    if links.probe(group, device).kind == "none":
-        return SendRecv(group)
-    try:
-        return HostLink(group, device)
-    except UserError as error:
-        if links.wanted().strict:
-            raise
-        if group.rank() == 0:
-            logger.warning("megatron_flux: chunks go by send and receive, which is slower: %s", error)
-        return SendRecv(group)
+    ways: dict[str, list[Callable[..., Transport]]] = {"none": [], "host": [HostLink]}
+    for make in ways.get(links.probe(group, device).kind, [p2p_probe.made, HostLink]):
+        try:
+            return make(group, device)
+        except UserError as error:
+            if links.wanted().strict:
+                raise
+            if group.rank() == 0:
+                logger.warning("megatron_flux: chunks go another way, which is slower: %s", error)
+    return SendRecv(group)
 
 
 def renew(group: dist.ProcessGroup) -> None:

@@ -10,6 +10,8 @@ from pydantic import Field
 
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.rates import DEVICES, Device
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.settings import LINKS
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.config import resolve as resolve_run
 from megatron_flux.train.options import CheckpointOptions, ShapeOptions, TrainOptions
@@ -44,8 +46,14 @@ class PlanOptions(ShapeOptions):
     layers: list[Path] = Field(
         [], description="summary.json of bench layer: its layers replace predicted ones. May be repeated."
     )
+    link: Literal["nvlink", "p2p", "host", "none"] | None = Field(
+        None,
+        description="Use no stronger link than this in a node. Default: that of --ops or --layers, else the GPU's.",
+    )
+    wire: Literal["exact", "fp8", "int8"] = Field("exact", description="What flux sends where the link is host.")
+    keep_gathered: bool = Field(False, description="Where the link is host, keep what forward gathered for wgrad.")
     link_gb_per_s: float | None = Field(
-        None, gt=0, description="Link in a node, one direction, instead of the table's."
+        None, gt=0, description="Link in a node (of p2p, host and none: PCIe), one direction, instead of the table's."
     )
     network_gb_per_s: float | None = Field(
         None, gt=0, description="Network between nodes per GPU, one direction, instead of the table's."
@@ -68,6 +76,10 @@ class Job:
     overlap_param_gather: bool
     gpus_per_node: int
     device: Device
+    link: str
+    """Between the GPUs of a node, as far as stock and flux use it."""
+    wire: str
+    keep_gathered: bool
 
     @property
     def tokens(self) -> int:
@@ -102,8 +114,10 @@ def device(key: str) -> Device:
     return DEVICES[key]
 
 
-def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
-    """Decide what is open, with ``measured_on`` for no device; a :class:`UserError` for a layout that cannot be."""
+def resolve(options: PlanOptions, measured_on: Device | None = None, measured_over: str | None = None) -> Job:
+    """Decide what is open, with ``measured_on`` and ``measured_over`` for no device and link; a :class:`UserError` for
+    what cannot be.
+    """
     gpu = device(options.device) if options.device else measured_on or DEVICES["h100-sxm"]
     tp, pp, gpus = options.tp, options.pp, options.gpus
     per_node, chunks = options.gpus_per_node, options.virtual_pipeline
@@ -117,7 +131,9 @@ def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
             f"{gpus} GPUs do not fill nodes of {per_node}; use --gpus with a multiple of {per_node}, or the right "
             "--gpus-per-node"
         )
-    values = options.model_dump(include=set(TrainOptions.model_fields) - {"out"})
+    link = options.link or measured_over or gpu.link
+    _check_link(options, gpu, link)
+    values = options.model_dump(include=set(TrainOptions.model_fields) - {"out", "keep_gathered"})
     if options.preset in PRESETS and options.global_batch_size is None:
         micro = options.micro_batch_size or PRESETS[options.preset].micro_batch_size
         values["global_batch_size"] = micro * (gpus // (tp * pp)) * 4 * pp
@@ -144,4 +160,21 @@ def resolve(options: PlanOptions, measured_on: Device | None = None) -> Job:
         overlap_param_gather=options.overlap_param_gather,
         gpus_per_node=per_node,
         device=gpu,
+        link=link,
+        wire=options.wire,
+        keep_gathered=options.keep_gathered,
     )
+
+
+def _check_link(options: PlanOptions, gpu: Device, link: str) -> None:
+    """The device has the link, and what is asked for belongs to it."""
+    if LINKS.index(link) > LINKS.index(gpu.link):
+        allowed = ", ".join(LINKS[: LINKS.index(gpu.link) + 1])
+        raise UserError(f"--link {link} is more than {gpu.key} has; use one of: {allowed}")
+    asked = f"--wire {options.wire}" if options.wire != "exact" else "--keep-gathered" * options.keep_gathered
+    if asked and link != "host":
+        raise UserError(f"{asked} is planned for the link host, this one is {link}; leave it out, or give --link host")
+    if options.overlap_efficiency is not None and link == "host":
+        raise UserError("--overlap-efficiency is of fused kernels, chunks over the link host have none; leave it out")
+    if options.wire == "fp8" and gpu.capability < FP8_CAPABILITY:
+        raise UserError(f"--wire fp8 needs compute capability 8.9, {gpu.key} has {gpu.capability}; use --wire int8")

@@ -28,6 +28,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.prediction import why_stock
 from megatron_flux.estimate.step import stage_parameters
+from megatron_flux.ops.backends.chunked import pieces_of
 from megatron_flux.ops.kernel_config import ag_config, rs_config
 from megatron_flux.train.config import RunConfig
 
@@ -97,7 +98,7 @@ def _rank(rank: int, job: Job) -> dict[str, Any]:
         "gpu": rank % job.gpus_per_node,
         "places": {kind: group.rank() for kind, group in groups.items()},
         "groups": members,
-        "link": job.device.link if len(nodes) == 1 else "none",
+        "link": job.link if len(nodes) == 1 else "none",
         "backend": "tuned" if reason is None else "reference",
         "reason": reason,
     }
@@ -130,8 +131,8 @@ def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
 def linears(job: Job) -> list[dict[str, Any]]:
     """Operator calls of one layer on one rank, in both directions, with the rank's own ``n`` and ``k``; none for tp 1.
 
-    ``kernel``: ``hopper``, the warp-specialised ones, or ``triton``, the plain ones. ``plan``: what the fused kernel
-    does without a tuner, as differences from its defaults; the tuner tries others too.
+    ``kernel``: ``hopper``, the warp-specialised ones, ``triton``, the plain ones, or ``chunked`` over the link
+    host. ``plan``: what the fused kernel does without a tuner, as differences from its defaults; the tuner tries more.
     """
     tp, found = job.run.tp, []
     cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.run.shape, job.tokens, way, tp)]
@@ -140,8 +141,12 @@ def linears(job: Job) -> list[dict[str, Any]]:
         # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
         whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
         hopper = job.device.capability == HOPPER and whole
-        plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
         call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
+        if job.link == "host":
+            pieces = pieces_of(rows, 2 * (case.k if gathers else case.n))
+            found.append(call | {"kernel": "chunked", "plan": f"{pieces} piece(s) a shard, wire {job.wire}"})
+            continue
+        plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
         found.append(call | {"kernel": "hopper" if hopper else "triton", "plan": plan})
     return found
 

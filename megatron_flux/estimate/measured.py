@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from megatron_flux.bench.layer_config import LAYER_MODELS
+from megatron_flux.bench.layer_config import LAYER_MODELS, over_wires
 from megatron_flux.bench.shapes import layer_activations, layer_cases, working_memory
+from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import step
 from megatron_flux.estimate.job import PlanOptions, device
 from megatron_flux.estimate.rates import ARMS, Calibration, MeasuredLayers, Rates, Workload, read_layers, read_ops
+from megatron_flux.kernels.wire_format import EXACT, FP8, INT8
 
 LARGEST_ERROR = 0.099
 """Of a layer's time, from results/ops-h200x4-sustained or the table of devices, against the layers of
@@ -39,32 +41,47 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     """Every row of the arms that are predicted beside its prediction, ready for JSON.
 
     Errors of rows are relative, of speed-ups (flux over TE) absolute; ``memory`` are peaks in GB. A :class:`UserError`:
-    fewer than two workloads, another GPU, or rows without what the constants need.
+    fewer than two workloads, another GPU or link, or rows without what the constants need. Through host memory the
+    constants are those of other runs, over NVLink.
     """
     if layers.device.key != rates.device.key:
         raise UserError(
             f"{layers.source} was measured on {layers.device.key}, the prediction is for {rates.device.key}"
         )
+    if rates.calls and rates.calls.link != layers.link:
+        raise UserError(f"{layers.source} was measured over {layers.link}, the operators over {rates.calls.link}")
     workloads = layers.workloads()
-    if len(workloads) < 2:
+    through_host = layers.link == "host"
+    if len(workloads) < 2 and not through_host:
         raise UserError(f"{layers.source} has {len(workloads)} workload(s); leaving one out needs at least two")
+    arms = {arm: (of, EXACT) for arm, of in ARMS.items()}
+    arms |= {arm: (ARMS[like], wire) for wire in (FP8, INT8) for arm, like in over_wires(Wires.of(wire, wire)).items()}
     rows, speedups = [], []
     for workload, measured in workloads.items():
         name, seq, micro_batch = workload
-        own = replace(rates, calibration=calibrate(layers, [other for other in workloads if other != workload]))
+        own = replace(rates, kind=layers.link, gpus=layers.tp)
+        if through_host:  # the constants are those of other runs, and the host is as fast as it was for TE
+            te = measured.get("te", {})
+            own = replace(own, host_ms_per_layer=te.get("host_ms_per_step", 0.0) / te.get("layers", 1))
+        else:
+            own = replace(own, calibration=calibrate(layers, [other for other in workloads if other != workload]))
         found = {}
-        for arm in (arm for arm in measured if arm in ARMS):
+        for arm, (of, wire) in arms.items():
+            if arm not in measured:
+                continue
             ms = measured[arm]["ms_per_layer"]
-            kind = "baseline" if ARMS[arm] == "floor" else ARMS[arm]
-            one = step.predict_layer(own, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
-            predicted = one.both.compute if ARMS[arm] == "floor" else one.total  # the floor does not communicate
+            kind = "baseline" if of == "floor" else of
+            there = replace(own, wire=wire)
+            one = step.predict_layer(there, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
+            # The floor does not communicate.
+            predicted = one.both.compute if of == "floor" else max(one.total, there.host_ms(kind))
             row = {"model": name, "seq": seq, "micro_batch": micro_batch, "arm": arm}
             found[arm] = row | {"measured_ms": ms, "predicted_ms": predicted, "error": predicted / ms - 1}
         rows += found.values()
         if "te" in found and "flux_te" in found:
             gains = {of: found["te"][f"{of}_ms"] / found["flux_te"][f"{of}_ms"] for of in ("measured", "predicted")}
             speedups.append({"workload": f"{name} {seq} x {micro_batch}", **gains})
-    off = [(ARMS[row["arm"]], abs(row["error"])) for row in rows]
+    off = [(arms[row["arm"]][0], abs(row["error"])) for row in rows]
     kinds = {kind: [error for of, error in off if of == kind] for kind in sorted({kind for kind, _ in off})}
     every, gained = ([error for _, error in off], [abs(row["predicted"] - row["measured"]) for row in speedups])
     return {
@@ -116,7 +133,7 @@ def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
         shape, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
         total = row["layers"] * (6 * step.layer_parameters(shape, tp) + layer_activations(shape, tokens, tp))
         total += working_memory(shape, tokens, tp)
-        total += step.flux_workspace(tokens, shape.hidden_size) if row["arm"] == "flux_te" else 0
+        total += step.flux_workspace(tokens, shape.hidden_size, layers.link) if row["arm"] == "flux_te" else 0
         measured, predicted = row["peak_memory_gb"], total / 1e9
         found = {"workload": f"{row['model']} {row['seq']} x {row['micro_batch']}", "arm": row["arm"]}
         checks.append(found | {"measured_gb": measured, "predicted_gb": predicted, "error": predicted / measured - 1})

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from megatron_flux.errors import UserError
+from megatron_flux.estimate import slow_links
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
 from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR
-from megatron_flux.estimate.rates import MeasuredLayers, Rates, read_layers, read_ops
+from megatron_flux.estimate.rates import MeasuredCalls, MeasuredLayers, Rates, read_layers, read_ops
 from megatron_flux.estimate.step import add_up, predict_memory, predict_stages
+from megatron_flux.kernels.wire_format import EXACT, INT8
 from megatron_flux.ops.backends.fused import limit
 
 ARMS = ("baseline", "flux")
@@ -33,17 +35,26 @@ def predict_options(options: PlanOptions) -> dict[str, Any]:
     """:func:`predict` for what was asked on the command line: the user's figures in the place of the table's."""
     calls, layers = read_ops(options.ops), read_layers(options.layers)
     found = calls or layers
-    job = resolve(options, found.device if found else None)
+    own = found is not None and options.device in (None, found.device.key)
+    job = resolve(options, found.device if found else None, found.link if found and own else None)
     for measured, option in ((calls, "--ops"), (layers, "--layers")):
         if measured and measured.device.key != job.device.key:
             both = f"{option} was measured on {measured.device.key}, the job is for {job.device.key}"
             raise UserError(f"{both}; leave out --device or the file")
+        if measured and measured.link != job.link:
+            both = f"{option} was measured over {measured.link}, the job's link is {job.link}"
+            raise UserError(f"{both}; leave out --link or the file")
     network = options.network_gb_per_s or job.device.network_gb_per_s
+    there = job.tp_in_node
     rates = Rates(
         device=job.device,
         calls=calls,
         # A tensor-parallel group across nodes runs at the network's rate.
-        link_gb_per_s=options.link_gb_per_s if job.tp_in_node else network * job.device.network / job.device.nccl,
+        link_gb_per_s=options.link_gb_per_s if there else network * job.device.network / job.device.nccl,
+        kind=job.link if there else None,
+        gpus=min(job.gpus_per_node, job.run.world_size),
+        wire=job.wire if there else EXACT,
+        keep_gathered=job.keep_gathered and there,
         network_gb_per_s=network,
         overlap=options.overlap_efficiency,
         host_ms_per_layer=options.host_ms_per_layer,
@@ -54,7 +65,8 @@ def predict_options(options: PlanOptions) -> dict[str, Any]:
 def why_stock(job: Job) -> str | None:
     """None, or why flux's layers would run stock's collectives and GEMMs in this job.
 
-    Process groups beside the tensor-parallel one are taken to be kept from blocking it, as the job scripts do
+    Over the link host chunks run that torch multiplies: any tp, any GPU. Of fused kernels, process groups beside the
+    tensor-parallel one are taken to be kept from blocking them, as the job scripts do
     (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Fused kernels asked for by name over PCIe are not planned: nothing is known of
     their speed there.
     """
@@ -62,8 +74,10 @@ def why_stock(job: Job) -> str | None:
         return "tp = 1"
     if not job.tp_in_node:
         return f"no peer access within the group: tp {job.run.tp} spans nodes of {job.gpus_per_node} GPUs"
+    if job.link == "host":
+        return None
     reason = limit(torch.bfloat16, job.run.tp, job.device.capability, job.run.world_size, shielded=True)
-    return NO_NVLINK if reason is None and job.device.link != "nvlink" else reason
+    return NO_NVLINK if reason is None and job.link != "nvlink" else reason
 
 
 def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dict[str, Any]:
@@ -94,6 +108,9 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
             "gpus": run.world_size,
             "nodes": -(-run.world_size // job.gpus_per_node),
             "device": job.device.key,
+            "link": job.link,
+            "wire": job.wire,
+            "keep_gathered": job.keep_gathered,
             "shape": run.shape.model_dump(),
             "padded_vocab_size": run.padded_vocab_size,
             "tokens_per_step": run.tokens_per_step,
@@ -104,8 +121,9 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
         "speedup_undisturbed": undisturbed,
         "flux_runs_stock": reason,
         "fits": {arm: arms[arm]["memory"]["total"] + ROOM_GB <= job.device.memory_gb for arm in ARMS},
-        "sensitivity": _sensitivity(job, rates) if reason is None else [],
-        "notes": _notes(job, layers, reason, arms["baseline"]["memory"]),
+        "sensitivity": _sensitivity(job, rates) if reason is None and job.link == "nvlink" else [],
+        "choices": _choices(job, rates) if reason is None and job.link == "host" else [],
+        "notes": _notes(job, rates.calls, layers, reason, arms["baseline"]["memory"]),
     }
 
 
@@ -126,6 +144,19 @@ def _sensitivity(job: Job, rates: Rates) -> list[dict[str, Any]]:
     return rows
 
 
+def _choices(job: Job, rates: Rates) -> list[dict[str, Any]]:
+    """Step times, and memory, of what flux can send and keep over the link host; but for measured layers."""
+    baseline, rows = add_up(job, rates, predict_stages(job, rates, "baseline"))["total"], []
+    for bits, wire in ((16, EXACT), (8, INT8)):
+        for keep in (False, True):
+            there = replace(rates, wire=wire, keep_gathered=keep)
+            flux = add_up(job, there, predict_stages(job, there, "flux"))["total"]
+            memory = predict_memory(replace(job, keep_gathered=keep), "flux")["total"]
+            row = {"bits": bits, "keep_gathered": keep, "flux_ms": flux, "speedup": baseline / flux}
+            rows.append(row | {"memory_gb": memory})
+    return rows
+
+
 def _describe_inputs(rates: Rates, layers: MeasuredLayers | None) -> dict[str, Any]:
     device, calls = rates.device, rates.calls
     return {
@@ -134,14 +165,21 @@ def _describe_inputs(rates: Rates, layers: MeasuredLayers | None) -> dict[str, A
         "peak_tflops": device.peak_flops / 1e12,
         "link_gb_per_s": rates.link,
         "nccl_reaches_gb_per_s": rates.reached,
+        "chunks_reach_gb_per_s": rates.chunks,
         "network_gb_per_s": rates.network_gb_per_s,
-        "overlap_efficiency": device.overlap if rates.overlap is None and calls is None else rates.overlap,
+        "overlap_efficiency": rates.overlap if rates.overlap is not None or calls or rates.chunks else device.overlap,
         "host_ms_per_layer": rates.host_ms_per_layer,
         "calibration": asdict(rates.calibration),
     }
 
 
-def _notes(job: Job, layers: MeasuredLayers | None, reason: str | None, memory: dict[str, float]) -> list[str]:
+def _notes(
+    job: Job,
+    calls: MeasuredCalls | None,
+    layers: MeasuredLayers | None,
+    reason: str | None,
+    memory: dict[str, float],
+) -> list[str]:
     run, key, notes = job.run, job.device.key, []
     if reason:
         notes.append(f"flux runs stock in this job: {reason}")
@@ -154,8 +192,14 @@ def _notes(job: Job, layers: MeasuredLayers | None, reason: str | None, memory: 
         )
     both = memory["total"] + sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     notes.append(f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB per GPU")
-    if key != "h200":
+    if job.link != "nvlink" and job.tp_in_node and run.tp > 1:
+        notes.append(slow_links.origin(job.link, key, min(job.gpus_per_node, run.world_size), calls is not None))
+    elif key != "h200":
         notes.append(f"flux's kernels and the constants of whole layers were measured on H200, not on {key}")
+    if reason is None and job.keep_gathered:
+        notes.append("kept inputs may have a quarter of the memory that is free at the first call, not more by default")
+    if job.link != "nvlink":
+        return notes
     if run.tp != 4:
         notes.append(f"flux was measured with tp 4, not tp {run.tp}")
     notes.append(

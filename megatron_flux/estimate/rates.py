@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ import numpy as np
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
+from megatron_flux.estimate import slow_links
+from megatron_flux.estimate.slow_links import PCIE, SLOW
+from megatron_flux.kernels.wire_format import EXACT, FP8, INT8
 from megatron_flux.train.presets import ModelShape, device_peak
 
 
@@ -29,6 +33,7 @@ class Device:
     memory_gb_per_s: float
     sms: int
     capability: tuple[int, int]
+    pcie: Literal[3, 4, 5]  # generation, of 16 lanes
     link: Literal["nvlink", "p2p"]  # between the GPUs of a node, as in megatron_flux.comm.links
     link_gb_per_s: float
     network_gb_per_s: float  # between nodes: the GPU's share of the adapters
@@ -53,12 +58,15 @@ class Device:
 DEVICES: dict[str, Device] = {
     device.key: device
     for device in (
-        #      key          name              memory       SMs  capab.  link            netw. gemm  nccl  overl.attn.
-        Device("h200",      "H200",           141, 4800,   132, (9, 0), "nvlink", 450,    50, 0.70, 0.65, 0.92, 0.35),
-        Device("h100-sxm",  "H100",            80, 3350,   132, (9, 0), "nvlink", 450,    50, 0.70, 0.65, 0.72, 0.35),
-        Device("a100-sxm",  "A100",            80, 2039,   108, (8, 0), "nvlink", 300,    25, 0.81, 0.67, 0.63, 0.50),
-        Device("a100-pcie", "A100 80GB PCIe",  80, 1935,   108, (8, 0), "p2p",     32, 3.125, 0.81, 0.24, 0.40, 0.50),
-        Device("l20",       "L20",             48,  864,    92, (8, 9), "p2p",     32, 3.125, 0.93, 0.24, 0.40, 0.50),
+        #      key          name              memory      SMs  capab. PCIe link            netw. gemm  nccl  overl.attn.
+        Device("h200",      "H200",           141, 4800,  132, (9, 0), 5, "nvlink", 450,    50, 0.70, 0.65, 0.92, 0.35),
+        Device("h100-sxm",  "H100",            80, 3350,  132, (9, 0), 5, "nvlink", 450,    50, 0.70, 0.65, 0.72, 0.35),
+        Device("h100-nvl",  "H100 NVL",        94, 3938,  132, (9, 0), 5, "p2p",     64, 3.125, 0.70, 0.24, 0.40, 0.35),
+        Device("h100-pcie", "H100 PCIe",       80, 2039,  114, (9, 0), 5, "p2p",     64, 3.125, 0.70, 0.24, 0.40, 0.35),
+        Device("a100-sxm",  "A100",            80, 2039,  108, (8, 0), 4, "nvlink", 300,    25, 0.81, 0.67, 0.63, 0.50),
+        Device("a100-pcie", "A100 80GB PCIe",  80, 1935,  108, (8, 0), 4, "p2p",     32, 3.125, 0.81, 0.24, 0.40, 0.50),
+        Device("l40s",      "L40S",            48,  864,  142, (8, 9), 4, "p2p",     32, 3.125, 0.70, 0.24, 0.40, 0.50),
+        Device("l20",       "L20",             48,  864,   92, (8, 9), 4, "p2p",     32, 3.125, 0.93, 0.24, 0.40, 0.50),
     )
 }  # fmt: skip
 
@@ -94,6 +102,7 @@ class Pair:
     collective: float
     serial: float
     fused: float
+    link: float  # that flux's own transfer takes by itself
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ class Call:
     gemm_ms: float
     nccl_ms: float
     serial_ms: float
-    tuned_ms: float
+    tuned_ms: float  # over the link host that of chunks, of numbers as they are
+    wires: Mapping[str, float] = field(default_factory=dict)  # there, that of chunks by 8-bit wire
 
     @property
     def overlap(self) -> float:
@@ -116,9 +126,12 @@ class Call:
 class MeasuredCalls:
     """The calls of one or more summaries of one kind of GPU, and what they say about calls that were not measured."""
 
-    def __init__(self, calls: list[Call], device: Device, sources: list[str]) -> None:
-        """``calls`` must not be empty; ``sources`` are the files."""
+    def __init__(
+        self, calls: list[Call], device: Device, sources: list[str], link: str = "nvlink", gb_per_s: float = 0.0
+    ) -> None:
+        """``calls`` must not be empty; ``sources`` are the files, ``gb_per_s`` what flux's transfers reached."""
         self.calls, self.device, self.sources = calls, device, sources
+        self.link, self.gb_per_s = link, gb_per_s
         # nccl_ms = steps * a + bytes * b with the least relative squares; a ring over tp ranks has tp - 1 steps.
         sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in calls], dtype=float)
         times = np.array([call.nccl_ms for call in calls])
@@ -150,23 +163,52 @@ class Rates:
     network_gb_per_s: float | None = None  # between nodes, a GPU's share of the adapters, one direction
     overlap: float | None = None  # FLUX's overlap efficiency
     host_ms_per_layer: float = 0.0  # host time to enqueue a layer's forward and backward
+    kind: str | None = None  # of the link between the GPUs of a node: the device's, or a weaker one
+    gpus: int = 8  # of a node, which share its host memory
+    wire: str = EXACT  # that flux sends where the link is host
+    keep_gathered: bool = False  # of flux: x is not gathered again for wgrad
+    clock: float = 1.0  # times that GEMMs are faster than at the power limit
     calibration: Calibration = Calibration()
 
     @property
     def link(self) -> float:
         """Peak of the link within a node, GB/s in one direction."""
-        return self.link_gb_per_s or self.device.link_gb_per_s
+        return self.link_gb_per_s or self._own_link
+
+    @property
+    def _own_link(self) -> float:
+        return self.device.link_gb_per_s if self._is_own else PCIE[self.device.pcie]
+
+    @property
+    def _is_own(self) -> bool:
+        return self.kind in (None, self.device.link)
 
     @property
     def reached(self) -> float:
         """GB/s that NCCL reaches per GPU within a node, for long messages."""
         if self.calls:
-            return self.link / self.device.link_gb_per_s / self.calls.ms_per_byte / 1e6
-        return self.device.nccl * self.link
+            return self.link / self._own_link / self.calls.ms_per_byte / 1e6
+        return self.nccl
+
+    @property
+    def nccl(self) -> float:
+        """The same, from the table."""
+        if self._is_own:
+            return self.device.nccl * self.link
+        return slow_links.nccl(str(self.kind), self.link, self.gpus)
+
+    @property
+    def chunks(self) -> float | None:
+        """GB/s that flux's own transfers reach where the link is host; None on others."""
+        if self.kind != "host":
+            return None
+        if self.calls and self.calls.gb_per_s:
+            return self.calls.gb_per_s * self.link / self._own_link
+        return slow_links.chunks(self.link, self.gpus)
 
     def gemm(self, m: int, n: int, k: int) -> float:
         """``[m, k] x [k, n]``: at the FLOP/s of the most similar measured GEMM, and no faster than the memory."""
-        flops = self.device.gemm * self.device.peak_flops
+        flops = self.clock * self.device.gemm * self.device.peak_flops
         if self.calls:
             like = self.calls.nearest(m, n, k)
             flops = 2e3 * like.case.m * like.case.n * like.case.k / like.gemm_ms
@@ -177,7 +219,7 @@ class Rates:
         if ranks == 1:
             return 0.0
         if self.calls:
-            per_byte = self.calls.ms_per_byte * self.device.link_gb_per_s / self.link
+            per_byte = self.calls.ms_per_byte * self._own_link / self.link
             return (ranks - 1) * self.calls.step_ms + nbytes * per_byte
         return (ranks - 1) * self.device.step_us / 1e3 + self.within_node(nbytes)
 
@@ -190,7 +232,11 @@ class Rates:
         return nbytes / (self.calibration.streamed * self.device.memory_gb_per_s * 1e6)
 
     def disturbance(self, nbytes: float) -> float:
-        """What receiving so many bytes behind GEMMs costs a whole layer; no single call shows it."""
+        """What receiving so many bytes behind GEMMs costs a whole layer; no single call shows it. Of chunked calls
+        :data:`~megatron_flux.estimate.slow_links.CHUNKED_GEMM` has it.
+        """
+        if self.chunks is not None:
+            return 0.0
         return self.calibration.traffic * nbytes / (self.device.memory_gb_per_s * 1e6)
 
     def network(self, nbytes: float, adapters: int = 1) -> float:
@@ -200,44 +246,76 @@ class Rates:
 
     def within_node(self, nbytes: float) -> float:
         """To send so many bytes to another GPU of the node."""
-        return nbytes / (self.device.nccl * self.link * 1e6)
+        return nbytes / (self.nccl * 1e6)
 
     def overlapped(self, gemm: float, collective: float) -> float:
         """A GEMM with an NCCL kernel beside it, which takes SMs meanwhile."""
+        if self.kind in SLOW:  # the collective is mostly the longer, and may be as long as it is
+            return max(collective, gemm + self.device.nccl_sms / self.device.sms * collective)
         return max(gemm, collective) + self.device.nccl_sms / self.device.sms * min(gemm, collective)
+
+    def transfer(self, nbytes: float, tp: int) -> float:
+        """Flux's own transfer alone, in which a rank receives ``nbytes`` of bf16, as they are or fewer on the wire."""
+        if self.chunks is None:
+            return self.collective(nbytes, tp)
+        return slow_links.on_wire(nbytes, self.wire) / (self.chunks * 1e6)
+
+    def coding(self, numbers: float) -> float:
+        """To bring so many numbers to 8 bits and back, where they travel so."""
+        return 0.0 if self.wire == EXACT else 3 * numbers / (slow_links.CODED * self.device.memory_gb_per_s * 1e6)
+
+    def host_ms(self, arm: str) -> float:
+        """Host time to enqueue a layer of the arm ``baseline`` or ``flux``."""
+        over_host = arm == "flux" and self.chunks is not None
+        return self.host_ms_per_layer * (slow_links.CHUNKED_HOST[self.wire] if over_host else 1.0)
 
     def pair(self, case: Case, tp: int) -> Pair:
         """All times of one operator call. Measured times stand for themselves while link and overlap are the own."""
         nbytes, overlap = case.bytes_received(tp), self.overlap
+        link = self.transfer(nbytes, tp)
         call = self.calls.exact(case, tp) if self.calls else None
-        if call and self.link_gb_per_s is None and overlap is None:
-            return Pair(nbytes, call.gemm_ms, call.nccl_ms, call.serial_ms, min(call.tuned_ms, call.serial_ms))
+        own = call and (call.tuned_ms if self.wire == EXACT else call.wires.get(self.wire))
+        if call and own and self.link_gb_per_s is None and overlap is None:
+            return Pair(nbytes, call.gemm_ms, call.nccl_ms, call.serial_ms, min(own, call.serial_ms), link)
         gemm = call.gemm_ms if call else self.gemm(case.m, case.n, case.k)
         collective = self.collective(nbytes, tp)
+        serial = gemm + collective
+        if self.chunks is not None:
+            block = nbytes / (tp - 1) if tp > 1 else 0.0  # of bf16, that a rank has of the gathered or scattered tensor
+            adding = self.memory((tp + 1) * block) if case.op == "gemm_reduce_scatter" else 0.0
+            fused = slow_links.chunked(case, tp, gemm, link, self.coding(nbytes / 2 + block / 2), adding)
+            return Pair(nbytes, gemm, collective, serial, min(fused, serial), link)
         if overlap is None and self.calls:
             overlap = min(1.0, max(0.0, self.calls.nearest(case.m, case.n, case.k, case.op).overlap))
         fused = max(gemm + (1 - (self.device.overlap if overlap is None else overlap)) * collective, collective)
-        return Pair(nbytes, gemm, collective, gemm + collective, min(fused, gemm + collective))
+        return Pair(nbytes, gemm, collective, serial, min(fused, serial), link)
 
 
 def read_ops(paths: list[Path]) -> MeasuredCalls | None:
     """Read summaries of ``bench ops``; a :class:`UserError` for files of different GPUs, or without whole calls."""
     if not paths:
         return None
-    calls, devices, names = [], [], ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
+    calls, devices, rates, names = [], [], [], ("gemm_ms", "nccl_ms", "serial_ms", "tuned_ms")
+    kinds: set[str] = set()
     for path in paths:
         summary, device = read_summary(path, "bench ops", ("op", "m", "n", "k", *names))
+        through_host = summary["link"] == "host"  # where what the tuner has chosen may be an 8-bit wire
         devices.append(device)
+        kinds.add(summary["link"])
+        rates.append(summary.get("link_gb_per_s") or 0.0)
         for row in summary["rows"]:
             case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
-            times = [row[name] for name in names]
+            times = [row["chunked_ms" if through_host and name == "tuned_ms" else name] for name in names]
+            wires = {wire: row[f"chunked_{wire}_ms"] for wire in (FP8, INT8) if row.get(f"chunked_{wire}_ms")}
             if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
-                calls.append(Call(case, summary["tp"], *times))
+                calls.append(Call(case, summary["tp"], wires=wires, **dict(zip(names, times, strict=True))))
     if len({found.key for found in devices}) > 1:
         raise UserError(f"--ops are of different GPUs: {', '.join(d.key for d in devices)}; give files of one kind")
+    if len(kinds) > 1:
+        raise UserError(f"--ops are over different links: {', '.join(sorted(kinds))}; give files of one")
     if not calls:
         raise UserError(f"--ops {paths[0]} has no call with all of its times; measure with megatron-flux bench ops")
-    return MeasuredCalls(calls, devices[0], [str(path) for path in paths])
+    return MeasuredCalls(calls, devices[0], [str(path) for path in paths], kinds.pop(), min(rates))
 
 
 def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], Device]:
@@ -247,6 +325,7 @@ def read_summary(path: Path, command: str, columns: tuple[str, ...]) -> tuple[di
         summary = json.loads(file.read_text())
         rows = summary["rows"]
         complete = bool(rows) and all(name in row for row in rows for name in columns) and int(summary["tp"]) > 1
+        complete = complete and "link" in summary
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} cannot be read as a summary.json of megatron-flux {command}: {error}") from None
     if not complete:
@@ -277,6 +356,7 @@ class MeasuredLayers:
     tp: int
     device: Device
     source: str
+    link: str = "nvlink"
 
     def workloads(self) -> dict[Workload, dict[str, dict[str, Any]]]:
         """The rows by workload and arm, in their order; of models that the table of models knows."""
@@ -286,11 +366,14 @@ class MeasuredLayers:
                 found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
         return found
 
-    def ms(self, arm: str, shape: ModelShape, *sizes: int) -> float | None:
-        """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured."""
+    def ms(self, arm: str, shape: ModelShape, *sizes: int, wire: str = EXACT) -> float | None:
+        """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured; of flux with
+        this wire.
+        """
         wanted, all_rows = (shape.layer, *sizes), self.workloads().items()
         rows = [arms for (name, *of), arms in all_rows if (LAYER_MODELS[name].layer, *of, self.tp) == wanted]
-        names = [name for name, predicted_by in ARMS.items() if predicted_by == arm]
+        suffix = f"_{wire}wire" if arm == "flux" and wire != EXACT else ""
+        names = [name + suffix for name, predicted_by in ARMS.items() if predicted_by == arm]
         return next((float(arms[name]["ms_per_layer"]) for name in names for arms in rows if name in arms), None)
 
 
@@ -301,7 +384,7 @@ def read_layers(paths: list[Path]) -> MeasuredLayers | None:
     rows, kinds, seen = [], {}, {}
     for path in paths:
         summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
-        kinds[found.key, summary["tp"]] = found
+        kinds[found.key, summary["tp"], summary["link"]] = found
         here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
         for one in here.keys() & seen.keys():
             both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}"
@@ -309,7 +392,7 @@ def read_layers(paths: list[Path]) -> MeasuredLayers | None:
         seen |= here
         rows += summary["rows"]
     if len(kinds) > 1:
-        found_kinds = ", ".join(f"{key} with tp {tp}" for key, tp in kinds)
-        raise UserError(f"--layers are of different GPUs or tp: {found_kinds}; give files of one kind")
-    ((_, tp), device), *_ = kinds.items()
-    return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)))
+        found_kinds = ", ".join(f"{key} with tp {tp} over {link}" for key, tp, link in kinds)
+        raise UserError(f"--layers are of different GPUs, tp or links: {found_kinds}; give files of one kind")
+    ((_, tp, link), device), *_ = kinds.items()
+    return MeasuredLayers(rows, tp, device, ", ".join(map(str, paths)), link)

@@ -23,6 +23,9 @@ def show(plan: dict[str, Any], console: Console) -> None:
     console.print(_table(("", *arms), plans.step_rows(plan)))
     console.print(plans.speedup(plan))
     console.print(_table((f"{kind}: memory per GPU, GB", *arms), plans.memory_rows(plan)))
+    if plan["choices"]:
+        console.print(f"{kind}: flux over the link host by what it sends and keeps")
+        console.print(_table_of(plan["choices"], plans.CHOICES, plans.CHOICE_ROW))
     if plan["sensitivity"]:
         console.print(f"{kind}: the same job on slower links within a node")
         console.print(_table_of(plan["sensitivity"], plans.LINKS, plans.LINK_ROW))
@@ -71,7 +74,7 @@ def show_layout(found: dict[str, Any], job: Job, console: Console) -> None:
     console.print(_table_of(stages, "stage|layers|parameters per rank|output|linears that run flux", row))
     reasons = {view["reason"] for view in found["ranks"]}
     if found["linears"] and None in reasons:
-        console.print(f"Fused calls of a layer on {found['device']}, before tuning (m x n x k of a rank):")
+        console.print(f"Flux's calls of a layer on {found['device']}, before tuning (m x n x k of a rank):")
         row = "{layer}|{direction}|{op}|{m} x {n} x {k}|{kernel}|{plan}"
         console.print(_table_of(found["linears"], "layer|direction|operator|shape|kernel|plan", row))
     for reason in sorted(reasons - {None}):

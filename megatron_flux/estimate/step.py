@@ -8,7 +8,8 @@ backward of QKV and FC1, where dgrad runs beside the all-gather of x and wgrad b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_flux.bench import shapes
@@ -16,6 +17,7 @@ from megatron_flux.bench.shapes import Case, layer_cases, working_memory
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.rates import MeasuredLayers, Pair, Rates
+from megatron_flux.estimate.slow_links import SLOW, SPARED
 from megatron_flux.train.presets import ModelShape, step_flops
 
 BYTES_PER_LOGIT = 44  # read and written: conversion, maximum, difference, exponential, sum, gradient, conversion back
@@ -79,8 +81,12 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
     if arm == "flux":
-        hidden = max(dgrad.fused, max(0.0, gather - before) + dgrad.collective)
-        total = hidden + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
+        nbytes = 0 if rates.keep_gathered else nbytes
+        late = max(0.0, rates.transfer(nbytes, tp) - before) if nbytes else 0.0
+        total = max(dgrad.fused, late + dgrad.link) + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
+        if rates.chunks is not None:  # what is left of the reduce-scatter goes on beside wgrad
+            unhidden = dgrad.fused - max(dgrad.gemm, dgrad.link) + rates.coding(nbytes / 2)
+            total = max(dgrad.gemm + wgrad, late + dgrad.link) + unhidden
     return Phase(compute, total - compute, gather + dgrad.collective)
 
 
@@ -96,7 +102,21 @@ def pair_phase(rates: Rates, pair: Pair, arm: str) -> Phase:
 def predict_layer(
     rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int, tp: int, recompute: str = "none"
 ) -> Layer:
-    """Predict one layer of ``shape`` in the arm ``baseline`` or ``flux``."""
+    """Predict one layer of ``shape`` in the arm ``baseline`` or ``flux``.
+
+    Where it waits for a slow link, the power that it spares lets the clock rise: it is spent by the square of the clock
+    for the same work, so that the clock is the root of the time over that of computation alone.
+    """
+    one = _layer(rates, arm, shape, seq, micro_batch, tp, recompute)
+    if rates.kind not in SLOW or rates.calls is not None:  # calls are measured in bursts
+        return one
+    clock = min(SPARED, math.sqrt(one.total / one.both.compute))
+    faster = _layer(replace(rates, clock=clock), arm, shape, seq, micro_batch, tp, recompute)
+    both = zip((one.forward, one.backward), (faster.forward, faster.backward), strict=True)
+    return Layer(*(Phase(at.compute, up.total - at.compute, at.collectives) for at, up in both))
+
+
+def _layer(rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int, tp: int, recompute: str) -> Layer:
     m = seq * micro_batch
     dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", shape, m, "dgrad", tp)}
     flops = 2 * seq * seq * shape.hidden_size * micro_batch / tp
@@ -151,7 +171,7 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
     one = predict_layer(rates, arm, *job.sizes, run.recompute)
     if layers is not None and run.recompute == "none":
         one = _measured(one, layers, arm, job)
-    late = count * max(0.0, rates.host_ms_per_layer - one.total)
+    late = count * max(0.0, rates.host_ms(arm) - one.total)
     stages = []
     for index in range(run.pp):
         vocabulary = Layer()
@@ -165,8 +185,8 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
 
 def _measured(one: Layer, layers: MeasuredLayers, arm: str, job: Job) -> Layer:
     """The measured layer, shared out between forward and backward as predicted; ``one`` if it was not measured."""
-    total, floor = layers.ms(arm, *job.sizes), layers.ms("floor", *job.sizes)
-    if total is None:
+    total, floor = layers.ms(arm, *job.sizes, wire=job.wire), layers.ms("floor", *job.sizes)
+    if total is None or (arm == "flux" and job.keep_gathered):  # benchmarks keep nothing
         return one
     compute = min(floor, total) if floor is not None else total * (1 - one.both.exposed / one.total)
     parts = []
@@ -271,6 +291,8 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
         held = (2 * (run.pp - index - 1) + (chunks - 1) * run.pp + 1) / chunks
     held = min(held, run.micro_batches)
     activations = held * job.layers_per_stage * layer_activations(shape, tokens, tp, run.recompute, run.dropout > 0)
+    if arm == "flux" and job.keep_gathered and run.recompute != "full":  # x of QKV and of FC1, of all ranks
+        activations += held * job.layers_per_stage * 2 * 2 * tokens * hidden
     if index == 0 and run.dropout > 0:
         activations += held * tokens * hidden / tp
     if index == run.pp - 1:
@@ -284,7 +306,7 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
         "optimizer": 12 * count / (run.dp if run.distributed_optimizer else 1),
         "activations": activations,
         "working": working,
-        "flux_workspace": flux_workspace(tokens, hidden) if arm == "flux" and tp > 1 else 0.0,
+        "flux_workspace": flux_workspace(tokens, hidden, job.link) if arm == "flux" and tp > 1 else 0.0,
     }
     gb = {name: nbytes / 1e9 for name, nbytes in found.items()}
     return gb | {"total": sum(gb.values())}
@@ -323,8 +345,11 @@ def norm_parameters(shape: ModelShape) -> int:
     return shape.hidden_size * (2 if shape.normalization == "LayerNorm" else 1)
 
 
-def flux_workspace(tokens: int, hidden: int) -> int:
+def flux_workspace(tokens: int, hidden: int, link: str = "nvlink") -> int:
     """Bytes of flux's two slabs (:mod:`megatron_flux.comm.slab`), x gathered for GEMMs or partials, and x gathered for
-    wgrad: each has two halves of the largest call, and flags.
+    wgrad: each has two halves of the largest call, and flags. Over the link host there are none, but what a scatter
+    sends and receives (:mod:`megatron_flux.ops.backends.chunked`).
     """
+    if link == "host":
+        return 2 * 2 * tokens * hidden
     return 2 * 2 * (size_class(2 * tokens * hidden) + 4 * FLAG_WORDS)

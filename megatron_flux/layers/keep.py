@@ -151,18 +151,17 @@ def _would_be_the_same(x: torch.Tensor, weight: torch.Tensor, group: dist.Proces
     # Not by `select`, which counts a call.
     forward = registry.resolve(backends.forward, x, weight, group)[0]
     wgrad = registry.resolve(backends.wgrad, x, None, group)[0]
-    link = state_of(group).link
-    over_host = link is not None and link.kind == "host"
-    if not isinstance(forward, _OWN_MEMORY) and not (isinstance(forward, TunedBackend) and over_host):
+    by_chunks = links.by_chunks(state_of(group).link)
+    if not isinstance(forward, _OWN_MEMORY) and not (isinstance(forward, TunedBackend) and by_chunks):
         return False
-    sent = _wire(forward, over_host)
-    return sent is not None and sent == _wire(wgrad, over_host)
+    sent = _wire(forward, by_chunks)
+    return sent is not None and sent == _wire(wgrad, by_chunks)
 
 
-def _wire(backend: registry.Backend, over_host: bool) -> str | None:
+def _wire(backend: registry.Backend, by_chunks: bool) -> str | None:
     """What the backend's gathers travel as; None where the tuner chooses by call."""
     if isinstance(backend, TunedBackend):
-        return EXACT if not over_host or links.wanted().wire == EXACT else None
+        return EXACT if not by_chunks or links.wanted().wire == EXACT else None
     return getattr(backend, "wire", EXACT)
 
 

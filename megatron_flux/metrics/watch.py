@@ -50,7 +50,9 @@ def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float 
     until = time.monotonic() + wait
     try:
         if not watched.look() and wait:
-            Console(stderr=True, highlight=False).print(f"waiting for a run in {path}; Ctrl-C ends", markup=False)
+            Console(stderr=True, highlight=False).print(
+                f"waiting for a run in {path}; Ctrl-C ends", markup=False, soft_wrap=True
+            )
         while not watched.look():
             if time.monotonic() >= until:
                 what = "has no run in it" if path.is_dir() else "is missing"

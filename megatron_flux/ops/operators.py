@@ -222,7 +222,7 @@ def all_gathers_begun(group: dist.ProcessGroup) -> int:
 
 def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
     """What the backend returns of a call that is not prepared, and have it prepared for the next time. The result has
-    ``shape``, and this rank receives ``nbytes`` for it.
+    ``shape``, and this rank receives ``nbytes`` for it, unless the backend sends fewer.
     """
     if call.wire not in WIRES:
         raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
@@ -230,6 +230,8 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
     chosen = select(backend, x, call.weight, call.group)
     result = call_events.run(call._replace(x=x), chosen)
     fast_path.remember(key, chosen, call, shape, nbytes)
+    if hasattr(chosen, "bytes_received"):
+        nbytes = chosen.bytes_received(call, nbytes)
     stats.count(call.operator, chosen.name, nbytes)
     return result
 

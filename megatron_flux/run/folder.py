@@ -146,6 +146,11 @@ def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Ma
     strict_json.write_atomically(out / ENDED, strict_json.dumps({"state": state, "iterations": iterations}) + "\n")
 
 
+def has_stopped(out: Path) -> bool:
+    """Whether the run in ``out`` ended in order, before its last step."""
+    return bool(strict_json.read_json_object(out / ENDED)["state"] == "stopped")
+
+
 def started() -> str:
     """The time now, as ``config.json`` has it."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -23,6 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
 from megatron_flux.run.rank import introduce_launcher
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def launched() -> bool:
@@ -71,16 +74,17 @@ def _check_variables() -> None:
         )
 
 
-def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | None = None) -> None:
+def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | None = None) -> signal.Signals | None:
     """Call ``module.work(argument)`` in ``nproc`` processes and wait for them.
 
     ``left``: the last words of an error, what a failed run leaves and where. ``pass_on``: a signal (``USR1``) that this
-    process hands to the ranks instead of dying of it, and goes on handing to them every second.
+    process hands to the ranks instead of dying of it, and goes on handing to them every second. The first SIGINT or
+    SIGTERM means it too, and is returned when the ranks have ended in order; a second one ends them at once.
 
     Raises:
         UserError: all ranks refused their input.
         FluxError: a rank failed or was killed; names the first one and its error.
-        InterruptedRunError: this process got SIGINT or SIGTERM; the ranks have been ended.
+        InterruptedRunError: this process got SIGINT or SIGTERM (with ``pass_on`` twice); the ranks have been ended.
     """
     threads = max(1, (os.cpu_count() or 1) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -88,33 +92,44 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     introduce_launcher()
     # What torch.distributed.run --standalone does: one node, a free port.
-    alone = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    alone: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    if pass_on is not None:
+        alone["signals_to_handle"] = "SIGHUP,SIGQUIT"
     config = LaunchConfig(nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1, **alone)
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    asked: list[signal.Signals] = []
     try:
-        with _passing_on(pass_on):
+        with _passing_on(pass_on, asked):
             elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.rank", module, argument)
     except ChildFailedError as error:
         raise failure_of(error, left) from None
     except SignalException as error:
-        name = signal.Signals(error.sigval).name
-        raise InterruptedRunError(f"stopped by {name}; {left}", int(error.sigval)) from None
+        number = asked[-1] if asked else signal.Signals(error.sigval)
+        raise InterruptedRunError(f"stopped by {number.name}; {left}", number) from None
+    return asked[0] if asked else None
 
 
 @contextlib.contextmanager
-def _passing_on(name: str | None) -> Iterator[None]:
+def _passing_on(name: str | None, asked: list[signal.Signals]) -> Iterator[None]:
     """Hand the signal ``name`` to the ranks, every second once it has come; afterwards it is ignored.
 
     Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.rank.StopRequest`) or not listen yet. SIGALRM
-    is the clock meanwhile.
+    is the clock meanwhile. A SIGINT or SIGTERM means the same, and is added to ``asked``; the second one raises
+    SignalException, on which torch ends the ranks.
     """
     if name is None:
         yield
         return
     number = signal.Signals[f"SIG{name}"]
 
-    def hand_on(*_: object) -> None:
+    def hand_on(came: int, _: object) -> None:
+        if came in _ENDING:
+            asked.append(signal.Signals(came))
+            if len(asked) > 1:
+                raise SignalException(f"a second {asked[-1].name}", signal.SIGTERM)
+            said = f"megatron-flux: {asked[0].name}: the run ends after the step it is at, with a checkpoint"
+            print(f"{said}; a second one ends it at once", file=sys.stderr, flush=True)
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if _survives(process.pid, number):
@@ -122,13 +137,14 @@ def _passing_on(name: str | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 1.0)
 
     signal.signal(number, hand_on)
-    before = signal.signal(signal.SIGALRM, hand_on)
+    before = {other: signal.signal(other, hand_on) for other in (*_ENDING, signal.SIGALRM)}
     try:
         yield
     finally:
         signal.signal(number, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for other, handler in before.items():
+            signal.signal(other, handler)
 
 
 def _survives(pid: int, number: int) -> bool:

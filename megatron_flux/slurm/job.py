@@ -11,6 +11,7 @@ that is put into a script is refused while rendering, as is a name that is not d
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -93,6 +94,11 @@ class Resolved:
         return own.model_copy(update={"node_gbps": weaker.node_gbps, "peer_access": weaker.peer_access})
 
     @property
+    def sends_fp8(self) -> bool:
+        """Whether flux may send fp8."""
+        return self.through_host and FP8 in (self.run.wire, self.run.grad_wire)
+
+    @property
     def through_host(self) -> bool:
         """Whether flux may send through host memory."""
         run = self.run
@@ -125,7 +131,8 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     if mode != "compare":
         layout["flux"] = mode == "flux"
     link, wire = _link(job, profile), job.wire or profile.wire
-    layout |= _over(link, wire, job, profile, flux=mode != "baseline")
+    wires = {"wire": wire, "grad_wire": given.get("grad_wire")} if mode != "baseline" else {}
+    layout |= _over(link, wires, job, profile) | ({"wire": wire} if wires and wire != EXACT else {})
     options = validated(TrainOptions, "training", _of(TrainOptions, {**given, **layout}))
     specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
@@ -162,28 +169,30 @@ def _link(job: Job, profile: Profile) -> LinkKind:
     return link
 
 
-def _over(link: LinkKind, wire: Wire, job: Job, profile: Profile, *, flux: bool) -> dict[str, str]:
-    """The options ``link`` and ``wire`` of every rank; a :class:`UserError` for a wire that nothing could use.
+def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Profile) -> dict[str, str]:
+    """The option ``link`` of every rank, if it has one; a :class:`UserError` for ``wires`` that nothing could use.
 
     A tensor-parallel group that spans nodes has the link none. Where the link is host, none keeps NCCL in the nodes
     from stronger ones as well; where it is p2p, it would keep NCCL from that.
     """
-    spans, given = profile.processes_per_node % job.tp > 0, {}
+    spans = profile.processes_per_node % job.tp > 0
+    given: dict[str, str] = {}
     if link == "host" or (link == "p2p" and not spans) or job.link == "none":
         given["link"] = "none" if spans else link
-    if not flux or wire == EXACT:
-        return given
-    instead = "leave wire out"
-    if given.get("link") != "host" or job.tp == 1:
-        why = f"tp {job.tp} on nodes of {profile.processes_per_node}" if link == "host" else f"the link {link}"
-        raise UserError(f"wire {wire} is for groups within a node over the link host, not for {why}; {instead}")
     gpu = device_named(profile.gpu.name) if profile.gpu is not None else None
-    if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
-        raise UserError(
-            f"wire fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}, the {profile.gpu.name} of "  # type: ignore[union-attr]
-            f"profile {profile.name} has {gpu.capability[0]}.{gpu.capability[1]}; use wire int8, or {instead}"
-        )
-    return {**given, "wire": wire}
+    for name, wire in wires.items():
+        what = f"{name} {wire}"
+        if wire in (None, EXACT):
+            continue
+        if given.get("link") != "host" or job.tp == 1:
+            why = f"tp {job.tp} on nodes of {profile.processes_per_node}" if link == "host" else f"the link {link}"
+            raise UserError(f"{what} is for groups within a node over the link host, not for {why}; leave {name} out")
+        if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
+            least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu.capability))
+            raise UserError(
+                f"{what} needs compute capability {least}, the {gpu.name} of profile {profile.name} has {has}; use int8"
+            )
+    return given
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -275,7 +284,7 @@ def _environment() -> Environment:
 
 def job_script(resolved: Resolved, command: str) -> str:
     """The script of a job, for sbatch; ``command`` is what writes it again, for its reader."""
-    computed = {name: getattr(resolved, name) for name in ("spans", "floors", "through_host")}
+    computed = {name: getattr(resolved, name) for name in ("spans", "floors", "through_host", "sends_fp8")}
     template = _environment().get_template("job.sbatch.j2")
     return template.render(**vars(resolved), **computed, command=command, tune=_tune(resolved))
 

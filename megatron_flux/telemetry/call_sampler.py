@@ -37,12 +37,12 @@ import torch.distributed as dist
 from megatron_flux import nvml
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.ops import call_events, timing
+from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
 from megatron_flux.ops.checks import OperatorCall
-from megatron_flux.ops.kernel_config import label_of
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -222,14 +222,13 @@ def _backend(call: Call) -> str:
     answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group, call.wire)
     if answer is None:
         return call.backend
-    chosen = answer["backend"] if answer["plan"] is None else f"fused {label_of(answer['plan'])}"
-    return f"{call.backend}: {chosen}"
+    return f"{call.backend}: {tuning_cache.label(answer)}"
 
 
 def choices() -> dict[str, dict[str, Any]]:
     """What the tuner has chosen in this process, by call (its key up to the bar, without device and versions)."""
     return {
-        key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "ms")}
+        key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "pieces", "ms") if name in answer}
         for key, answer in _tuner().all_answers()
     }
 

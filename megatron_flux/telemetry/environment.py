@@ -100,9 +100,9 @@ def link(asked: str | None = None) -> dict[str, Any]:
 _SLOW_LINKS = {
     "host": "some GPUs use no peer access ({}): their traffic goes through host memory; auto runs stock's collectives "
     "and GEMMs, unless MEGATRON_FLUX_LINK=host has it measure chunked against them",
-    "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs; fused kernels run there by name "
-    "only (backend fused or tuned), have not been tried, and hang where the platform has no atomics between GPUs over "
-    "PCIe",
+    "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs, unless MEGATRON_FLUX_LINK=p2p "
+    "has it measure chunked against them; fused kernels run there by name only (backend fused or tuned), have not been "
+    "tried, and hang where the platform has no atomics between GPUs over PCIe",
 }
 
 _JOB = {
@@ -177,12 +177,12 @@ def examine() -> dict[str, Any]:
 
 def _auto(gpus: int, kind: str) -> str:
     """What the backend ``auto`` is here, with the reason where that is none of flux's own."""
-    over_host = kind == "host" and links.asked() == "host"
+    by_chunks = kind in ("host", "p2p") and links.asked() in ("host", "p2p")
     if gpus == 0:
-        return without_gpu(["tuned" if over_host else "reference"], kind)
+        return without_gpu(["tuned" if by_chunks else "reference"], kind)
     if gpus == 1:
         return "not used: tensor parallelism needs two GPUs"
-    if over_host:
+    if by_chunks:
         return "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"
     return "tuned: fused kernels as measured" if kind == "nvlink" else f"reference: the link is {kind}"
 

@@ -1,14 +1,13 @@
 """``doctor --links``: where the GPUs are, and how fast the links between them. The ranks' work, and its table.
 
-Its result is shown and nothing else: no backend is chosen by it. A rank that dies ends it; one that does not answer
-ends it after :data:`LIMIT_S` seconds, or ``MEGATRON_FLUX_TIMEOUT_S``.
+Its result is shown; nothing is decided by it but the schedule of :mod:`~megatron_flux.comm.p2p_probe`, which is kept. A
+rank that dies ends it; one that does not answer ends it after :data:`LIMIT_S` seconds, or ``MEGATRON_FLUX_TIMEOUT_S``.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml, settings
-from megatron_flux.comm import link_speed
+from megatron_flux.comm import link_speed, links, p2p_probe
 from megatron_flux.comm.collectives import first_rank
-from megatron_flux.errors import FluxError, OperatorError, one_line
+from megatron_flux.comm.p2p_link import P2PLink
+from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
 
 LIMIT_S = 30.0
 
@@ -42,8 +42,11 @@ def work(argument: str) -> None:
         group = dist.group.WORLD
         found: dict[str, Any] = {"device": device.type, "ranks": group.size(), "gpus": [], "pairs": []}
         if device.type == "cuda":
-            found["gpus"] = [place(nvml.pci_address(torch.device("cuda", gpu))) for gpu in range(group.size())]
+            found["gpus"] = [
+                p2p_probe.place(nvml.pci_address(torch.device("cuda", gpu))) for gpu in range(group.size())
+            ]
             found |= first_rank(group, lambda: link_speed.pairs(group.size()))
+            found["peers"] = _through_peers(group, device)
         found["host"] = link_speed.through_host(group, device)
         dist.barrier()
     except (OperatorError, RuntimeError) as error:  # a transport's, torch.distributed's and CUDA's
@@ -54,17 +57,15 @@ def work(argument: str) -> None:
     dist.destroy_process_group()
 
 
-def place(bus: str | None, root: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
-    """``bus``, the ``numa_node`` beside it and the PCIe ``root_complex`` above it, from sysfs; None: not known."""
-    node = above = None
-    if bus is not None:
-        try:
-            number = int((root / bus / "numa_node").read_text())
-            node = number if number >= 0 else None  # -1: the firmware does not say
-        except (OSError, ValueError):
-            pass
-        above = next(iter(re.findall(r"/(pci[0-9a-f]+:[0-9a-f]+)/", str((root / bus).resolve()))), None)
-    return {"bus": bus, "numa_node": node, "root_complex": above}
+def _through_peers(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """What :func:`~megatron_flux.comm.p2p_probe.probe` has found, or ``why_not``. Collective."""
+    link = links.probe(group, device)
+    if link.kind not in ("p2p", "nvlink"):
+        return {"why_not": link.reason}
+    try:
+        return p2p_probe.probe(group, device, P2PLink(group, device))
+    except UserError as error:  # on all ranks, or on none
+        return {"why_not": str(error)}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -81,6 +82,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         said.append(f"GPU {pair['from']} to GPU {pair['to']}: {pair['kind']}{speeds}")
     if "all_at_once" in found:
         said += [f"all GPUs at once, {name}: {_each(found['all_at_once'][name])}" for name in ("push", "pull")]
+    said += _peers(found["peers"]) if "peers" in found else []
     host = found["host"]
     if "why_not" in host:
         return [*said, f"through host memory: not measured: {host['why_not']}"]
@@ -90,6 +92,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     said.append(
         f"through host memory, received by each {who}: gather {host['gather']:.1f}, exchange {host['exchange']:.1f}"
     )
+    return said
+
+
+def _peers(found: dict[str, Any]) -> list[str]:
+    if "why_not" in found:
+        return [f"through peers' memory: not measured: {found['why_not']}"]
+    two = " and ".join(", ".join(map(str, ranks)) for ranks in found["islands"] or ())
+    said = [f"through peers' memory: schedule {found['schedule']}, {f'islands {two}' if two else 'no two islands'}"]
+    for name, speeds in found["gb_per_s"].items():
+        each = f"gather {speeds['gather']:.1f}, exchange {speeds['exchange']:.1f}"
+        said.append(f"through peers' memory, received by each GPU, {name}: {each}")
     return said
 
 

@@ -86,6 +86,11 @@ def check_data(config: RunConfig) -> str | None:
     saved = files.description(checkpoint).get("data")  # check_resume has read it
     if saved is None:
         return None
+    if (theirs := Text(**saved).tokenizer) and config.text.tokenizer and theirs != config.text.tokenizer:
+        raise UserError(
+            f"checkpoint {checkpoint} was trained with another tokenizer ({theirs[:40]}) than this run's "
+            f"({config.text.tokenizer[:40]}), to which its vocabulary means nothing; give the one it was trained with"
+        )
     if (split := Text(**saved).split) != config.text.split and not config.other_data:
         raise UserError(
             f"checkpoint {checkpoint} was trained {'with' if split != '1,0,0' else 'without'} --eval-interval, which "

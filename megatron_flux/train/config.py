@@ -21,6 +21,7 @@ from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
+from megatron_flux.train import tokenizer
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire
 from megatron_flux.train.presets import PRESETS, ModelShape
 
@@ -37,6 +38,8 @@ class Text(BaseModel):
     length: int
     sha256: str
     split: str = "1,0,0"
+    tokenizer: str = ""
+    """By :func:`megatron_flux.train.tokenizer.fingerprint`, or bytes; empty where that is not known."""
 
 
 class RunConfig(CheckpointOptions, RunOptions):
@@ -72,9 +75,20 @@ class RunConfig(CheckpointOptions, RunOptions):
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
+    def stop_signal(self) -> str | None:
+        """What makes the ranks save and end in order; the command hands it to them on Ctrl-C and SIGTERM, too."""
+        return self.exit_signal or ("USR1" if self.save is not None else None)
+
+    @property
     def split(self) -> str:
         """The shares of the documents that are for training, validation and test, as megatron-core takes them."""
         return "1,0,0" if self.eval_interval is None else "97,3,0"
+
+    @property
+    def text_tokenizer(self) -> tuple[tokenizer.Kind, Path] | None:
+        """Of text; None where it is read as bytes."""
+        kind, model = self.tokenizer_type, self.tokenizer_model
+        return None if kind is None or model is None else (kind, model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,7 +139,7 @@ def resolve(
     if options.strict and flux and (tp == 1 or not options.sequence_parallel):
         given = "tp 1" if tp == 1 else "--no-sequence-parallel"
         raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
-    shape = _shape(options, preset.shape)
+    shape = _with_vocabulary(_shape(options, preset.shape), options)
     _check_shape(shape, tp, options)
     micro = options.micro_batch_size or preset.micro_batch_size
     batch = options.global_batch_size or micro * dp * preset.micro_batches
@@ -278,6 +292,21 @@ def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:
         per_group = preset.num_attention_heads // preset.num_query_groups
         overrides["num_query_groups"] = heads // per_group if heads % per_group == 0 else heads
     return ModelShape(**{**preset.model_dump(), **overrides})
+
+
+def _with_vocabulary(shape: ModelShape, options: TrainOptions) -> ModelShape:
+    """``shape`` with the tokenizer's vocabulary, if there is one and no larger one was asked for."""
+    kind, model = options.tokenizer_type, options.tokenizer_model
+    if kind is None and model is None:
+        return shape
+    if kind is None or model is None:
+        given, other = ("type", "model") if model is None else ("model", "type")
+        raise UserError(f"--tokenizer-{given} without --tokenizer-{other}; give both, or neither to read bytes")
+    size = tokenizer.load(kind, model).vocab_size
+    if options.vocab_size is not None and options.vocab_size < size:
+        fewer = f"--vocab-size {options.vocab_size} is fewer than the {size} tokens of --tokenizer-model {model}"
+        raise UserError(f"{fewer}; leave it out, or give {size} or more")
+    return shape.model_copy(update={"vocab_size": options.vocab_size or size})
 
 
 def _check_shape(shape: ModelShape, tp: int, options: TrainOptions) -> None:

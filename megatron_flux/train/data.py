@@ -1,7 +1,8 @@
 """The text that a run trains on: tokenized into Megatron's indexed dataset, and read from it in micro-batches.
 
-Byte-level tokens: 0-255 are the bytes, 256 ends a document, 257 pads. No vocabulary file, nothing to download, any
-language. Without ``--data`` the text is the source code of Python's standard library, which every user has.
+Byte-level tokens, unless there is a tokenizer (:mod:`megatron_flux.train.tokenizer`): 0-255 are the bytes, 256 ends a
+document, 257 pads. No vocabulary file, nothing to download, any language. Without ``--data`` the text is the source
+code of Python's standard library, which every user has.
 
 Tokenized text is kept in a cache folder under a name made from the files' paths, sizes and times. Several processes
 may ask at once: one builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
@@ -24,6 +25,7 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.settings import cache_folder
+from megatron_flux.train import tokenizer
 from megatron_flux.train.config import RunConfig
 
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
@@ -33,7 +35,7 @@ _FINGERPRINT_BYTES = 1 << 26
 
 
 class Corpus(NamedTuple):
-    """An indexed dataset on disk, the pair ``prefix.bin`` and ``prefix.idx``; ``is_bytes``: made here from text."""
+    """An indexed dataset on disk, the pair ``prefix.bin`` and ``prefix.idx``; ``is_bytes``: made here from bytes."""
 
     prefix: Path
     tokens: int
@@ -59,7 +61,15 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
     return sorted({file for path in paths for file in _text_files(path, only_python=not data)})
 
 
-def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: int, *, split: str = "1,0,0") -> Corpus:
+def prepare(
+    data: list[Path],
+    cache: Path | None,
+    seq_length: int,
+    vocab_size: int,
+    *,
+    split: str = "1,0,0",
+    with_tokenizer: tuple[tokenizer.Kind, Path] | None = None,
+) -> Corpus:
     """The indexed dataset for ``data``, tokenized now if it is not in the cache: enough of it, in the vocabulary.
 
     Of each part of the ``split`` there must be a sequence.
@@ -67,17 +77,28 @@ def prepare(data: list[Path], cache: Path | None, seq_length: int, vocab_size: i
     sources = find_sources(data)
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
+    elif with_tokenizer is not None:
+        prefix = _tokenized(sources, cache_folder(cache), with_tokenizer)
+        corpus = _check_pair(prefix, vocab_size)
     elif vocab_size < _BYTE_VOCAB_SIZE:
         needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
         raise UserError(f"{needs}; raise --vocab-size or give a .bin/.idx pair")
     else:
-        corpus = _tokenized(sources, cache_folder(cache))
+        prefix = _tokenized(sources, cache_folder(cache), None)
+        # One byte a token would do, but 256 and 257 are tokens too: two bytes.
+        corpus = Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, len(sources), is_bytes=True)
     if corpus.tokens < seq_length + 1:
         has = f"{name_of(data)} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1"
         raise UserError(f"{has}; give more text or a smaller --seq-length")
     if split != "1,0,0":
         _check_parts(corpus, split, seq_length)
     return corpus
+
+
+def prepared(config: RunConfig) -> Corpus:
+    """:func:`prepare` for a run."""
+    sizes = config.shape.seq_length, config.shape.vocab_size
+    return prepare(config.data, config.data_cache, *sizes, split=config.split, with_tokenizer=config.text_tokenizer)
 
 
 def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
@@ -94,6 +115,13 @@ def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
                 f"--eval-interval: {behind - first} of the {len(lengths)} documents are for {name}, {tokens} tokens, "
                 f"fewer than one sequence of {seq_length} + 1; give more documents or a smaller --seq-length"
             )
+
+
+def tokenizer_of(corpus: Corpus, config: RunConfig) -> str:
+    """What tells the tokenizers of two texts apart: its fingerprint, ``bytes``, or nothing of a pair of files."""
+    if config.text_tokenizer is not None:
+        return tokenizer.fingerprint(*config.text_tokenizer)
+    return "bytes" if corpus.is_bytes else ""
 
 
 def name_of(data: list[Path]) -> str:
@@ -150,22 +178,24 @@ def _is_text(path: Path) -> bool:
     return bool(head) and b"\0" not in head
 
 
-def _tokenized(files: list[Path], cache: Path) -> Corpus:
+def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.Kind, Path] | None) -> Path:
+    """The prefix of the pair in the cache."""
     digest = hashlib.sha256()
+    if with_tokenizer is not None:
+        digest.update(tokenizer.fingerprint(*with_tokenizer).encode())
     for file in files:
         status = file.stat()
         digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    prefix = cache / f"bytes-{digest.hexdigest()[:16]}"
+    prefix = cache / f"{'bytes' if with_tokenizer is None else 'tokens'}-{digest.hexdigest()[:16]}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with Path(f"{prefix}.lock").open("w") as lock:
             _wait_for(lock)
             if not Path(f"{prefix}.idx").is_file():
-                _build(files, prefix)
+                _build(files, prefix, tokenizer.load(*with_tokenizer) if with_tokenizer else None)
     except OSError as error:
         raise UserError(f"the data cache {cache} cannot be written: {error.strerror}; set --data-cache") from None
-    # One byte a token would do, but 256 and 257 are tokens too: two bytes.
-    return Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, len(files), is_bytes=True)
+    return prefix
 
 
 def _wait_for(lock: TextIO) -> None:
@@ -180,13 +210,17 @@ def _wait_for(lock: TextIO) -> None:
             time.sleep(0.1)
 
 
-def _build(files: list[Path], prefix: Path) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+def _build(files: list[Path], prefix: Path, by: tokenizer.Tokenizer | None) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     building = f"{prefix}.building-{os.getpid()}"
-    builder = IndexedDatasetBuilder(f"{building}.bin", dtype=np.uint16)
+    builder = IndexedDatasetBuilder(f"{building}.bin", dtype=DType.optimal_dtype(by.vocab_size) if by else np.uint16)
     for file in files:
-        tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.int32(END_OF_DOCUMENT))
+        if by is None:
+            tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.int32(END_OF_DOCUMENT))
+        else:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            tokens = np.array([*by.encode(text), by.end_of_document], dtype=np.int32)
         builder.add_document(torch.from_numpy(tokens), [len(tokens)])
     builder.finalize(f"{building}.idx")
     # The .idx last: its presence is what says that the pair is complete.

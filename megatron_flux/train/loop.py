@@ -84,7 +84,7 @@ def _watch(config: RunConfig) -> Iterator[Shown]:
 def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
     """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
     comparing = config.command == "compare"
-    with StopRequest(config.exit_signal, device) as stop:
+    with StopRequest(config.stop_signal, device) as stop:
         names = ARMS if comparing else ("flux" if config.flux else "baseline",)
         arms = {name: Arm(name, config, datasets, device) for name in names}
         if config.load is not None:

@@ -126,6 +126,12 @@ class DataOptions(_Options):
     data: list[Path] = _option(
         [], "Text files or folders (repeatable), or a .bin/.idx pair's prefix. Default: Python's own library."
     )
+    tokenizer_type: Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"] | None = _option(
+        None, "What --tokenizer-model is. Default: text is read as bytes."
+    )
+    tokenizer_model: Path | None = _option(
+        None, "Tokenizer's file, or a Hugging Face model's folder; its vocabulary becomes the model's."
+    )
     data_cache: Path | None = _option(
         None, "Where tokenized text is kept. Default: the user's cache folder, or MEGATRON_FLUX_CACHE."
     )
@@ -207,7 +213,7 @@ class _SaveOptions(_EvalOptions):
 
     save: Path | None = _option(
         None,
-        "Folder for checkpoints: at --save-interval, on --exit-signal and, of train, at the end.",
+        "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and --exit-signal, and, of train, at the end.",
     )
     save_interval: int | None = _option(None, "Steps (of each arm) between checkpoints.", ge=1)
     save_keep: int | None = _option(None, "Newest checkpoints (of each arm) to keep. Default: all.", ge=1)

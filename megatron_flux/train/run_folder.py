@@ -124,4 +124,4 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
     if stopped:
         at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
         left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
-        logger.info("stopped by SIG%s: %s of %d; %s", config.exit_signal, at, config.steps, left)
+        logger.info("stopped on request: %s of %d; %s", at, config.steps, left)

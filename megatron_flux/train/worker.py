@@ -62,8 +62,7 @@ def _no_meeting(cause: str, timeout: float) -> str:
 @contextmanager
 def world(config: RunConfig) -> Iterator[tuple[data.Datasets, torch.device]]:
     """Everything that a run needs on this rank, as ``(datasets, device)``: data, process groups, shims."""
-    shape = config.shape
-    corpus = data.prepare(config.data, config.data_cache, shape.seq_length, shape.vocab_size, split=config.split)
+    corpus = data.prepared(config)
     fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
     with cpu_shims(), fused, process_groups(config) as device:
         yield data.build_datasets(config, corpus), device

@@ -236,10 +236,10 @@ def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
         patch.setattr(process_group, "checked", lambda *_, **__: (CPU, link))
         patch.setattr(tuner.links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "_over_host", lambda *_: True)
+        patch.setattr(tuner, "_by_chunks", lambda *_: True)
         patch.setattr(tuner.timing, "all_agree", lambda *_: False)
-        patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {name: [times[name]] for name in ways})
-        patch.setattr(ops, "_host_rate", lambda *_: 40.0)
+        patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [times[n.partition(" ")[0]]] for n in ways})
+        patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
         patch.setattr(ops, "timed", timed)
         times |= {"reference": 3.0}
         tuner.links.want(tuner.links.Wanted(link="host"))
@@ -258,5 +258,5 @@ def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
         found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
         assert found == {"gemm", "nccl", "serial", "chunked", "chunked_int8", "tuned"}
         assert (row["link"], row["wire"]) == ("host", "int8")
-        assert row["tuned_choice"] == "chunked_int8"
+        assert row["tuned_choice"] == "chunked_int8 x1"
         assert row["shared_bytes"] > 1 << 20

@@ -49,7 +49,7 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
             counted(operator)
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "_over_host", lambda *_: True)
+        patch.setattr(tuner, "_by_chunks", lambda *_: True)
         patch.setattr(tuner, "gemm_only", lambda *_: None)
         patch.setattr(tuner.timing, "all_agree", lambda yes, *_: False)
         patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})

@@ -24,6 +24,10 @@ def test_links() -> None:
         for way in ("push", "pull"):
             assert (pair[way] is None) is (pair["kind"] == "host")
             assert pair[way] is None or 1 < pair[way] < 2000, pair
+    if all(pair["kind"] != "host" for pair in found["pairs"]):
+        peers = found["peers"]
+        assert peers["schedule"] in ("flat", "islands"), peers
+        assert all(1 < speed < 2000 for speeds in peers["gb_per_s"].values() for speed in speeds.values()), peers
     host = found["host"]
     if "why_not" in host:
         pytest.skip(host["why_not"])

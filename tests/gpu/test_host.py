@@ -1,4 +1,4 @@
-"""The chunked backends on real GPUs: every check of ``checks_host.py``, and what a dead rank does to the others."""
+"""The chunked backends on GPUs, by all ways: every check of ``checks_host.py``, and what a dead rank does to others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPU
 VICTIM = """
 import os, torch, torch.distributed as dist
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-os.environ["MEGATRON_FLUX_LINK"] = "host"
+os.environ["MEGATRON_FLUX_LINK"] = "LINK_ASKED_FOR"
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 from megatron_flux import ops
@@ -39,7 +39,7 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("queues", ["1", "8"])
-@pytest.mark.parametrize("way", ["host", "send_recv"])
+@pytest.mark.parametrize("way", ["host", "p2p", "send_recv"])
 def test_checks(way: str, queues: str) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     script = [str(HERE / "checks_host.py"), "--way", way]
@@ -51,9 +51,10 @@ def test_checks(way: str, queues: str) -> None:
     assert all(line["ok"] for line in lines)
 
 
-def test_a_dead_rank_ends_the_others_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("link", ["host", "p2p"])
+def test_a_dead_rank_ends_the_others_and_leaves_nothing(link: str) -> None:
     began = time.monotonic()
-    survivor, victim = start(VICTIM)
+    survivor, victim = start(VICTIM.replace("LINK_ASKED_FOR", link))
     said = "".join(part or "" for part in survivor.communicate(timeout=120))
     victim.communicate()
     assert victim.returncode == -9

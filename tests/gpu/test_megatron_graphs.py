@@ -58,7 +58,7 @@ class Counting:
         }
 
 
-def run_config(spec: str, graphs: str) -> Any:
+def run_config(spec: str, graphs: str, backend: str = "fused") -> Any:
     from megatron_flux.train.config import resolve
     from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
@@ -69,7 +69,7 @@ def run_config(spec: str, graphs: str) -> Any:
         num_layers=LAYERS,
         micro_batch_size=2,
         global_batch_size=2 * MICRO_BATCHES,
-        backend="fused" if on_gpu() else "reference",
+        backend=backend if on_gpu() else "reference",
         gradient_accumulation_fusion=True,
         lr=5e-4,
         **(sizes if on_gpu() else {"seq_length": 32}),
@@ -91,12 +91,13 @@ def calls() -> Counter[str]:
 class Captured:
     """Counts the operators' calls that become part of a graph."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_flux.ops.backends.fused import FusedBackend
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+        from megatron_flux.ops.backends.registry import get_backend
 
         self.calls: Counter[str] = Counter()
+        kind = type(get_backend(backend))
         for operator in IN_GRAPHS:
-            monkeypatch.setattr(FusedBackend, operator, self._counted(operator, getattr(FusedBackend, operator)))
+            monkeypatch.setattr(kind, operator, self._counted(operator, getattr(kind, operator)))
 
     def _counted(self, operator: str, run: Any) -> Any:
         def call(backend: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +108,10 @@ class Captured:
         return call
 
 
-def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) -> dict[str, Any]:
-    """Losses and gradient norms by step, and what flux and the graphs did.
+def rank_train(
+    spec: str, graphs: str, patched: bool, te_default: bool = False, backend: str = "fused"
+) -> dict[str, Any]:
+    """Losses and gradient norms by step, and what flux and the graphs did; ``chunked`` goes over host memory.
 
     ``te_default``: without what training sets for TransformerEngine's graphs, as in a script of somebody's own.
     """
@@ -127,10 +130,11 @@ def rank_train(spec: str, graphs: str, patched: bool, te_default: bool = False) 
         megatron(tp=dist.get_world_size()),
         gradient_accumulation_fusion(),
     ):
-        config = run_config(spec, graphs)
-        captured = Captured(monkeypatch)
+        config = run_config(spec, graphs, backend)
+        captured = Captured(monkeypatch, backend)
+        link = "host" if backend == "chunked" else None
         device = torch.device("cuda", dist.get_rank()) if on_gpu() else torch.device("cpu")
-        with flux(FluxConfig(backend=config.backend, strict=True)) if patched else nullcontext() as seen:
+        with flux(FluxConfig(backend=config.backend, link=link, strict=True)) if patched else nullcontext() as seen:
             trainer = Trainer(config, Datasets(Counting(config.shape.seq_length), None), device)
             if te_default:
                 for module in trainer.model.modules():
@@ -203,16 +207,19 @@ def require_close(name: str, found: dict[str, Any], other: str, expected: dict[s
 
 
 @pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
-@pytest.mark.parametrize("spec", ["transformer_engine", "local"])
-def test_flux_is_replayed_and_the_curve_stays(ranks: WorkerPool, spec: str, graphs: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "backend"), [("transformer_engine", "fused"), ("local", "fused"), ("transformer_engine", "chunked")]
+)
+def test_flux_is_replayed_and_the_curve_stays(ranks: WorkerPool, spec: str, backend: str, graphs: str) -> None:
     expected = eager(ranks, spec)
-    for rank, found in enumerate(ranks.run(rank_train, spec, graphs, True, graphs == "transformer_engine")):
+    te_default = graphs == "transformer_engine"
+    for rank, found in enumerate(ranks.run(rank_train, spec, graphs, True, te_default, backend)):
         about = f"rank {rank}: {found}"
         assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
         assert found["captured"] == IN_GRAPHS, f"other calls captured than {IN_GRAPHS}, {about}"
         assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
         assert found["seen"]["active_layers"] == 4 * LAYERS + 1, about
         assert found["seen"]["fallbacks"] == {}, about
-        assert all(name.endswith("/fused") for name in found["seen"]["calls"]), about
+        assert all(name.endswith(f"/{backend}") for name in found["seen"]["calls"]), about
         assert (found["mode"], found["mode_after"]) == (True, False), f"captured mode, {about}"
         require_close(f"flux in graphs (rank {rank})", found, "flux without", expected)

@@ -101,7 +101,9 @@ def test_the_link_is_said() -> None:
 def options_of(text: str) -> set[str]:
     """What a script gives to train or compare, of link and wire, and to the pre-flight."""
     return {
-        word for word in text.replace("\n", " ").split(" ") if word.startswith(("--link=", "--wire=", "--host-tp="))
+        word
+        for word in text.replace("\n", " ").split(" ")
+        if word.startswith(("--link=", "--wire=", "--host-tp=", "--needs-fp8"))
     }
 
 
@@ -112,9 +114,9 @@ def options_of(text: str) -> set[str]:
         ("pcie-a100", {}, "flux", {"--link=p2p"}),
         ("host-l40s", {}, "baseline", {"--link=host"}),
         ("host-l40s", {"wire": "int8"}, "baseline", {"--link=host"}),
-        ("host-l40s", {"wire": "fp8"}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8"}),
-        ("host-l40s", {"tp": 4, "pp": 16}, "compare", {"--link=host", "--wire=exact", "--host-tp=4"}),
-        ("nvlink-h100", {"link": "host"}, "compare", {"--link=host", "--wire=exact", "--host-tp=8"}),
+        ("host-l40s", {"wire": "fp8"}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8", "--needs-fp8"}),
+        ("host-l40s", {"tp": 4, "pp": 16}, "compare", {"--link=host", "--host-tp=4"}),
+        ("nvlink-h100", {"link": "host"}, "compare", {"--link=host", "--host-tp=8"}),
         # Groups that span nodes have the link none; those of pipeline and data parallelism in a node have the node's.
         ("host-l40s", {"tp": 16, "pp": 4}, "flux", {"--link=host", "--link=none"}),
         ("pcie-a100", {"tp": 16, "pp": 4}, "flux", {"--link=p2p"}),
@@ -129,6 +131,21 @@ def test_stock_and_flux_run_on_the_same_link(cluster: str, changes: dict, mode: 
     assert ("--link=host" in commands[0]) is (resolved.link == "host" and changes.get("tp") != 16)
     assert ("--wire=" in commands[0]) is (changes.get("wire") is not None and mode != "baseline")
     assert ("SM_MARGIN" in text, "tune --models" in text) == (False, cluster == "nvlink-h100" and not changes)
+
+
+def test_wires_of_gradients_are_checked_as_those_of_activations() -> None:
+    small = Job.load("llama2-70b")
+    text = job.job_script(job.resolve(small, Profile.load("host-l40s"), "flux", {"grad_wire": "fp8"}), "a test")
+    assert "wire exact, fp8 of gradients.\n" in text
+    assert {"--host-tp=8", "--needs-fp8"} <= options_of(text)
+    assert "--grad-wire=fp8" in text
+    for cluster, said in (
+        ("pcie-a100", "not for the link p2p; leave grad_wire out"),
+        ("nvlink-h100", "the link nvlink"),
+    ):
+        with pytest.raises(UserError, match=f"grad_wire int8 is for groups within a node .* {said}"):
+            job.resolve(small, Profile.load(cluster), "flux", {"grad_wire": "int8"})
+        job.resolve(small, Profile.load(cluster), "baseline", {"grad_wire": "int8"})
 
 
 def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_flux.train.checkpoint_folder import checkpoint_of, damage, tracked
 from tests.processes import MARK, end, left, marked, with_mark
 from tests.train.conftest import records
 
@@ -82,16 +83,29 @@ def test_a_killed_rank_ends_the_run(endless: Endless) -> None:
     assert left(endless.mark, SECONDS) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "twice"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal.Signals, twice: bool) -> None:
     """Ctrl-C in a terminal is a SIGINT for the launcher and no other: the ranks are in sessions of their own."""
     assert [process.pid for process in marked(endless.mark) if os.getpgid(process.pid) == endless.process.pid] == [
         endless.process.pid
     ]
+    saved = endless.out.parent / "saved"
     endless.process.send_signal(number)
+    if twice:
+        assert any("a second one ends it at once" in line for line in endless.process.stderr)
+        endless.process.send_signal(number)
     _, errors = endless.process.communicate(timeout=60)
     assert endless.process.returncode == 128 + number
-    assert f"stopped by {number.name}" in errors.strip().splitlines()[-1]
+    last = errors.strip().splitlines()[-1]
+    at = [tracked(saved / arm) for arm in ("baseline", "flux")]
+    if twice:
+        assert last == f"megatron-flux: error: stopped by {number.name}; what was recorded is in {endless.out}"
+        whole = [damage(checkpoint_of(saved / arm, n)) for arm, n in zip(("baseline", "flux"), at, strict=True)]
+        assert whole == [None, None], "what a save had not written is no checkpoint"
+    else:
+        assert f"stopped by {number.name}, saved in {saved}; the same command with --load {saved} goes on" in last
+        # Every arm where it is, on all ranks: nothing that was trained is lost.
+        assert at == [records(endless.out / arm)[-1]["iteration"] for arm in ("baseline", "flux")]
     assert "KeyboardInterrupt" not in errors
     assert left(endless.mark, SECONDS) == []
 

@@ -43,12 +43,15 @@ LINK_ROW = (
     "{reached_gb_per_s:.0f}|{baseline_ms:,.0f}|{flux_ms:,.0f}|{speedup:.2f}|{speedup_low:.2f}|{tp_exposed_share:.0%}"
 )
 
+CHOICES = "bits a number|x kept for wgrad|flux, ms|speed-up|memory per GPU, GB"
+CHOICE_ROW = "{bits}|{keep_gathered}|{flux_ms:,.0f}|{speedup:.2f}|{memory_gb:.1f}"
+
 
 def title(plan: Plan) -> str:
     """What is predicted, in one line."""
     line = (
         "{preset} on {gpus} x {device}, tp {tp} x pp {pp} x dp {dp}, micro-batch {micro_batch_size} x {micro_batches}, "
-        "sequence {shape[seq_length]}"
+        "sequence {shape[seq_length]}, link {link}"
     )
     return f"{plan['kind']}: {line.format_map(plan['job'])}"
 
@@ -75,9 +78,12 @@ def memory_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def sources(plan: Plan) -> str:
-    """Where the times of GEMMs and layers are from."""
+    """Where the times of GEMMs and layers are from, and what links reach."""
     used = plan["inputs"]
-    return f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else "")
+    reached = f"; NCCL reaches {used['nccl_reaches_gb_per_s']:.1f} GB/s per GPU in a node"
+    if used["chunks_reach_gb_per_s"] is not None:
+        reached += f", flux through host memory {used['chunks_reach_gb_per_s']:.1f}"
+    return f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else "") + reached
 
 
 def chapter(plan: Plan, id_: str, name: str = "") -> Chapter:
@@ -99,6 +105,10 @@ def chapter(plan: Plan, id_: str, name: str = "") -> Chapter:
             parts.append(Part(f"links-{key}", f"{kind}: {word} over the link", figure, beside))
         cells = [tuple(cell.format_map(row) for cell in LINK_ROW.split("|")) for row in rows]
         parts.append(Part("links", f"{kind}: other links", table=Table(cells, LINKS.split("|")), caption=beside))
+    if choices := plan["choices"]:
+        cells = [tuple(cell.format_map(row) for cell in CHOICE_ROW.split("|")) for row in choices]
+        beside = f"{kind} for what flux can send and keep over the link host."
+        parts.append(Part("choices", f"{kind}: wires", table=Table(cells, CHOICES.split("|")), caption=beside))
     parts.append(Part("notes", "Notes", table=Table([("", note) for note in plan["notes"]])))
     asked = settings_parts({"job": plan["job"], "inputs": plan["inputs"]})
     return Chapter(id_, name or speedup(plan), speedup(plan), title(plan), [*parts, *asked])

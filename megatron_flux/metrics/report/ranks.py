@@ -47,7 +47,7 @@ class Ranks:
     own: np.ndarray
     """Own times (ms), [samples, ranks]; where operators are not seen, of whole steps; NaN where not known."""
     seen: bool
-    """Whether operators are."""
+    """Whether operators are: stock's are not, nor those inside CUDA graphs."""
     worst: int | None
     """The rank that was slowest most often."""
     times: int
@@ -83,16 +83,17 @@ def _of_arm(arm: str, records: Sequence[Record]) -> Ranks | None:
     width = len(kept[-1]["flux/ranks"]["step_ms"])
     kept = [record for record in kept if len(record["flux/ranks"]["step_ms"]) == width]
     known = {name: np.array([_row(r["flux/ranks"].get(name), width) for r in kept]) for name in COLUMNS}
-    known["own_ms"] = known["step_ms"] - known["operators_ms"]
+    seen = bool((known["operators_ms"] > 0).any())
+    known["own_ms"] = known["step_ms"] - (known["operators_ms"] if seen else math.nan)
     medians = {name: [_median(column) for column in values.T] for name, values in known.items()}
     slowest = Counter(r for record in kept if isinstance(r := record.get("flux/slowest_rank"), int) and r < width)
-    worst, times = slowest.most_common(1)[0] if slowest else (None, 0)
+    worst = max(slowest, key=lambda rank: (slowest[rank], medians["own_ms"][rank] or 0.0), default=None)
     own = [value for value in medians["own_ms"] if value is not None]
     usual = float(np.median(own)) if own else math.nan
     mine = medians["own_ms"][worst] if worst is not None else None
     excess = math.nan if mine is None else mine - usual
-    of_all = known["own_ms" if own else "step_ms"]
-    return Ranks(arm, kept, _nodes(about, width), medians, of_all, bool(own), worst, times, excess, excess / usual)
+    of_all, times = known["own_ms" if seen else "step_ms"], slowest[worst] if worst is not None else 0
+    return Ranks(arm, kept, _nodes(about, width), medians, of_all, seen, worst, times, excess, excess / usual)
 
 
 def _row(values: Any, width: int) -> list[float]:
@@ -116,9 +117,29 @@ def _nodes(run: Mapping[str, Any], width: int) -> list[str]:
     return [NO_NODE] * width
 
 
-def parts(arms: Arms, spread: Part | None) -> list[Part]:
+def of_arms(arms: Arms) -> list[Ranks]:
+    """What is known of the ranks of each arm; of an arm without samples nothing."""
+    return [found for arm, records in arms.items() if (found := _of_arm(arm, records)) is not None]
+
+
+def findings(known: Sequence[Ranks]) -> list[tuple[str, str]]:
+    """A line for each arm that a straggler holds up."""
+    return [
+        ("straggler", f"{of.named(of.worst)}: {_slowest(of)}") for of in known if of.worst is not None and of.straggles
+    ]
+
+
+def _slowest(of: Ranks) -> str:
+    """How often the worst rank was slowest, and by how much."""
+    said = f"slowest in {of.times} of {len(of.records)} sampled steps of {of.arm}"
+    if not math.isfinite(of.excess_ms):
+        return said
+    by = f"{milliseconds(abs(of.excess_ms))} ms ({percent(abs(of.excess), 1)})"
+    return f"{said}, its own time {by} {'above' if of.excess_ms >= 0 else 'below'} the median rank's"
+
+
+def parts(known: Sequence[Ranks], spread: Part | None) -> list[Part]:
     """A heat map for each arm, and the ranks in a table; ``spread`` is shown between them."""
-    known = [found for arm, records in arms.items() if (found := _of_arm(arm, records)) is not None]
     made = [_heat_part(of) for of in known]
     if spread is not None:
         made.append(spread)
@@ -132,11 +153,10 @@ def _heat_part(of: Ranks) -> Part:
     figure, cell = _heat_map(of)
     caption = f"{counted(len(of.records), 'timed sampled step')}, one column each{cell}. "
     if not of.seen:
-        caption += "Operators inside CUDA graphs are not seen, so that which rank waits for which is not known."
-    elif of.worst is not None:
-        caption += f"{of.named(of.worst).capitalize()} was slowest in {of.times} of {len(of.records)}"
-        caption += f", its own time {milliseconds(of.excess_ms)} ms ({percent(of.excess, 1)}) above the median rank's: "
-        caption += "a straggler." if of.straggles else "no straggler."
+        caption += "Which rank waits for which is not known: operators of stock, and inside CUDA graphs, are not seen. "
+    if of.worst is not None:
+        caption += f"{of.named(of.worst).capitalize()} was {_slowest(of)}"
+        caption += ": a straggler." if of.straggles else ": no straggler." if of.seen else "."
     return Part(f"heat-{of.arm}", f"{what} of every rank, {of.arm}", figure, caption)
 
 
@@ -158,7 +178,7 @@ def _heat_map(of: Ranks) -> tuple[Figure, str]:
     trace |= {"x": [record["iteration"] for record in of.records[::across]], "y": list(range(0, ranks, down))}
     trace |= {"colorscale": [[0, "var(--line)"], [1, f"var(--{of.arm})"]]}
     trace["hovertemplate"] = f"{unit} %{{y}}, iteration %{{x}}<br>%{{z:,.4g}} ms<extra></extra>"
-    axis: Figure = {"autorange": "reversed", "showgrid": False, "tickfont": {"size": 11}}
+    axis: Figure = {"autorange": "reversed", "showgrid": False, "tickfont": {"size": 11}, "dtick": -(-ranks // 16)}
     nodes = list(dict.fromkeys(of.nodes))
     if 1 < len(nodes) <= 32:
         axis |= {"tickvals": [of.nodes.index(node) for node in nodes], "ticktext": [label(_short(n)) for n in nodes]}
@@ -204,11 +224,12 @@ def _table_part(known: Sequence[Ranks]) -> Part:
         said, marked, mine = [], "", []
         for of in known:
             mine = [rank for rank, at in enumerate(of.nodes) if at == node]
-            times = [time for rank in mine if (time := of.medians["own_ms"][rank]) is not None]
-            said += [f"{of.arm} {milliseconds(max(times))} ms"] if times else []
+            name, what = ("own_ms", "own time") if of.seen else ("step_ms", "step")
+            times = [time for rank in mine if (time := of.medians[name][rank]) is not None]
+            said += [f"{of.arm} {what} {milliseconds(max(times))} ms"] if times else []
             marked = f"; straggler: rank {of.worst}" if of.straggles and of.worst in mine else marked
         together = mine and mine[-1] - mine[0] == len(mine) - 1
         which = f"ranks {mine[0]} to {mine[-1]}" if together else counted(len(mine), "rank")
-        most = f"; longest own time: {', '.join(said)}" if said else ""
+        most = f"; longest: {', '.join(said)}" if said else ""
         folds.append((f"{node}: {which}{most}{marked}", Table(rows(node), head), bool(marked)))
     return Part("ranks", title, caption=f"{counted(len(folds), 'node')}; a line opens to its ranks.", folds=folds)

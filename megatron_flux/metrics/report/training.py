@@ -50,10 +50,11 @@ GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest pow
 def chapter(run: Run, id_: str) -> Chapter:
     """Every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
+    of_ranks = ranks.of_arms(arms)
     damage = [("damage", problem) for problem in run.problems]
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table([*table.findings(summary), *damage])),
+        Part("findings", "Findings", table=Table([*table.findings(summary), *ranks.findings(of_ranks), *damage])),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         *([beside] if (beside := _sampled(run)) else []),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
@@ -64,7 +65,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         _efficiency(arms["flux"], summary["without_gpu"]),
         _activity(arms["flux"]),
         _choices(arms["flux"]),
-        *_ranks(arms),
+        *_ranks(arms, of_ranks),
         *_gpus(arms),
     ]
     parts = [part for part in parts if part is not None]
@@ -180,11 +181,16 @@ def _activity(flux: Sequence[Record]) -> Part:
     return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(rows))
 
 
+def _pieces(choice: Any) -> dict[str, Any]:
+    found = _mapping(choice).get("pieces")
+    return {} if found is None else {"pieces": found}
+
+
 def _choices(flux: Sequence[Record]) -> Part | None:
     rows = []
     for call, choice in {k: v for record in flux for k, v in (record.get("flux/choices") or {}).items()}.items():
         plan, times = _mapping(_mapping(choice).get("plan")), _mapping(_mapping(choice).get("ms"))
-        text = " ".join(f"{name}={value}" for name, value in plan.items())
+        text = " ".join(f"{name}={value}" for name, value in {**plan, **_pieces(choice)}.items())
         best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
         rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), shown(best, milliseconds)))
     return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None
@@ -210,11 +216,11 @@ def _sampled(run: Run) -> Part | None:
     return Part("sampled", "Sampled steps beside all", caption=caption, table=table)
 
 
-def _ranks(arms: Arms) -> list[Part]:
+def _ranks(arms: Arms, known: list[ranks.Ranks]) -> list[Part]:
     title = "Spread of the ranks"
     plot, caption = figures.samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
     caption = f"Longest minus shortest own time of a step over the ranks, {caption}"
-    made = ranks.parts(arms, Part("spread", title, plot, caption) if plot else None)
+    made = ranks.parts(known, Part("spread", title, plot, caption) if plot else None)
     return made or [Part("ranks", "Slowest ranks", caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")]
 
 

@@ -39,13 +39,23 @@ from megatron_flux.ops.checks import OperatorCall, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing
 
 PIECE_BYTES = 12 << 20
-"""A shard is cut into pieces of about this size: smaller ones hide more, and make GEMMs of fewer rows."""
+"""A shard is cut into pieces of about this size unless the tuner knows better: smaller ones hide more, make GEMMs of
+fewer rows and take more host time."""
 MOST_PIECES, LEAST_ROWS = 4, 256
+COUNTS, LEAST_BYTES = (2, 4, 8, 16), 1 << 20
+"""What the tuner tries, and the smallest piece."""
 
 
 def pieces_of(rows: int, width: int) -> int:
     """Into how many pieces a shard of ``rows`` of ``width`` bytes is cut."""
     return max(1, min(MOST_PIECES, rows * width // PIECE_BYTES, rows // LEAST_ROWS))
+
+
+def piece_counts(call: OperatorCall) -> list[int]:
+    """Of how many pieces a shard of ``call`` may be."""
+    rows, width = call.m // call.group.size(), call.n if call.operator == "gemm_reduce_scatter" else call.k
+    most = min(rows * width * call.x.element_size() // LEAST_BYTES, 2 * rows // LEAST_ROWS)
+    return [count for count in COUNTS if count <= most] or [1]
 
 
 class ChunkedBackend:
@@ -68,12 +78,20 @@ class ChunkedBackend:
             )
         return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
-    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def bytes_received(self, call: OperatorCall, exact: int) -> int:
+        """What a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
+        if self.wire == wires.EXACT:
+            return exact
+        width = call.n if call.operator == "gemm_reduce_scatter" else call.k
+        peers, rows = call.group.size() - 1, call.m // call.group.size()
+        return peers * wires.nbytes(self.wire, rows, width, call.x.element_size())
+
+    def all_gather_gemm(self, call: OperatorCall, pieces: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         (mp, k), x, gemm = call.x.shape, call.x, _gemm(call)
         y, full = x.new_empty(call.m, call.n), x.new_empty(call.m, k)
         own = call.group.rank() * mp
-        gather = _Gathered(self, call, full)
+        gather = _Gathered(self, call, full, pieces)
         with unbroken(gather.transport, call.operator):
             gather.begin()
             gemm(x, y[own : own + mp])
@@ -84,12 +102,12 @@ class ChunkedBackend:
                 gemm(full[rows], y[rows])
         return y, full
 
-    def all_gather(self, call: OperatorCall) -> Pending:
+    def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         (mp, k), x = call.x.shape, call.x
         full = x.new_empty(call.m, k)
         own = call.group.rank() * mp
-        gather = _Gathered(self, call, full)
+        gather = _Gathered(self, call, full, pieces)
         with unbroken(gather.transport, call.operator):
             gather.begin()
             gather.flight.enqueue()
@@ -102,7 +120,7 @@ class ChunkedBackend:
 
         return Pending(full, wait, keep=(x, full))
 
-    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+    def gemm_reduce_scatter(self, call: OperatorCall, pieces: int | None = None) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`. With ``async_op`` the transfers that are left when
         the GEMMs have ended run beside what comes next.
         """
@@ -110,7 +128,7 @@ class ChunkedBackend:
         x, n, group, wire = call.x, call.n, call.group, self.wire
         tp, rank = group.size(), group.rank()
         mp, size = call.m // tp, x.element_size()
-        rows, cuts = _cut(wire, mp, n, size, self.pieces)
+        rows, cuts = _cut(wire, mp, n, size, pieces or self.pieces)
         transport, known, gemm = transport_of(group, x.device), state_of(group).wire_kernels, _gemm(call)
         # All memory before the call begins: peers would wait for one that ends in between.
         theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
@@ -153,12 +171,12 @@ class ChunkedBackend:
 class _Gathered:
     """The gather of a call into ``full`` ``[m, k]``, but for the rank's own rows."""
 
-    def __init__(self, backend: ChunkedBackend, call: OperatorCall, full: torch.Tensor) -> None:
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, full: torch.Tensor, pieces: int | None) -> None:
         """Allocates; nothing has begun."""
         compare_calls(call)
         x, self._call, self._wire, self._full = call.x, call, backend.wire, full
         (self._mp, k), size, tp = x.shape, x.element_size(), call.group.size()
-        self._rows, self._cuts = _cut(self._wire, self._mp, k, size, backend.pieces)
+        self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces)
         self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).wire_kernels
         exact = self._wire == wires.EXACT
         self._theirs = (

@@ -6,8 +6,9 @@ Contract
       fast as the fastest; of these the one is kept that is fastest when it runs by itself until the GPU has settled at
       its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
-    * Where a group's link is ``host``, candidates are ``reference`` and ``chunked``, and of the 8-bit wires the one
-      that the call may use (``OperatorCall.wire``); plain gathers are measured and decided as well.
+    * Where a group's link is ``host``, or ``p2p`` where that was asked for, candidates are ``reference`` and
+      ``chunked``, and of the 8-bit wires the one that the call may use (``OperatorCall.wire``); plain gathers are
+      measured and decided as well.
     * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
       the group's first rank and broadcast. A few collectives per new shape, none afterwards.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
@@ -32,7 +33,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.chunked import ChunkedBackend
+from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.tuning_cache import describe
@@ -59,13 +60,20 @@ MARGIN = 0.99  # of reference's time, which others must beat
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
 
 
+class Choice(NamedTuple):
+    """What runs a call."""
+
+    backend: str
+    config: KernelConfig | None = None  # of ``fused``
+    pieces: int | None = None  # of the chunked backends
+
+
 @dataclass
 class Decisions:
     """What a tuner has decided for a group."""
 
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the key of the cache file
-    choices: dict[tuple[Any, ...], tuple[str, KernelConfig | None]] = field(default_factory=dict)
-    """By what calls with one choice have in common: the backend's name, and the configuration of ``fused``."""
+    choices: dict[tuple[Any, ...], Choice] = field(default_factory=dict)  # by what calls with one choice have in common
 
 
 def ranked(ms: dict[str, float]) -> list[str]:
@@ -107,12 +115,12 @@ def _key(call: OperatorCall, *, captured: bool) -> str:
 
 def _link(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
     """The link as a key has it: with the wire that may be used there, where that is not ``exact``."""
-    kind = links.probe(group, device).kind
-    return f"{kind} wire={wire}" if kind == "host" and wire != EXACT else kind
+    link = links.probe(group, device)
+    return f"{links.name(link)} wire={wire}" if links.by_chunks(link) and wire != EXACT else links.name(link)
 
 
-def _over_host(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return x.device.type == "cuda" and links.probe(group, x.device).kind == "host"
+def _by_chunks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return x.device.type == "cuda" and links.by_chunks(links.probe(group, x.device))
 
 
 def _words(call: OperatorCall) -> str:
@@ -154,25 +162,26 @@ class TunedBackend:
         return [item for decisions in found for item in decisions.answers.items()]
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Whatever keeps ``fused`` from running, or ``chunked`` where the link is ``host``."""
-        over_host = self.chunked and _over_host(x, group)
-        return (self.chunked["chunked"] if over_host else self.fused).why_not(x, weight, group)
+        """Whatever keeps ``fused`` from running, or ``chunked`` where the link goes by chunks."""
+        by_chunks = self.chunked and _by_chunks(x, group)
+        return (self.chunked["chunked"] if by_chunks else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """As of ``fused``, where that may run; over host memory, where nobody has asked for that."""
-        if not (self.chunked and _over_host(x, group)):
+        """As of ``fused``, where that may run; over a link that goes by chunks, where nobody has asked for it."""
+        if not (self.chunked and _by_chunks(x, group)):
             return self.fused.untested(x, group)
-        return None if links.asked() == "host" else "the link is host memory; MEGATRON_FLUX_LINK=host has flux use it"
+        asked = links.asked() in ("host", "p2p")
+        return None if asked else "the link is host memory; MEGATRON_FLUX_LINK=host has flux use it"
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        name, config = self._choice(call)
+        name, config, pieces = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
         if (by := self.chunked.get(name)) is not None and not (
             capturing(call.x) and by.why_not(call.x, None, call.group)
         ):
-            return call.run(by)
+            return call.run(by, pieces=pieces)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
         return call.run(self.reference)
@@ -183,7 +192,12 @@ class TunedBackend:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs. Over host
         memory, where there are no fused ones, as measured.
         """
-        return self.all_gather_gemm(call) if _over_host(call.x, call.group) else self.fused.all_gather(call)
+        return self.all_gather_gemm(call) if _by_chunks(call.x, call.group) else self.fused.all_gather(call)
+
+    def bytes_received(self, call: OperatorCall, exact: int) -> int:
+        """As of the backend that it was decided for."""
+        chosen = self.chunked.get(self.decisions(call.group).choices.get(_kind(call), Choice("")).backend)
+        return exact if chosen is None else chosen.bytes_received(call, exact)
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
@@ -192,27 +206,28 @@ class TunedBackend:
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         if call.weight is None:
-            return None if _over_host(call.x, call.group) else self.fused.prepare(call, shape)
-        _, config = self.decisions(call.group).choices.get(_kind(call), ("", None))
+            return None if _by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
+        config = self.decisions(call.group).choices.get(_kind(call), Choice("")).config
         return None if config is None else self.fused.prepare(call, shape, config)
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
         return self.pipelined is not None and call.bias is None
 
-    def _choice(self, call: OperatorCall) -> tuple[str, KernelConfig | None]:
-        """The backend's name for this call, and its plan if it is ``fused``; measured if the call is new."""
+    def _choice(self, call: OperatorCall) -> Choice:
+        """For this call; measured if that is new."""
         kind, choices = _kind(call), self.decisions(call.group).choices
         choice = choices.get(kind)
         if choice is None:
             found = self._find(call)
-            choice = found["backend"], KernelConfig(**found["plan"]) if found["plan"] is not None else None
+            config = KernelConfig(**found["plan"]) if found["plan"] is not None else None
+            choice = Choice(found["backend"], config, found.get("pieces"))
             if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
 
     def _find(self, call: OperatorCall) -> dict[str, Any]:
-        """``{"backend", "plan", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in bursts,
-        ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
+        """``{"backend", "plan", "pieces", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in
+        bursts, ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
         ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
         """
         group, captured, answers = call.group, capturing(call.x), self.decisions(call.group).answers
@@ -233,7 +248,7 @@ class TunedBackend:
             if found["ms"]:
                 collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
-            if self._may_pipeline(call) and found["ms"] and not used and not _over_host(call.x, group):
+            if self._may_pipeline(call) and found["ms"] and not used and not _by_chunks(call.x, group):
                 self.pipelined.release(group)
         answers[keys[0]] = found
         return found
@@ -278,18 +293,23 @@ class TunedBackend:
             self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
 
-    def _ways_over_host(self, call: OperatorCall) -> dict[str, Callable[[], Any]]:
-        """``reference`` and whatever chunked backend can run the call; results are finished."""
+    def _ways_by_chunks(self, call: OperatorCall, chunks: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
+        """``reference`` and whatever chunked backend can run the call, in how many pieces, which go into ``chunks``;
+        results are finished.
+        """
 
-        def way(backend: Any) -> Callable[[], Any]:
-            return lambda: found.wait() if isinstance(found := call.run(backend), Pending) else found
+        def way(backend: Any, **options: Any) -> Callable[[], Any]:
+            return lambda: found.wait() if isinstance(found := call.run(backend, **options), Pending) else found
 
         ways = {"reference": way(self.reference)}
         for name, backend in self.chunked.items():
             if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
-                tried = self._tried(call, name, way(backend))
-                if tried is not None:
-                    ways[name] = tried
+                for pieces in piece_counts(call):
+                    tried = self._tried(call, name, way(backend, pieces=pieces))
+                    if tried is None:
+                        break
+                    label = f"{name} x{pieces}"
+                    ways[label], chunks[label] = tried, Choice(name, None, pieces)
         return ways
 
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
@@ -304,9 +324,10 @@ class TunedBackend:
             return timing.all_agree(time.monotonic() - began <= seconds, group, device)
 
         plans: dict[str, KernelConfig] = {}
+        chunks: dict[str, Choice] = {}
         timed: dict[str, Callable[[], Any]]
-        if _over_host(x, group):
-            timed = self._ways_over_host(call)
+        if _by_chunks(x, group):
+            timed = self._ways_by_chunks(call, chunks)
         else:
             from megatron_flux.ops.launch import hopper_kernels, sm_count
 
@@ -335,8 +356,9 @@ class TunedBackend:
             logger.warning("megatron_flux: %s is tuned by bursts only, time was up", _words(call))
         best = ranked(lasting or ms)[0]
         return {
-            "backend": "fused" if best in plans else best,
+            "backend": "fused" if best in plans else chunks[best].backend if best in chunks else best,
             "plan": asdict(plans[best]) if best in plans else None,
+            **({"pieces": chunks[best].pieces} if best in chunks else {}),
             "ms": {name: round(value, 4) for name, value in ms.items()},
             "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
             **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),

@@ -19,7 +19,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_flux.errors import UserError
-from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.kernel_config import KernelConfig, label_of
 from megatron_flux.settings import cache_folder, sm_margin
 from megatron_flux.version import __version__
 
@@ -83,6 +83,9 @@ def usable(answer: Any) -> dict[str, Any]:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if (plan is None) == (backend == "fused") or not isinstance(plan, dict | None):
         raise ValueError(f"plan must be an object with backend fused and null otherwise, not {plan!r}")
+    pieces = answer.get("pieces")
+    if pieces is not None and (not str(backend).startswith("chunked") or type(pieces) is not int or pieces < 1):
+        raise ValueError(f"pieces must be a number from 1 on, with a chunked backend, not {pieces!r} with {backend}")
     for name in ("ms", "sustained_ms"):
         times = answer.get(name, {} if name != "ms" else None)
         if not isinstance(times, dict) or any(type(value) not in (int, float) for value in times.values()):
@@ -96,6 +99,15 @@ def usable(answer: Any) -> dict[str, Any]:
         if type(value) is not known[name]:
             raise ValueError(f"the plan's {name} must be of type {known[name].__name__}, not {value!r}")
     return answer
+
+
+def label(answer: Mapping[str, Any]) -> str:
+    """What runs, named as the answer's times are: a backend, with ``fused`` its plan, with chunked ones their pieces.
+    Raises TypeError: a plan of another version.
+    """
+    if answer["plan"] is not None:
+        return f"{answer['backend']} {label_of(answer['plan'])}"
+    return answer["backend"] if answer.get("pieces") is None else f"{answer['backend']} x{answer['pieces']}"
 
 
 def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:

@@ -59,9 +59,9 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     from megatron_flux.telemetry import environment
 
     gpus, xids, unknown = [], [], []
-    found = {"node": node_name(), "doctor": environment.examine(), "gpus": gpus, "xids": xids, "unknown": unknown}
+    found: dict[str, Any] = {"node": node_name(), "doctor": environment.examine(), "gpus": gpus, "xids": xids}
+    found |= {"unknown": unknown, "shared_memory": host_memory.room()}
     found |= {"numactl": shutil.which("numactl") is not None, "infiniband": infiniband()}
-    found["shared_memory"] = host_memory.room()
     if expected.device != "cuda":
         return found
     found["driver"] = _ask_driver()

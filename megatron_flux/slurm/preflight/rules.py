@@ -18,8 +18,8 @@ from typing import Any, Literal
 from megatron_flux.comm.host_memory import FOLDER
 from megatron_flux.comm.host_ring import Layout
 from megatron_flux.errors import UserError
-from megatron_flux.kernels.wire_format import FP8, FP8_CAPABILITY
-from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, LinkKind, Rule, Wire, validated
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, LinkKind, Rule, validated
 
 Finding = tuple[Rule, str]  # a line about something that falls short, by a rule that can be waived
 
@@ -52,7 +52,7 @@ class Expected(Checked):
     device: Literal["cuda", "cpu"]
     processes: int  # and with cuda GPUs, of a node
     link: LinkKind  # that the job uses
-    wire: Wire = "exact"
+    needs_fp8: bool = False
     host_tp: int = 0  # ranks of a group that sends through host memory; 0: none does
     gpu_name: str | None = None  # part of the GPUs' name
     gpu_memory_gib: int | None = None
@@ -103,7 +103,7 @@ def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
             # A driver shows some per cent less than the number on the box.
             if expected.gpu_memory_gib and gpu["memory_gib"] < 0.9 * expected.gpu_memory_gib:
                 problems.append(f"GPU {index} has {gpu['memory_gib']} GiB, the profile says {expected.gpu_memory_gib}")
-            if expected.wire == FP8 and tuple(gpu["capability"]) < FP8_CAPABILITY:
+            if expected.needs_fp8 and tuple(gpu["capability"]) < FP8_CAPABILITY:
                 least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu["capability"]))
                 problems.append(f"wire fp8 needs compute capability {least}, GPU {index} has {has}; use wire int8")
             if gpu["used_by_others_gib"] > _OTHERS_GIB:

@@ -82,6 +82,7 @@ def test_overrides_and_order() -> None:
         ({}, 1, "needs tensor parallelism"),
         ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
         ({"link": "none", "cuda_graphs": True}, 8, "--cuda-graphs cannot capture what goes over the link none"),
+        ({"link": "p2p", "cuda_graphs": True}, 8, "--cuda-graphs cannot capture what goes over the link p2p"),
         ({"arms": "flux_te_fp8wire"}, 8, "unknown arm 'flux_te_fp8wire'"),
     ],
 )
@@ -190,7 +191,9 @@ def test_arms_that_the_link_does_not_allow(monkeypatch: pytest.MonkeyPatch) -> N
         for arm in ("te", "local", "flux_te", "flux_local", "floor"):
             assert layer_arms.why_not(arm, gpu, link) is None
     assert layer_arms.why_not("flux_te_fp8wire", gpu, "host") is None
-    assert layer_arms.why_not("flux_te_fp8wire", gpu, "p2p") == "8-bit wires are for the link host; the link is p2p"
+    assert layer_arms.why_not("flux_te_fp8wire", gpu, "p2p") is None
+    refused = "8-bit wires are for the links host and p2p; the link is nvlink"
+    assert layer_arms.why_not("flux_te_fp8wire", gpu, "nvlink") == refused
     assert layer_arms.why_not("busy_floor", gpu, "p2p") is None
 
 

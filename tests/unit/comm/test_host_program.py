@@ -79,7 +79,7 @@ class Ranks:
         found = []
         order = steps(rank, self.tp, len(CUTS) - 1) if kind == "exchange" else [(0, 0)] * len(program.parts)
         for part, (peer, piece) in zip(program.parts, order, strict=True):
-            for lane, batch, copies in part.steps:
+            for lane, batch, copies, _ in part.steps:
                 found += [(lane, self.word(one)) for one in driven(batch)]
                 for row, offset, host, nbytes in copies:
                     if lane == DOWN:
@@ -153,7 +153,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
 
 def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
     program = host_program.gather(Layout(3, 600, 3), 0, [0, 1 << 30, 2 << 30], CUTS)
-    assert [part.arrived for part in program.parts] == [None, 0, 1, 2]
+    assert [[piece for _, piece in part.arrived] for part in program.parts] == [[], [0, 0], [1, 1], [2, 2]]
     assert all(step.lane == DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
 
 

@@ -234,7 +234,11 @@ def test_layers_of_several_files_are_of_one_kind(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=twice):
             read_layers([*LAYERS, again])
     other, summary = tmp_path / "summary.json", json.loads((LAYERS[1] / "summary.json").read_text())
-    for change, told in (({"tp": 2}, "h200 with tp 4, h200 with tp 2"), ({"device": "NVIDIA L20"}, "l20 with tp 4")):
+    for change, told in (
+        ({"tp": 2}, "h200 with tp 4 over nvlink, h200 with tp 2 over nvlink"),
+        ({"device": "NVIDIA L20"}, "l20 with tp 4 over nvlink"),
+        ({"link": "host"}, "h200 with tp 4 over host"),
+    ):
         other.write_text(json.dumps(summary | change))
-        with pytest.raises(UserError, match=f"different GPUs or tp: .*{told}; give files of one kind"):
+        with pytest.raises(UserError, match=f"different GPUs, tp or links: .*{told}; give files of one kind"):
             read_layers([LAYERS[0], other])

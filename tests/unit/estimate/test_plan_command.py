@@ -56,7 +56,9 @@ def test_every_output_says_that_it_is_a_prediction(run: Run, tmp_path: Path) -> 
     assert code == 0, err
     folder = tmp_path / "plans" / "gpt3"
     page, stored = (folder / "plan.html").read_text(), json.loads((folder / "plan.json").read_text())
-    title = "Prediction: gpt3-175b on 128 x h100-sxm, tp 8 x pp 8 x dp 2, micro-batch 4 x 32, sequence 2048"
+    title = (
+        "Prediction: gpt3-175b on 128 x h100-sxm, tp 8 x pp 8 x dp 2, micro-batch 4 x 32, sequence 2048, link nvlink"
+    )
     assert title in out
     assert stored["kind"] == "Prediction"
     assert f"<title>{title}</title>" in page

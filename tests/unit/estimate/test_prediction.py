@@ -345,7 +345,10 @@ def test_cards_are_told_from_modules() -> None:
         "NVIDIA A100-SXM4-80GB": "a100-sxm",
         "NVIDIA A100 80GB PCIe": "a100-pcie",
         "NVIDIA L20": "l20",
-        "NVIDIA H100 PCIe": None,
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H100 NVL": "h100-nvl",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA A30 PCIe": None,
         "Tesla T4": None,
     }
     for name, key in names.items():

@@ -128,7 +128,7 @@ def test_waits_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     thread.join()
     said = capsys.readouterr()
     assert "flux 7" in said.out
-    assert f"waiting for a run in {tmp_path / 'run'}; Ctrl-C ends" in said.err.replace("\n", "")
+    assert f"waiting for a run in {tmp_path / 'run'}; Ctrl-C ends" in said.err
 
 
 @pytest.mark.parametrize(

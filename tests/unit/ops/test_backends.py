@@ -179,3 +179,13 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
         assert get_backend("chunked").why_not(torch.zeros(2, 2), None, group) is None, "on CPUs nothing is captured"
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert "run it once before" in (get_backend("chunked").why_not(x, None, group) or "")
+
+
+def test_an_8_bit_wire_counts_the_bytes_it_sends() -> None:
+    group, x, w = group_of(4), torch.zeros(64, 8), torch.zeros(256, 8)
+    sums = OperatorCall("gemm_reduce_scatter", x, w, group)
+    gathers = OperatorCall("all_gather", torch.zeros(16, 256), None, group)
+    assert get_backend("chunked").bytes_received(sums, 77) == 77
+    for name in ("chunked_fp8", "chunked_int8"):
+        for call in (sums, gathers):
+            assert get_backend(name).bytes_received(call, 77) == 3 * (16 * 256 + 4 * 16 * 2), "and a scale for 128"

@@ -15,8 +15,8 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import timing
+from megatron_flux.ops.backends import chunked, tuning_cache
 from megatron_flux.ops.backends import tuned as tuner
-from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
 from megatron_flux.ops.checks import OperatorCall
@@ -301,16 +301,22 @@ class Chunked(Recorder):
     def why_not(self, *operands: Any) -> str | None:
         return self.reason
 
-    def all_gather(self, call: OperatorCall) -> Pending:
-        self.log.append((self.name, None))
+    def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
+        self.log.append((self.name, pieces))
         return Pending(call.x)
+
+    def all_gather_gemm(self, call: OperatorCall, pieces: int | None = None) -> Any:
+        return super().all_gather_gemm(call, config=pieces)
+
+    def gemm_reduce_scatter(self, call: OperatorCall, pieces: int | None = None) -> Any:
+        return super().gemm_reduce_scatter(call, config=pieces)
 
 
 @pytest.fixture
 def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     """A tuner whose group talks through host memory; candidates that come last are the fastest."""
     monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("host", "asked for"))
-    monkeypatch.setattr(tuner, "_over_host", lambda x, group: True)
+    monkeypatch.setattr(tuner, "_by_chunks", lambda x, group: True)
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
     monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
     monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
@@ -323,16 +329,16 @@ def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBack
 
 def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBackend) -> None:
     assert over_host.why_not(X, W, GROUP) is None
-    assert call(over_host) == ("chunked", None)
-    assert gather(over_host, torch.zeros(6)) == ("chunked", None), "a bias is no obstacle"
+    assert call(over_host) == ("chunked", 1)
+    assert gather(over_host, torch.zeros(6)) == ("chunked", 1), "a bias is no obstacle"
     OperatorCall("all_gather", X, None, GROUP).run(over_host).wait()
     kept = tuning_cache.load(tuning_cache.cache_path())
-    assert [set(answer["ms"]) for answer in kept.values()] == [{"reference", "chunked"}] * 3
+    assert [set(answer["ms"]) for answer in kept.values()] == [{"reference", "chunked x1"}] * 3
     assert all(" tp=2 host | " in key for key in kept)
     assert all(tuning_cache.usable(answer) for answer in kept.values())
     assert over_host.prepare(OperatorCall("all_gather", X, None, GROUP), (16, 4)) is None
     with captured_calls():
-        assert call(over_host) == ("chunked", None)
+        assert call(over_host) == ("chunked", 1)
         over_host.chunked["chunked"].reason = "it cannot be captured"  # type: ignore[attr-defined]
         assert call(over_host) == ("reference", None)
     assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
@@ -351,7 +357,7 @@ def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, mon
 def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in ("of the process", "of the file"):
         for wire, name in (("exact", "chunked"), ("fp8", "chunked_fp8"), ("int8", "chunked_int8")):
-            assert call(over_host, wire) == (name, None), "what was kept for another wire is no answer"
+            assert call(over_host, wire) == (name, 1), "what was kept for another wire is no answer"
             found = over_host.answer("gemm_reduce_scatter", 8, 6, 4, X, False, GROUP, wire)
             assert found is not None
             assert found["backend"] == name
@@ -363,7 +369,29 @@ def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: TunedBackend, monk
 
 def test_an_8_bit_wire_that_this_gpu_cannot_have(over_host: TunedBackend) -> None:
     over_host.chunked["chunked_fp8"].reason = "not on this GPU"
-    assert call(over_host, "fp8") == ("chunked", None)
+    assert call(over_host, "fp8") == ("chunked", 1)
+
+
+def test_the_number_of_pieces_is_measured_and_kept(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "LEAST_BYTES", 8)
+    monkeypatch.setattr(chunked, "LEAST_ROWS", 2)
+    for _ in ("measured", "kept"):
+        assert call(over_host) == ("chunked", 4), "one a row; the last candidate is the fastest"
+        answer = over_host.answer("gemm_reduce_scatter", 8, 6, 4, X, False, GROUP, "exact")
+        assert answer is not None
+        assert set(answer["ms"]) == {"reference", "chunked x2", "chunked x4"}
+        assert (tuning_cache.label(answer), answer["pieces"], answer["plan"]) == ("chunked x4", 4, None)
+        forget(over_host)
+        monkeypatch.setattr(tuner.timing, "interleaved", lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize("pieces", [0, True, "4"])
+def test_pieces_that_cannot_be_are_refused(pieces: Any) -> None:
+    answer = {"backend": "chunked", "plan": None, "ms": {}, "pieces": pieces}
+    with pytest.raises(ValueError, match="pieces must be a number from 1 on"):
+        tuning_cache.usable(answer)
+    with pytest.raises(ValueError, match="with a chunked backend"):
+        tuning_cache.usable({**answer, "backend": "reference", "pieces": 4})
 
 
 def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
@@ -371,7 +399,7 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
 ) -> None:
     renewed: list[Any] = []
     monkeypatch.setattr(tuner.transports, "renew", renewed.append)
-    monkeypatch.setattr(over_host.chunked["chunked"], "gemm_reduce_scatter", lambda call: 1 / 0)
+    monkeypatch.setattr(over_host.chunked["chunked"], "gemm_reduce_scatter", lambda call, pieces: 1 / 0)
     monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine, 1: mine})
     assert call(over_host) == ("reference", None)
     assert renewed == [GROUP]

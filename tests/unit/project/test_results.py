@@ -28,6 +28,7 @@ FOLDERS = (
     "megatron-graphs-h200x4",
     "refactor-h200x2",
     "host-link-h200x2",
+    "wire-cpu",
 )
 
 X = "\u00d7"

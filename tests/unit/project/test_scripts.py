@@ -362,6 +362,12 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "compare",
         "metrics",
         "megatron_lm",
+        *(f"host_checks_{way}_{queues}" for way in ("host", "send_recv", "p2p") for queues in (1, 8)),
+        "host_ops",
+        "host_layer",
+        "host_graphs",
+        *(f"host_compare_{wire}" for wire in ("exact", "fp8")),
+        *(f"host_parity_{backend}" for backend in ("chunked", "chunked_fp8")),
     ]
     assert all(": timeout " in line or ": left out, " in line for line in out.splitlines())
     assert r"a\ b\;\ touch\ c/ops" in out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_flux import cuda_driver
-from megatron_flux.comm import link_speed, links
+from megatron_flux.comm import link_speed, links, p2p_probe
 from megatron_flux.telemetry import link_report
 
 BUS = "0000:3b:00.0"
@@ -23,10 +23,10 @@ def test_where_a_gpu_is(tmp_path: Path) -> None:
     (root / BUS).symlink_to(there)
     for text, node in (("1\n", 1), ("-1\n", None), ("?", None)):
         (there / "numa_node").write_text(text)
-        assert link_report.place(BUS, root) == {"bus": BUS, "numa_node": node, "root_complex": "pci0000:3a"}
+        assert p2p_probe.place(BUS, root) == {"bus": BUS, "numa_node": node, "root_complex": "pci0000:3a"}
     unknown = {"numa_node": None, "root_complex": None}
-    assert link_report.place("0000:ff:00.0", root) == {"bus": "0000:ff:00.0", **unknown}
-    assert link_report.place(None, root) == {"bus": None, **unknown}
+    assert p2p_probe.place("0000:ff:00.0", root) == {"bus": "0000:ff:00.0", **unknown}
+    assert p2p_probe.place(None, root) == {"bus": None, **unknown}
 
 
 def test_kinds_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_the_table() -> None:
     found = {
         "ranks": 2,
         "seconds": 6.04,
-        "gpus": [{"bus": BUS, "numa_node": 0, "root_complex": "pci0000:3a"}, link_report.place(None)],
+        "gpus": [{"bus": BUS, "numa_node": 0, "root_complex": "pci0000:3a"}, p2p_probe.place(None)],
         "pairs": [
             {"from": 0, "to": 1, "kind": "p2p", "push": 24.04, "pull": 21.0},
             {"from": 1, "to": 0, "kind": "host", "push": None, "pull": None},
@@ -135,3 +135,21 @@ def test_the_table() -> None:
         "all GPUs at once, pull: 21.0 -",
         "through host memory: not measured: too little",
     ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "roots", "islands"),
+    [
+        ((0, 0, 1, 1), "abcd", ((0, 1), (2, 3))),
+        ((1, 0, 1, 0), "aaab", ((0, 2), (1, 3))),
+        ((0, 0, 0, 0), "abba", ((0, 3), (1, 2))),
+        ((None, 0, 1, 1), "aabb", ((0, 1), (2, 3))),
+        ((0, 0, 0, 1), "aaaa", None),
+        ((0, 0, 1, 2), "abcd", None),
+        ((0, 1), "ab", None),
+        ((None, None, None, None), (None,) * 4, None),
+    ],
+)
+def test_islands(nodes: Any, roots: Any, islands: Any) -> None:
+    gpus = [{"numa_node": node, "root_complex": root} for node, root in zip(nodes, roots, strict=True)]
+    assert p2p_probe.islands(gpus) == islands

@@ -1,0 +1,65 @@
+"""Tokenizers by file, read by megatron.core's own classes with Hugging Face's or Google's package, which are optional.
+
+Only text that is not in the cache yet needs them, and the size of the vocabulary: ranks that find tokenized text read
+neither. Nothing is downloaded: the file must be there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megatron_flux.errors import UserError, one_line
+
+Kind = Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"]
+_PACKAGES = {"HuggingFaceTokenizer": "transformers", "SentencePieceTokenizer": "sentencepiece"}
+_LIBRARIES = {"HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece"}
+_NAMES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model")
+"""What of a model's folder is its tokenizer."""
+
+
+class Tokenizer(NamedTuple):
+    """One that was read."""
+
+    vocab_size: int
+    end_of_document: int
+    encode: Callable[[str], list[int]]
+
+
+@functools.cache
+def load(kind: Kind, model: Path) -> Tokenizer:
+    """The tokenizer in ``model``; a UserError where its package is missing, it cannot be read, or ends no document."""
+    if importlib.util.find_spec(package := _PACKAGES[kind]) is None:
+        needs = f"--tokenizer-type {kind} needs {package}, which is not installed"
+        raise UserError(f"{needs}; pip install 'megatron-flux[tokenizers]', or {package} alone")
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    path = _checked(kind, model)
+    try:
+        found = MegatronTokenizer.from_pretrained(str(path), metadata_path={"library": _LIBRARIES[kind]})
+        end = found.eod if kind == "HuggingFaceTokenizer" else found.eos_id
+    except Exception as error:  # whatever these packages make of a file that is none
+        raise UserError(f"--tokenizer-model {model} is no {kind}: {one_line(error)[:200]}") from None
+    if end is None or end < 0:
+        raise UserError(f"--tokenizer-model {model} has no end-of-sequence token, which ends documents; add one to it")
+    return Tokenizer(found.vocab_size, end, found.tokenize)
+
+
+def fingerprint(kind: Kind, model: Path) -> str:
+    """The kind, and SHA-256 of the file, or of those files of a folder that are a tokenizer's."""
+    path, digest = _checked(kind, model), hashlib.sha256()
+    files = {path} if path.is_file() else {file for name in _NAMES for file in path.glob(name) if file.is_file()}
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"{kind} {digest.hexdigest()}"
+
+
+def _checked(kind: Kind, model: Path) -> Path:
+    """What is to be read: of a file of Hugging Face's, its folder."""
+    if not model.exists():
+        raise UserError(f"--tokenizer-model {model} does not exist; give a tokenizer's file or folder on this machine")
+    return model.parent if kind == "HuggingFaceTokenizer" and model.is_file() else model

@@ -1,0 +1,136 @@
+"""What the link through peers' memory enqueues, run in one process in every order that queues allow.
+
+As in test_host_program; a copy takes a while here, so that two at once into a GPU, or out of one, are seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_flux.comm import p2p_program, p2p_schedule
+from megatron_flux.comm.host_program import Program
+from megatron_flux.comm.lanes import read, store
+from megatron_flux.comm.p2p_program import CLOSED, IN, OUT, PeerLayout
+from megatron_flux.comm.p2p_schedule import Islands, of_rank
+from tests.unit.comm.test_host_program import CUTS, SIZE, Ranks, driven, run
+
+KINDS = ("gather", "exchange")
+HALVES = {4: ((0, 1), (2, 3)), 6: ((0, 1, 2), (3, 4, 5)), 8: ((0, 2, 4, 6), (1, 3, 5, 7))}
+
+
+class Gpus:
+    """The memory of all ranks of a group, and what copies now."""
+
+    def __init__(self, layout: PeerLayout) -> None:
+        self.layout, self.tp = layout, layout.tp
+        self.words = [torch.zeros(layout.region_bytes, dtype=torch.uint8) for _ in range(self.tp)]
+        self.memory = [torch.zeros(layout.device_bytes, dtype=torch.uint8) for _ in range(self.tp)]
+        self.regions = [words.data_ptr() for words in self.words]
+        self.slots = [memory.data_ptr() for memory in self.memory]
+        self.sent = [torch.zeros(self.tp, SIZE, dtype=torch.uint8) for _ in range(self.tp)]
+        self.theirs = [torch.zeros(self.tp, SIZE, dtype=torch.uint8) for _ in range(self.tp)]
+        for region in self.regions:
+            for word in layout.own_words():
+                store(region + word, CLOSED)
+        self.outbound: set[int] = set()
+        self.inbound: set[int] = set()
+
+    fill = Ranks.fill
+
+    def program(self, kind: str, rank: int, islands: Islands | None) -> Program:
+        turns = getattr(p2p_schedule, kind)(self.tp, islands)
+        exchange = kind == "exchange"
+        return p2p_program.program(self.layout, rank, self.regions, self.slots, CUTS, turns, exchange=exchange)
+
+    def operations(
+        self, rank: int, program: Program, kind: str, islands: Islands | None
+    ) -> list[tuple[int, Callable[[], bool]]]:
+        found: list[tuple[int, Callable[[], bool]]] = []
+        order = of_rank(getattr(p2p_schedule, kind)(self.tp, islands), rank)
+        sends = [(turn.target, piece) for piece in range(len(CUTS) - 1) for turn in order]
+        sends = sends if kind == "exchange" else [(0, 0)] * len(program.parts)
+        done = {OUT: 0, IN: 0}
+        for part, (peer, piece) in zip(program.parts, sends, strict=True):
+            for lane, batch, copies, after in part.steps:
+                if after is not None:
+                    given = sum(at == after for at, _ in found)
+                    found.append((lane, lambda after=after, given=given: done[after] >= given))
+                found += [(lane, Ranks.word(one)) for one in driven(batch)]
+                for row, offset, slot, nbytes in copies:
+                    if lane == OUT:
+                        target = next(r for r in range(self.tp) if 0 <= slot - self.slots[r] < self.layout.device_bytes)
+                        if row == self.tp:
+                            at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr()
+                            at += CUTS[piece] if kind == "exchange" else 0
+                        else:
+                            at = self.theirs[rank][row].data_ptr()
+                        found += [(lane, one) for one in self.push(rank, target, (slot, at + offset, nbytes))]
+                    else:
+                        copy = (self.theirs[rank][row].data_ptr() + offset, slot, nbytes)
+                        found.append((lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
+        counted = []
+        for lane, operation in found:
+
+            def one(lane: int = lane, operation: Callable[[], bool] = operation) -> bool:
+                has_run = operation()
+                done[lane] += has_run
+                return has_run
+
+            counted.append((lane, one))
+        return counted
+
+    def push(self, rank: int, target: int, copy: tuple[int, int, int]) -> list[Callable[[], bool]]:
+        def begin() -> bool:
+            assert rank not in self.outbound
+            assert target not in self.inbound, "two write into a GPU at once"
+            self.outbound.add(rank)
+            self.inbound.add(target)
+            return True
+
+        def end() -> bool:
+            ctypes.memmove(*copy)
+            self.outbound.remove(rank)
+            self.inbound.remove(target)
+            return True
+
+        return [begin, end]
+
+
+@pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "two lanes"])
+@pytest.mark.parametrize("tp", [2, 4, 6, 8])
+def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None:
+    rng = random.Random(tp)
+    for islands in dict.fromkeys((None, HALVES.get(tp))):
+        for slots in (3, 4)[: 1 + (tp <= 4)]:
+            gpus = Gpus(PeerLayout(tp, 1500, slots))
+            programs = {kind: [gpus.program(kind, rank, islands) for rank in range(tp)] for kind in KINDS}
+            for seed in range(2 + (tp <= 4)):
+                kind = KINDS[seed % 2]
+                gpus.fill(seed)
+                queues = []
+                for rank in range(tp):
+                    every = gpus.operations(rank, programs[kind][rank], kind, islands)
+                    lanes = [[one for at, one in every if one_queue or at == lane] for lane in (OUT, IN)]
+                    queues += lanes[:1] if one_queue else lanes
+                run(queues, rng)
+                for rank in range(tp):
+                    for peer in range(tp):
+                        want = gpus.sent[peer][rank if kind == "exchange" else 0]
+                        if peer == rank:
+                            want = torch.full_like(want, 0xEE)
+                        assert torch.equal(gpus.theirs[rank][peer], want), (kind, rank, peer)
+                    words = {read(gpus.regions[rank] + word) for word in gpus.layout.own_words()}
+                    assert words == {CLOSED}, "as before"
+
+
+def test_blocks_are_told_of_one_by_one() -> None:
+    gpus = Gpus(PeerLayout(4, 600, 3))
+    parts = gpus.program("gather", 0, HALVES[4]).parts
+    arrived = [block for part in parts for block in part.arrived]
+    assert arrived == [(peer, piece) for piece in range(3) for peer in (2, 1, 3)]
+    assert not parts[0].arrived

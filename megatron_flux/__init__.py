@@ -21,7 +21,7 @@ import torch  # noqa: F401
 from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
-from megatron_flux.patch import is_patched, patch, patched, report, set_backend, tune_model, unpatch
+from megatron_flux.patch import is_patched, patch, patched, report, set_backend, set_keep_gathered, tune_model, unpatch
 from megatron_flux.version import __version__
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "patched",
     "report",
     "set_backend",
+    "set_keep_gathered",
     "tune_model",
     "unpatch",
 ]

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_flux import settings
+from megatron_flux.errors import UserError
 
 STOCK = "stock"
 """In :func:`megatron_flux.set_backend`: the layer runs stock Megatron."""
@@ -44,6 +45,16 @@ class Wires(NamedTuple):
 ALL_EXACT = Wires()
 
 
+def number_of_bytes(given: str | int) -> int:
+    """A size such as 8GB, 512MiB or a plain number. Raises UserError: it is none."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(given))
+    except ValidationError:
+        raise UserError(f"{given!r} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
     """How patched layers run; checked by :func:`megatron_flux.patch`."""
@@ -68,14 +79,15 @@ class FluxConfig:
     its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; backends that gather into memory of
     their own (``reference``, ``pipelined``) keep it a little longer."""
 
-    keep_gathered: bool = False
+    keep_gathered: bool | None = None
     """Keep what a column-parallel layer has gathered in forward for its wgrad, where memory allows, instead of
-    gathering it again (:mod:`megatron_flux.layers.keep`); results are the same. Pays where links are slow. Fused
-    kernels' gathered inputs are never kept."""
+    gathering it again (:mod:`megatron_flux.layers.keep`); results are the same. None: where links are slow, that is
+    where ``chunked`` runs, or the tuner that may take it, without NVLink. Fused kernels' gathered inputs are never
+    kept."""
 
     keep_gathered_bytes: int | None = None
-    """How many bytes a process may keep so; layers beyond gather again. None: a quarter of the GPU memory that is free
-    at the first such call; on CPUs no limit."""
+    """How many bytes a process may keep so; layers beyond gather again. None: nothing before the optimizer's first
+    step, from then on a quarter of the GPU memory that was never needed; on CPUs no limit."""
 
     link: str | None = None
     """The strongest link to use between a group's ranks: ``none``, ``host``, ``p2p`` or ``nvlink``

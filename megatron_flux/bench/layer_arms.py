@@ -11,6 +11,7 @@ te_ub        TransformerEngine spec    TransformerEngine's userbuffers (``tp_com
 flux_local   those of ``local``        under ``megatron_flux.patched()``
 flux_te      those of ``te``           under ``megatron_flux.patched()``
 …_own_gather                           as these two without ``gather_ahead``
+…_gather_again                         as these two, nothing kept for wgrad that was gathered in forward
 …_fp8wire                              as these two, all calls on ``chunked_fp8``; likewise ``…_int8wire``. With two
                                        wires, as ``…_exact_fp8wire``, the second is that of gradients
 floor        those of ``local``        communication left out: no training run
@@ -45,6 +46,7 @@ from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import NotHereError
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.errors import FluxError
+from megatron_flux.layers import keep
 from megatron_flux.settings import WIRES
 from megatron_flux.train.measurements import workspace_bytes
 
@@ -105,11 +107,19 @@ def why_not(arm: str, device: torch.device, link: str) -> str | None:
 
 
 def make(
-    arm: str, block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, backend: str, link: str | None = None
+    arm: str,
+    block: torch.nn.Module,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    backend: str,
+    link: str | None = None,
+    keep_gathered: bool | None = None,
+    keep_bytes: int | None = None,
 ) -> Arm:
     """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
 
-    ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use.
+    ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use, ``keep_gathered``
+    whether they keep gathered inputs, of up to ``keep_bytes``.
     """
     backends = Backends.of(backend)
     if (wires := wires_of(arm)) != ALL_EXACT:
@@ -127,10 +137,11 @@ def make(
             return patched(FluxConfig(backend=FLOORS[arm].name, link=link))
         if not arm.startswith("flux"):
             return nullcontext()
-        ahead = not arm.endswith("_own_gather")
+        ahead, keeps = not arm.endswith("_own_gather"), False if arm.endswith("_gather_again") else keep_gathered
         # The tuner of an arm without wires sends none, whatever the environment says.
         exact = {"wire": "exact", "grad_wire": "exact"}
-        return patched(FluxConfig(**backends._asdict(), **exact, gather_ahead=ahead, link=link))
+        keeping = {"keep_gathered": keeps, "keep_gathered_bytes": keep_bytes}
+        return patched(FluxConfig(**backends._asdict(), **exact, **keeping, gather_ahead=ahead, link=link))
 
     if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():
         ops.register_backend(FLOORS[arm])
@@ -145,7 +156,8 @@ def look_inside(arm: Arm) -> None:
     """
     if arm.name in ("te", "local", "te_ub"):
         return
-    before = ops.stats.calls.copy()
+    before, kept = ops.stats.calls.copy(), report()["kept_gathered"]["total"]
+    keep.forget_most()
     with arm.active():
         arm.step()
         seen = report()
@@ -157,6 +169,8 @@ def look_inside(arm: Arm) -> None:
         "flux_layers": seen["active_layers"],
         "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(calls.items())},
         "flux_fallbacks": seen["fallbacks"],
+        "flux_inputs_kept_per_step": seen["kept_gathered"]["total"] - kept,
+        "flux_kept_bytes": seen["kept_gathered"]["peak_bytes"],
     }
 
 

@@ -19,12 +19,15 @@ from megatron_flux.bench.shapes import (
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.train.options import LayerLinkOptions, Wire
+from megatron_flux.train.options import LayerLinkOptions, Wire, check_keep
 from megatron_flux.train.presets import ModelShape
 
 ARMS = ("te", "local", "te_ub", "flux_local", "flux_te", "floor")
 """Those that run unless others are asked for; see :mod:`megatron_flux.bench.layer_arms`."""
-ON_REQUEST = ("flux_local_own_gather", "flux_te_own_gather", "busy_floor")
+ON_REQUEST = (
+    *("flux_local_own_gather", "flux_te_own_gather", "flux_local_gather_again", "flux_te_gather_again"),
+    "busy_floor",
+)
 
 NEED_PEERS = ("te_ub", "busy_floor")
 """Arms whose ranks write into each other's memory."""
@@ -128,6 +131,7 @@ class LayerConfig(_Measuring):
 
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
+    keep_gathered_bytes: int | None = None
     workloads: tuple[Workload, ...]
     arms: tuple[str, ...]
     tp: int
@@ -167,6 +171,7 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     wires = Wires.of(options.wire, options.grad_wire)
     arms = with_wires(named("arm", options.arms, (*ARMS, *ON_REQUEST, *over_wires(wires))), wires)
     check_graphs(options.cuda_graphs, options.link)
+    check_keep(options)
     if options.cuda_graphs and "busy_floor" in arms:
         raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
     if options.backend not in backend_names():

@@ -107,10 +107,13 @@ class WorkloadBench:
         """Every arm that can run here, built and warm."""
         reasons = {name: layer_arms.why_not(name, self.device, self.link) for name in self.config.arms}
         wanted = [name for name, reason in reasons.items() if reason is None]
+        budget = self.config.keep_gathered_bytes
         if self.device.type == "cuda":
             kinds = {layer_arms.block_of(name) for name in wanted}
             need = self.workload.memory_gb(self.group.size(), len(kinds))
             free = min(collectives.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.ranks))
+            if budget is None:  # no optimizer comes here, which the layers would wait for
+                budget = max(0, int((free - need) * 1e9 / 4))
             if need > free:
                 short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers"
                 reasons |= dict.fromkeys(wanted, short)
@@ -123,7 +126,8 @@ class WorkloadBench:
                     blocks[kind] = attempt(partial(self._build, kind, stack), self.ranks)
                 block, reason = blocks[kind]
                 if block is not None:
-                    arm = layer_arms.make(name, block, self.x, self.dy, self.config.backend, self.config.link)
+                    how = self.config.backend, self.config.link, self.config.keep_gathered, budget
+                    arm = layer_arms.make(name, block, self.x, self.dy, *how)
                     _, reason = attempt(partial(self._warm_up, arm), self.ranks)
             if reason is None:
                 arms.append(arm)

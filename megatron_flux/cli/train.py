@@ -51,6 +51,7 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
 
 def _run(command: str, given: TrainOptions, special: CheckpointOptions | CompareOptions, dry_run: bool) -> None:
     from megatron_flux.errors import InterruptedRunError
+    from megatron_flux.metrics.table import counted
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
 
@@ -76,7 +77,7 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
         tokenizer=data.tokenizer_of(found, run),
     )
     run = run.model_copy(update={"text": text})
-    size = f"{found.documents:,} document{'s' * (found.documents != 1)}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
+    size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
     typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
     if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)

@@ -86,6 +86,7 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     every, gained = ([error for _, error in off], [abs(row["predicted"] - row["measured"]) for row in speedups])
     return {
         "kind": "Prediction",
+        "constants": "of other runs, over NVLink" if through_host else "each workload with those of the others",
         "rows": rows,
         "mean_absolute_error": statistics.mean(every),
         "largest_absolute_error": max(every),

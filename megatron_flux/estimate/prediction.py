@@ -192,12 +192,16 @@ def _notes(
         )
     both = memory["total"] + sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     notes.append(f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB per GPU")
+    if reason is None and job.link == "host":
+        room = max(0.0, job.device.memory_gb - memory["total"] - ROOM_GB) / 4
+        notes.append(
+            "unless told otherwise flux keeps gathered inputs for wgrad, in a quarter of what a step leaves (here "
+            f"{room:.1f} GB) or in --keep-gathered-bytes; --keep-gathered plans as if all had room"
+        )
     if job.link != "nvlink" and job.tp_in_node and run.tp > 1:
         notes.append(slow_links.origin(job.link, key, min(job.gpus_per_node, run.world_size), calls is not None))
     elif key != "h200":
         notes.append(f"flux's kernels and the constants of whole layers were measured on H200, not on {key}")
-    if reason is None and job.keep_gathered:
-        notes.append("kept inputs may have a quarter of the memory that is free at the first call, not more by default")
     if job.link != "nvlink":
         return notes
     if run.tp != 4:

@@ -38,7 +38,7 @@ def show(plan: dict[str, Any], console: Console) -> None:
 def show_validation(found: dict[str, Any], console: Console) -> None:
     """Print what :func:`~megatron_flux.estimate.measured.validate` found."""
     kind, gains = found["kind"], found["speedup_errors"]
-    console.print(f"{kind} beside the layer benchmark, ms per layer; each workload with constants of the others")
+    console.print(f"{kind} beside the layer benchmark, ms per layer; constants: {found['constants']}")
     row = "{model}|{seq} x {micro_batch}|{arm}|{measured_ms:.2f}|{predicted_ms:.2f}|{error:+.1%}"
     console.print(_table_of(found["rows"], "model|sequence x micro-batch|arm|measured|predicted|error", row))
     line = "speed-up of flux, {workload}: measured {measured:.3f}, predicted {predicted:.3f}"

@@ -215,7 +215,7 @@ def column_parallel_linear(
     wires: Wires = ALL_EXACT,
     epilogue_bias: bool = False,
     gather_ahead: bool = True,
-    keep_gathered: bool = False,
+    keep_gathered: bool | None = None,
     keep_gathered_bytes: int | None = None,
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T + bias`` or ``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, differentiable.
@@ -238,8 +238,7 @@ def column_parallel_linear(
     """
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
     linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), wires, autocast_of(x))
-    if keep_gathered:
-        linear.kept = keep.reserve(x, weight, group, linear.backends, keep_gathered_bytes)
+    linear.kept = keep.reserve(x, weight, group, linear.backends, wires, keep_gathered, keep_gathered_bytes)
     if norm is None:
         return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
     kernels, *affine = norm

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from megatron_flux.config import Backends, FluxConfig
+from megatron_flux.config import Backends, FluxConfig, number_of_bytes
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
@@ -30,8 +30,8 @@ _HELP = {
     "dgrad": "Operator backend of dgrad, where it is another one.",
     "wgrad": "Backend of the gather for wgrad, where it is another one.",
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
-    "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad.",
-    "keep_gathered_bytes": "How many bytes a process may keep so; without it a quarter of the free GPU memory.",
+    "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad; without it where the link is slow.",
+    "keep_gathered_bytes": "How much a process may keep so, as 8GB; without it a quarter of what one step leaves.",
     "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
     "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",
     "grad_wire": "The same of gradients; without it MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     types = get_type_hints(FluxConfig)
     for field in fields(FluxConfig):
-        kind: dict[str, Any] = {"type": int}
+        kind: dict[str, Any] = {"type": _bytes}
         if types[field.name] in (bool, bool | None):
             kind = {"action": argparse.BooleanOptionalAction}
         elif field.name in _BACKENDS:
@@ -80,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
     )
     return parser
+
+
+def _bytes(text: str) -> int:
+    try:
+        return number_of_bytes(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _interval(text: str) -> int:

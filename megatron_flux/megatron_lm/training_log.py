@@ -21,6 +21,7 @@ import torch
 
 from megatron_flux import nvml
 from megatron_flux.comm import timeouts
+from megatron_flux.layers import keep
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
 from megatron_flux.patch import report
 from megatron_flux.telemetry.call_sampler import Sampler
@@ -81,8 +82,11 @@ class _Log:
         }
         totals["flux/bytes_received"] = seen["bytes_received"]
         totals["flux/fallback_calls"] = sum(seen["fallbacks"].values())
+        kept = seen["kept_gathered"]
+        totals |= {"flux/inputs_kept": kept["total"], "flux/inputs_gathered_again": kept["no_room"]}
         row = {name: value - self.totals.get(name, 0) for name, value in totals.items()}
         self.iteration, self.totals = iteration, totals
+        row["flux/kept_bytes"] = kept["peak_bytes"]
         return {"flux/active_layers": seen["active_layers"], **({} if seen["cuda_graphs"] else row)}
 
 
@@ -101,6 +105,7 @@ def log(iteration: int) -> None:
         return
     seen = report()
     row = _log.row(iteration, seen)
+    keep.forget_most()
     if _log.samples is None:
         _announce(args.rank, row, seen["fallbacks"])
         # --yaml-cfg in a patched tree drops what the file does not name.

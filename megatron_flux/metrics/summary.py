@@ -234,6 +234,8 @@ def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, An
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
         **dict(zip(("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes"), most, strict=True)),
+        "kept_bytes": max((record.get("flux/kept_bytes") or 0 for record in records), default=0) or None,
+        **{name: median_of(steps, f"flux/{name}") or None for name in ("inputs_kept", "inputs_gathered_again")},
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
         "final_validation_loss": next(

@@ -126,6 +126,9 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
     ("peak memory", "peak_memory_bytes", memory, True),
     ("peak memory, allocated", "allocated_peak_bytes", memory, False),
     ("peak memory, workspace", "workspace_bytes", memory, False),
+    ("gathered inputs kept for wgrad", "kept_bytes", memory, False),
+    ("inputs kept a step", "inputs_kept", "{:,.0f}".format, False),
+    ("inputs gathered again a step, no room", "inputs_gathered_again", "{:,.0f}".format, False),
     ("peak host memory of a rank", "host_memory_bytes", memory, False),
     ("loss, first step", "first_loss", "{:.6f}".format, False),
     ("loss, last step", "final_loss", "{:.6f}".format, False),
@@ -133,7 +136,11 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
 )
 """Label, key in an arm's summary, form, and whether the difference is shown."""
 _ONLY_WITH = {"workspace_bytes": "allocated_peak_bytes"} | {
-    key: key for key in ("allocated_peak_bytes", "host_memory_bytes", "final_validation_loss")
+    key: key
+    for key in (
+        *("allocated_peak_bytes", "host_memory_bytes", "final_validation_loss"),
+        *("kept_bytes", "inputs_kept", "inputs_gathered_again"),
+    )
 }
 """Rows that are left out unless an arm knows this."""
 

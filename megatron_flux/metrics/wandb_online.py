@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Exposed communication (ms per step)": _by_operator("flux/exposed_communication_ms"),
         "Baseline's: the same calls in turn (ms per step)": _by_operator(BASELINE_EXPOSED),
         "Received from peers (bytes per step)": ("flux/bytes_received",),
+        "Gathered inputs kept for wgrad (bytes)": ("flux/kept_bytes",),
         "Active layers": ("flux/active_layers",),
         "Calls left to stock, per step": ("flux/fallback_calls",),
     },

@@ -7,6 +7,15 @@ Reading order: ``patcher`` (the public functions), ``megatron_core`` (what diffe
 replaced methods, and when a call runs stock), ``te_seam`` (what is assumed of TransformerEngine), ``tuning``.
 """
 
-from megatron_flux.patch.patcher import is_patched, patch, patched, report, set_backend, tune_model, unpatch
+from megatron_flux.patch.patcher import (
+    is_patched,
+    patch,
+    patched,
+    report,
+    set_backend,
+    set_keep_gathered,
+    tune_model,
+    unpatch,
+)
 
-__all__ = ["is_patched", "patch", "patched", "report", "set_backend", "tune_model", "unpatch"]
+__all__ = ["is_patched", "patch", "patched", "report", "set_backend", "set_keep_gathered", "tune_model", "unpatch"]

@@ -52,6 +52,9 @@ CHOSEN = "chosen with set_backend"
 CHOICE = "_megatron_flux_backends"
 """A layer's choice is in its ``__dict__``: found without a search through parameters, and gone with the layer."""
 
+KEEP = "_megatron_flux_keep_gathered"
+"""Likewise whether its gathered input is kept."""
+
 TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "TE row"
 """Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
 
@@ -116,7 +119,7 @@ class LinearPatch:
                 backend=backends,
                 wires=self.config.wires,
                 gather_ahead=self.config.gather_ahead,
-                keep_gathered=self.config.keep_gathered,
+                keep_gathered=layer.__dict__.get(KEEP, self.config.keep_gathered),
                 keep_gathered_bytes=self.config.keep_gathered_bytes,
             )
 
@@ -177,7 +180,7 @@ class LinearPatch:
                 options |= {
                     "epilogue_bias": True,
                     "gather_ahead": self.config.gather_ahead,
-                    "keep_gathered": self.config.keep_gathered,
+                    "keep_gathered": layer.__dict__.get(KEEP, self.config.keep_gathered),
                     "keep_gathered_bytes": self.config.keep_gathered_bytes,
                 }
                 if kind == TE_NORM_COLUMN:

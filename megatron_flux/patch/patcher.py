@@ -28,7 +28,7 @@ from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import backend_names, stats
 from megatron_flux.patch import te_seam, tuning
-from megatron_flux.patch.linears import CHOICE, TE_KINDS, LinearPatch
+from megatron_flux.patch.linears import CHOICE, KEEP, TE_KINDS, LinearPatch
 from megatron_flux.patch.megatron_core import REPLACED, TE_REPLACED, checked_line, installed_megatron_core, te_layers
 from megatron_flux.settings import LINKS, WIRES, one_queue
 
@@ -178,9 +178,10 @@ def report() -> dict[str, Any]:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
         ``fallbacks``: stock calls by ``"kind: reason"``, and operator calls that had to take a slower backend;
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators;
-        ``kept_gathered``: gathered ``inputs`` that column-parallel layers keep now, their ``bytes``, and how many were
-        kept in ``total``; ``cuda_graphs``: whether layers ask for Megatron's CUDA graphs. Counts are of what Python
-        called: where graphs are replayed, it is not called any more.
+        ``kept_gathered``: gathered ``inputs`` that column-parallel layers keep now, their ``bytes`` and
+        ``peak_bytes``, how many were kept in ``total``, and for how many there was ``no_room``; ``cuda_graphs``:
+        whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs are replayed, it
+        is not called any more.
     """
     now = _linears
     fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
@@ -228,26 +229,51 @@ def set_backend(
     else:
         choice = Backends(*(value or backend for value in directions.values()))
         _check_backends(choice, f"; or {STOCK!r}")
+    return _mark("set_backend", model, names, CHOICE, choice, _LINEARS)
+
+
+def set_keep_gathered(
+    model: torch.nn.Module | list[torch.nn.Module], keep_gathered: bool | None, *, names: str = "*"
+) -> list[str]:
+    """Choose for some layers whether their gathered input is kept for wgrad: ``keep_gathered`` of
+    :class:`~megatron_flux.FluxConfig`, which holds for all others, and for these again after None.
+
+    For instance ``set_keep_gathered(model, False, names="*.linear_qkv")``, so that the budget is that of the MLPs. Of
+    column-parallel linears; ``model``, ``names`` and what is returned are as in :func:`set_backend`. All ranks of a
+    tensor-parallel group must choose alike.
+
+    Raises:
+        UserError: a value that is none of the three, or no layer of such a name.
+    """
+    if keep_gathered not in (True, False, None):
+        raise UserError(f"set_keep_gathered: give True, False or None, not {keep_gathered!r}")
+    return _mark("set_keep_gathered", model, names, KEEP, keep_gathered, _COLUMNS)
+
+
+def _mark(function: str, model: Any, names: str, attribute: str, value: object, classes: set[str]) -> list[str]:
+    """Give the layers of ``classes`` that are called so ``attribute``, or with None take it away; their names."""
     chosen, known = [], []
     for chunk in model if isinstance(model, list) else [model]:
         for name, module in chunk.named_modules():
-            if not any(f"{c.__module__}:{c.__qualname__}" in _LINEARS for c in type(module).__mro__):
+            if not any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
                 continue
             name = name.removeprefix("module.").removeprefix("module.")  # DistributedDataParallel, Float16Module
             known.append(name)
             if fnmatchcase(name, names):
                 chosen.append(name)
-                if choice is None:
-                    module.__dict__.pop(CHOICE, None)
+                if value is None:
+                    module.__dict__.pop(attribute, None)
                 else:
-                    module.__dict__[CHOICE] = choice
+                    module.__dict__[attribute] = value
     if not chosen:
         shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-        raise UserError(f"set_backend: no tensor-parallel linear is named {names!r}; there are: {shown or 'none'}")
+        kind = "tensor-parallel" if classes is _LINEARS else "column-parallel"
+        raise UserError(f"{function}: no {kind} linear is named {names!r}; there are: {shown or 'none'}")
     return chosen
 
 
 _LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
+_COLUMNS = {path for path in _LINEARS if "Column" in path}
 
 
 def _check(config: FluxConfig) -> None:
@@ -257,8 +283,8 @@ def _check(config: FluxConfig) -> None:
     for wire in config.wires:
         if wire not in WIRES:
             raise UserError(f"unknown wire {wire!r}; use one of: {', '.join(WIRES)}")
-    if config.keep_gathered not in (True, False):
-        raise UserError(f"keep_gathered must be True or False, not {config.keep_gathered!r}")
+    if config.keep_gathered not in (True, False, None):
+        raise UserError(f"keep_gathered must be True, False or None, not {config.keep_gathered!r}")
     given = config.keep_gathered_bytes
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
         raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")

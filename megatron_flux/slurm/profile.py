@@ -297,7 +297,9 @@ class Profile(FromYaml):
     @property
     def floors(self) -> Floors:
         """The profile's floors, with its link's defaults for what it does not name."""
-        return DEFAULTS[self.link].model_copy(update=self.preflight.floors.model_dump(exclude_unset=True))
+        return DEFAULTS[self.link if self.device == "cuda" else "none"].model_copy(
+            update=self.preflight.floors.model_dump(exclude_unset=True)
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:

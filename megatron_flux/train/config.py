@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import fields
 from math import gcd
 from pathlib import Path
 from typing import Literal
@@ -16,13 +17,14 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError
+from megatron_flux.metrics import tensorboard_mirror
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train import tokenizer
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire, check_keep
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128
@@ -54,6 +56,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     device: Literal["cuda", "cpu"]
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
+    keep_gathered_bytes: int | None = None
     world_size: int
     tp: int
     dp: int
@@ -99,10 +102,8 @@ class RunConfig(CheckpointOptions, RunOptions):
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
         directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
-        same = {
-            name: getattr(self, name) for name in ("backend", "gather_ahead", "strict", "link", "wire", "grad_wire")
-        }
-        return FluxConfig(**same, **directions)
+        same = {field.name for field in fields(FluxConfig)} - directions.keys()
+        return FluxConfig(**{name: getattr(self, name) for name in same}, **directions)
 
     @property
     def tokens_per_step(self) -> int:
@@ -152,6 +153,8 @@ def resolve(
         raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
+    if options.tensorboard_dir is not None:
+        tensorboard_mirror.check_installed()
     if special.eval_iters is not None and special.eval_interval is None:
         raise UserError(
             f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"
@@ -226,6 +229,7 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
 
 def _checked_wires(options: TrainOptions, device: str) -> Wires:
     """What may be sent: the link can be had on this device, and something heeds the wires."""
+    check_keep(options)
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
     wires = Wires.of(options.wire, options.grad_wire)

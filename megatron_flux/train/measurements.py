@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_flux import nvml
 from megatron_flux.comm import group_state, timeouts
 from megatron_flux.comm.collectives import all_gather
+from megatron_flux.layers import keep
 from megatron_flux.telemetry import call_sampler
 
 _PER_RANK = ("host_memory_bytes", "operators_ms", *nvml.FIELDS, "throttle")
@@ -219,7 +220,8 @@ class OwnMemory:
         self._own = self._allocated() - self._others
 
     def reset_peak(self) -> None:
-        """Start measuring the peak anew."""
+        """Start measuring the peak anew, and that of gathered inputs that are kept."""
+        keep.forget_most()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from megatron_flux.config import number_of_bytes
+from megatron_flux.errors import UserError
 
 
 def _option(default: Any, text: str, **limits: Any) -> Any:
@@ -41,11 +44,35 @@ class LinkOptions(_Options):
 
 
 class LayerLinkOptions(LinkOptions):
-    """The same of whole layers: forward and backward."""
+    """The same of whole layers, forward and backward; of ``bench layer`` too."""
 
     grad_wire: Wire | None = _option(
         None, "The same of gradients, where it is something else. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire."
     )
+    keep_gathered: bool | None = _option(
+        None,
+        "Keep the gathered inputs of column-parallel layers for wgrad instead of gathering them again. Default: where "
+        "the link is slow and chunked, or the tuner that may take it, runs.",
+    )
+    keep_gathered_bytes: str | None = _option(
+        None,
+        "How much a process may keep so, such as 8GB. Default: a quarter of the GPU memory that the first step leaves "
+        "(of bench layer, that it will leave); on CPUs no limit.",
+    )
+
+    @field_validator("keep_gathered_bytes", mode="before")
+    @classmethod
+    def _in_bytes(cls, given: str | int | None) -> str | None:
+        return None if given is None else str(number_of_bytes(given))
+
+
+def check_keep(given: LayerLinkOptions) -> None:
+    """Refuse a budget for nothing."""
+    if given.keep_gathered is False and given.keep_gathered_bytes is not None:
+        raise UserError(
+            f"--keep-gathered-bytes {given.keep_gathered_bytes} with --no-keep-gathered: nothing is kept; leave one of "
+            "them out"
+        )
 
 
 class ShapeOptions(_Options):
@@ -177,6 +204,9 @@ class MetricsOptions(_Options):
         None, "Steps to trace with torch.profiler, as 5-7 (from the start of training)."
     )
     nvtx: bool = _option(False, "Name operators for nsys; with --profile-steps nsys captures, not torch.profiler.")
+    tensorboard_dir: Path | None = _option(
+        None, "Mirror the metrics to TensorBoard: event files of each arm in a folder of this one."
+    )
     wandb: Literal["disabled", "offline", "online", "auto"] = _option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )

@@ -1,22 +1,26 @@
 """Keeping the gathered input of column-parallel layers for wgrad.
 
 Covered: gradients equal to the bit and the number of gathers, with the reference and the chunked backends, on pairs of
-layers and on GPTModel, recompute included; the budget, several micro-batches in flight, bytes after backward, after a
-dropped graph (also one that only some ranks have collected) and after an exception; what keeps nothing: no graph, hooks
-on saved tensors, a frozen weight, wires that differ, memory that is not the caller's own; backward after unpatch.
+layers and on GPTModel, recompute included; where it is on by default; the budget, given or left by the first step of
+optimizers; several micro-batches in flight, one forward one backward; bytes after backward, after a dropped graph (also
+one that only some ranks have collected) and after exceptions anywhere; what keeps nothing: no graph, hooks on saved
+tensors, a frozen weight, wires that differ, memory not the caller's own; layers by name; backward after unpatch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops, set_backend
+from megatron_flux import FluxConfig, ops, set_backend, set_keep_gathered
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.config import Backends
 from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
 from megatron_flux.ops.backends import registry
@@ -38,7 +42,7 @@ def gathered_bytes() -> int:
 class Block:
     """Column, tanh, row; fp32."""
 
-    def __init__(self, backend: Any = "reference", keeps: bool = True, budget: int | None = None) -> None:
+    def __init__(self, backend: Any = "reference", keeps: bool | None = True, budget: int | None = None) -> None:
         self.weights = [normals(2 * HIDDEN, HIDDEN, seed=1), normals(HIDDEN, 2 * HIDDEN, seed=2)]
         for weight in self.weights:
             weight.requires_grad_()
@@ -190,6 +194,110 @@ def test_an_exception_before_backward(world2: WorkerPool) -> None:
     world2.run(rank_exception)
 
 
+def rank_exceptions() -> None:
+    """In the middle of forward or backward, on all ranks: nothing stays alive, and the budget is whole again."""
+    plain, _ = Block("chunked", False).results()
+    room = 3 * gathered_bytes()
+    block = Block("chunked", None, room)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise ValueError("on purpose")
+
+    def forward(x: torch.Tensor) -> None:
+        y = block.forward(x)
+        with mock.patch.object(ops, "all_gather_gemm", stop):
+            block.column(x)
+        y.sum().backward()
+
+    def between_layers(x: torch.Tensor) -> None:
+        """The backward of the one is done, that of the other never comes."""
+        between = block.forward(x)
+        between.register_hook(stop)
+        y = block.forward(between)
+        assert held() == (2, 2 * gathered_bytes())
+        y.sum().backward()
+
+    def first_dgrad(x: torch.Tensor) -> None:
+        y = block.forward(x)
+        with mock.patch.object(ops, "all_gather_gemm", stop):
+            y.sum().backward()
+
+    for _ in range(3):
+        for where in (forward, between_layers, first_dgrad):
+            with pytest.raises(ValueError, match="on purpose"):
+                where(one_input())
+            assert held() == (0, 0), where
+    for _ in range(4):  # what was broken off is counted until the next refusals
+        for weight in block.weights:
+            weight.grad = None
+        found, gathers = block.results()
+    assert gathers == 0
+    require_equal(found, plain)
+    assert held() == (0, 0)
+
+
+def test_exceptions_leak_nothing(world2: WorkerPool) -> None:
+    world2.run(rank_exceptions)
+
+
+def rank_one_forward_one_backward() -> None:
+    """As in a pipeline's steady state; with room for one input fewer than are in flight."""
+
+    def results(block: Block) -> list[torch.Tensor]:
+        inputs = [normals(ROWS, BATCH, HIDDEN, seed=20 + i).requires_grad_() for i in range(6)]
+        flying = [block.forward(x) for x in inputs[:3]]
+        for x in (*inputs[3:], None, None, None):
+            flying.pop(0).square().sum().backward()
+            if x is not None:
+                flying.append(block.forward(x))
+        return [*(x.grad for x in inputs), *(weight.grad for weight in block.weights)]
+
+    plain = results(Block("chunked", False))
+    before = keep.report()
+    keep.forget_most()
+    require_equal(results(Block("chunked", None, 2 * gathered_bytes())), plain)
+    now = keep.report()
+    assert (now["total"] - before["total"], now["no_room"] - before["no_room"]) == (4, 2)
+    assert now["peak_bytes"] == 2 * gathered_bytes()
+    keep.forget_most()
+    assert keep.report()["peak_bytes"] == held()[1] == 0
+
+
+def test_one_forward_one_backward(world2: WorkerPool) -> None:
+    world2.run(rank_one_forward_one_backward)
+
+
+def rank_after_the_first_step() -> None:
+    """As on GPUs: what is left is known when every rank's optimizer has made a step behind a forward."""
+    offer = keep._Ledger._offer
+
+    def as_on_a_gpu(ledger: Any, x: torch.Tensor) -> int | None:
+        return offer(ledger, SimpleNamespace(is_cuda=True, device=x.device))  # type: ignore[arg-type]
+
+    kept = []
+    state_of(dist.group.WORLD).kept = None
+    with (
+        mock.patch.object(keep._Ledger, "_offer", as_on_a_gpu),
+        mock.patch.object(keep, "_never_needed", return_value=4 * (2 * gathered_bytes() + dist.get_rank())),
+    ):
+        block = Block("chunked", None)
+        optimizer = torch.optim.Adam(block.weights)
+        optimizer.step()  # of something else: there was no forward yet
+        for step in range(6):
+            total = keep.report()["total"]
+            block.results(4)
+            kept.append(keep.report()["total"] - total)
+            if step > 0 or dist.get_rank() == 0:  # one that finds no finite gradient skips its first
+                optimizer.step()
+    state_of(dist.group.WORLD).kept = None
+    # Asked at the forwards 1, 2, 4, 8 and 16, of which the last is the first behind rank 1's step.
+    assert kept == [0, 0, 0, 1, 2, 2]
+
+
+def test_nothing_before_the_optimizers_first_step(world2: WorkerPool) -> None:
+    world2.run(rank_after_the_first_step)
+
+
 def rank_twice() -> None:
     """A second backward through a retained graph gathers; one for the input alone gives the memory back too."""
     block = Block()
@@ -247,27 +355,34 @@ def test_what_keeps_nothing(world2: WorkerPool) -> None:
 # Whole models.
 
 
-def rank_model(backend: str, options: dict[str, Any], gathers: int) -> None:
-    """``gathers``: that are left with keeping."""
+def rank_model(backend: str, options: dict[str, Any]) -> None:
     with megatron(tp=dist.get_world_size()):
         model = gpt_model("llama", **options)
-        with flux(FluxConfig(strict=True, backend=backend)) as seen:
+        with flux(FluxConfig(strict=True, backend=backend, keep_gathered=False)) as seen:
             plain_loss, plain = loss_and_gradients(model)
         assert seen.calls[f"all_gather/{backend}"] == 2 * 2 + 1
-        with flux(FluxConfig(strict=True, backend=backend, keep_gathered=True)) as seen:
-            loss, gradients = loss_and_gradients(model)
-        assert seen.calls.get(f"all_gather/{backend}", 0) == gathers
-        assert torch.equal(loss, plain_loss)
-        assert plain.keys() == gradients.keys()
-        require_equal(list(gradients.values()), list(plain.values()))
-        assert held() == (0, 0)
+        one = 4 * 32 * 16 * 2  # bytes of an input
+        ways: list[tuple[dict[str, Any], int]] = [({"keep_gathered": True}, 0)]
+        if not options:  # by default where chunked runs; the budget with either way to gather the others
+            ways += [({}, 0 if backend == "chunked" else 5), ({"keep_gathered_bytes": 0}, 5)]
+            ways += [
+                ({"keep_gathered": True, "keep_gathered_bytes": 2 * one, "gather_ahead": g}, 3) for g in (True, False)
+            ]
+        for given, gathers in ways:
+            with flux(FluxConfig(strict=True, backend=backend, **given)) as seen:
+                loss, gradients = loss_and_gradients(model)
+            assert seen.calls.get(f"all_gather/{backend}", 0) == gathers, given
+            assert torch.equal(loss, plain_loss)
+            assert plain.keys() == gradients.keys()
+            require_equal(list(gradients.values()), list(plain.values()))
+            assert held() == (0, 0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 def test_whole_model(world2: WorkerPool, backend: str, recompute: str | None) -> None:
     full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    world2.run(rank_model, backend, {"recompute_granularity": recompute, **full} if recompute else {}, 0)
+    world2.run(rank_model, backend, {"recompute_granularity": recompute, **full} if recompute else {})
 
 
 def rank_by_layer() -> None:
@@ -280,6 +395,13 @@ def rank_by_layer() -> None:
         assert {name: n for name, n in seen.calls.items() if name.startswith("all_gather/")} == {
             "all_gather/chunked_int8": 1
         }
+        set_backend(model, None)
+        for config, names, keeps, gathers in ((None, "*.linear_fc1", False, 2), (False, "decoder.layers.1.*", True, 3)):
+            set_keep_gathered(model, keeps, names=names)
+            with flux(FluxConfig(strict=True, backend="chunked", keep_gathered=config)) as seen:
+                loss_and_gradients(model)
+            assert seen.calls["all_gather/chunked"] == gathers
+            set_keep_gathered(model, None)
 
 
 def test_a_layer_with_a_backend_of_its_own(world2: WorkerPool) -> None:

@@ -38,9 +38,9 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
     def counted(operator: str) -> None:
         stock = getattr(ChunkedBackend, operator)
 
-        def run(self: ChunkedBackend, call: OperatorCall) -> object:
+        def run(self: ChunkedBackend, call: OperatorCall, **options: int | None) -> object:
             ran[f"{self.name} {'dgrad' if call.transposed else operator}"] += 1
-            return stock(self, call)
+            return stock(self, call, **options)
 
         patch.setattr(ChunkedBackend, operator, run)
 
@@ -64,10 +64,10 @@ def rank_wires(cache: Path) -> None:
     with megatron(tp=dist.get_world_size()), tuner_over_host(cache) as ran:
         model = gpt_model("gpt3")
 
-        def results(**given: str) -> tuple[list[torch.Tensor], Counter[str]]:
+        def results(keep: bool | None = False, **given: str) -> tuple[list[torch.Tensor], Counter[str]]:
             for _ in range(2):  # in the first the tuner makes calls of its own
                 ran.clear()
-                with flux(FluxConfig(strict=True, link="host", keep_gathered=False, **given)):
+                with flux(FluxConfig(strict=True, link="host", keep_gathered=keep, **given)):
                     loss, gradients = loss_and_gradients(model)
             return [loss, *gradients.values()], ran.copy()
 
@@ -81,6 +81,11 @@ def rank_wires(cache: Path) -> None:
             assert min(seen.values()) >= 4
             by_name, _ = results(forward=names[0], dgrad=names[1], wgrad=names[0])
             assert all(torch.equal(one, other) for one, other in zip(found, by_name, strict=True))
+            kept, seen = results(keep=None, backend="tuned", wire=forward, grad_wire=dgrad)
+            assert seen == {name: n for name, n in expected.items() if "all_gather" not in name.split()} | {
+                f"{names[1]} dgrad": ran_exact["chunked dgrad"]
+            }
+            assert all(torch.equal(one, other) for one, other in zip(kept, found, strict=True))
             assert torch.equal(found[0], exact[0]) == (forward == "exact")
             off = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
             assert (max(off) > 0) == ((forward, dgrad) != ("exact", "exact"))

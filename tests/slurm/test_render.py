@@ -154,6 +154,7 @@ def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:
     assert (resolved.floors.node_gbps, resolved.floors.network_gbps) == (1.5, own.network_gbps)
     assert '"node_gbps":1.5' in job.job_script(resolved, "a test")
     assert job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "flux").floors == own
+    assert Profile.load("local", {"link": "host"}).floors.node_gbps is None, "GPUs' floors are not processors'"
 
 
 def test_chunks_over_peer_access_go_through_host_memory_too() -> None:

@@ -6,6 +6,7 @@ The loss curves must be equal to the last digit: on the CPU, stock and patched d
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -30,6 +31,8 @@ def comparison(command: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """The folder of a comparison that was mirrored and profiled, and what it printed."""
     out = tmp_path_factory.mktemp("comparison") / "run"
     more = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4", "--wandb", "offline"]
+    if importlib.util.find_spec("tensorboard") is not None:
+        more += ["--tensorboard-dir", str(out.parent / "board")]
     return out, command("compare", "--preset", "tiny", "--nproc", "2", "--steps", "12", *more, "--out", out).stdout
 
 
@@ -72,7 +75,11 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     """On CPUs the same protocol over the same shared memory."""
     out = tmp_path / "run"
     small = ["--preset", "tiny", "--nproc", "2", "--steps", "4", "--seq-length", "64", "--num-layers", "1"]
-    command("compare", *small, "--link", "host", "--backend", "chunked", "--sample-interval", "2", "--out", out)
+    small += ["--hidden-size", "128", "--micro-batch-size", "1", "--global-batch-size", "2"]
+    gathered = 4 * 64 * 128  # bytes of one input: of QKV, FC1 or the output layer, two of which have room
+    budget = ["--keep-gathered-bytes", f"{(2 * gathered + 512) / 1024}KiB"]
+    over = ["--link", "host", "--backend", "chunked", *budget]
+    done = command("compare", *small, *over, "--sample-interval", "2", "--out", out)
     assert losses(out / "flux") == losses(out / "baseline")
     described = json.loads((out / "config.json").read_text())
     assert (described["link"], described["wire"]) == ("host", "exact")
@@ -83,12 +90,27 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     assert {call["operator"] for call in sampled} >= {"all_gather_gemm", "gemm_reduce_scatter"}
     assert all(record["flux/bytes_received"] > 0 and not record["flux/fallback_calls"] for record in flux)
     assert summary(out)["without_gpu"] == "chunked (CPU twin, link host): no GPU"
+    for arm, kept in (("baseline", [0, 0, 0]), ("flux", [2 * gathered, 2 * 2, 2 * 1])):  # two micro-batches
+        names = ("kept_bytes", "inputs_kept", "inputs_gathered_again")
+        assert {tuple(record[f"flux/{name}"] for name in names) for record in records(out / arm)} == {tuple(kept)}
+        assert [summary(out)["arms"][arm][name] or 0 for name in names] == kept
+    for shown in (done.stdout, (out / "report.html").read_text()):
+        assert "gathered inputs kept for wgrad" in shown
 
 
 def test_report_opens_without_a_network(comparison: tuple[Path, str]) -> None:
     page = (comparison[0] / "report.html").read_text()
     assert "plotly" in page
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)\s*=\s*[\"']?(https?:)?//", page)
+
+
+def test_both_arms_are_in_tensorboard(comparison: tuple[Path, str]) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for arm in ("baseline", "flux"):
+        events = EventAccumulator(str(comparison[0].parent / "board" / arm)).Reload().Scalars("lm loss")
+        assert [event.value for event in events] == pytest.approx(losses(comparison[0] / arm))
 
 
 def mirrored(file: Path) -> dict[str, Any]:

@@ -40,6 +40,8 @@ ACTIVITY = {
     "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,.0f}".format),
     "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,.0f}".format),
     "received from peers": ("flux/bytes_received", memory),
+    "gathered inputs kept": ("flux/inputs_kept", "{:,.0f}".format),
+    "inputs gathered again, no room": ("flux/inputs_gathered_again", "{:,.0f}".format),
     "calls left to stock": ("flux/fallback_calls", "{:,.0f}".format),
     "waits that ran into their limit": ("flux/wait_timeouts", "{:,.0f}".format),
     "recording (ms)": ("flux/metrics_ms", milliseconds),

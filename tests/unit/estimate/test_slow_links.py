@@ -77,6 +77,9 @@ def test_layers_are_within_what_is_said_of_them() -> None:
         errors[kind].append(abs(row["error"]))
     assert {kind: round(max(errors[kind]), 3) for kind in ("baseline", "flux")} == slow_links.LARGEST_ERRORS
     assert max(errors["floor"]) < 0.08
+    stock, flux = (100 * slow_links.LARGEST_ERRORS[kind] for kind in ("baseline", "flux"))
+    said = f"are off by {stock:.1f} % at most of stock and {flux:.1f} % of flux;"
+    assert said in " ".join((ROOT / "docs/slurm.md").read_text().split())
 
 
 @pytest.mark.parametrize(("what", "hidden", "tp", "measured"), COLLECTIVES)
@@ -203,6 +206,9 @@ def test_a_plan_over_host_memory_says_what_it_is_from(capsys: pytest.CaptureFixt
     assert rows[16, True]["memory_gb"] - rows[16, False]["memory_gb"] == pytest.approx(kept)
     workspace = found["arms"]["flux"]["memory"]["flux_workspace"] * 1e9
     assert workspace == 4 * 8192 * 12288 < flux_workspace(8192, 12288)
+    (note,) = (note for note in found["notes"] if "keeps gathered inputs" in note)
+    left = (141 - found["arms"]["baseline"]["memory"]["total"] - 6) / 4
+    assert f"in a quarter of what a step leaves (here {left:.1f} GB) or in --keep-gathered-bytes" in note
     (note,) = (note for note in found["notes"] if "measured on H200s that did not use NVLink" in note)
     assert note.endswith("stock's are off by up to 3.8%, flux's by up to 8.4%")
     other = plan(device="l40s", gpus=128, preset="llama2-70b", link="host", wire="fp8")
@@ -304,6 +310,7 @@ def test_layers_over_host_memory_are_validated_by_arm_and_wire(tmp_path: Path) -
     rows = [like | {"arm": arm, "ms_per_layer": ms} for arm, ms in arms.items()]
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"link": "host", "rows": rows}))
     layers = read_layers([tmp_path])
+    assert "over NVLink" in validate(Rates(device=H200), layers)["constants"]
     found = {row["arm"]: row for row in validate(Rates(device=H200), layers)["rows"]}
     assert found.keys() == arms.keys()
     for arm, wire in (("flux_te", "exact"), ("flux_te_fp8wire", "fp8")):

@@ -1,4 +1,4 @@
-"""How much of the GPU's memory kept inputs may have: without a GPU."""
+"""How much of the GPU's memory kept inputs may have, and when that is known: without a GPU."""
 
 from __future__ import annotations
 
@@ -8,41 +8,127 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.config import Backends
+from megatron_flux.comm.group_state import Link
+from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep
 from megatron_flux.ops.backends import registry
 from tests.unit.groups import group_of
 
-FREE = 4000
+
+class Ranks:
+    """What this rank says to the others, and, at once, what one other says: ``theirs``, if not the same."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.theirs: list[Any] = []
+
+    def all(self, mine: Any, _: Any) -> list[Any]:
+        self.said.append(mine)
+        return [mine, self.theirs.pop(0) if self.theirs else mine]
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ranks only this one says anything; ``auto`` is ``reference``."""
-    monkeypatch.setattr(keep, "of_all_ranks", lambda mine, group: [mine])
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """A GPU of 4000 bytes free, which once had 1000 fewer; ``auto`` is ``reference``."""
+    found = Ranks()
+    monkeypatch.setattr(keep, "of_all_ranks", found.all)
     monkeypatch.setattr(keep, "capturing", lambda x: False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, 0))
-    monkeypatch.setattr(registry, "resolve", lambda *args: (registry.get_backend("reference"), []))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5000, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1300)
+    monkeypatch.setattr(
+        registry, "resolve", lambda name, *_: (registry.get_backend(name.replace("auto", "reference")), [])
+    )
+    return found
 
 
-def kept(group: Any, elements: int) -> keep.Kept | None:
+def kept(
+    group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto",
+    wires: Wires = ALL_EXACT,
+) -> keep.Kept | None:  # fmt: skip
     """Of an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(
         is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, element_size=lambda: 2
     )
     weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
-    return keep.reserve(x, weight, group, Backends.of("auto"), None)
+    return keep.reserve(x, weight, group, Backends.of(backend), wires, wanted, budget)
 
 
-def test_a_quarter_of_the_free_memory_for_all_groups() -> None:
+def optimizer_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def test_a_quarter_of_what_a_whole_step_has_never_needed(ranks: Ranks) -> None:
     first, second = group_of(2), group_of(2)
-    held = kept(first, 200)
+    optimizer_step()  # of another model, whose memory says nothing of what this one will need
+    for _ in range(3):
+        assert kept(first, 1) is None
+    assert kept(second, 1) is None
+    assert ranks.said == [None] * 3, "asked at the first and second call of the one, at the first of the other"
+    optimizer_step()
+    held = kept(first, 200)  # the fourth call
     assert held is not None
     assert held.nbytes == 2 * 200 * 2
     more = kept(first, 51)
     assert more is None
     rest = kept(first, 50)
     assert rest is not None
-    assert kept(second, 1) is None
+    assert kept(second, 1) is None, "the budget is the process's"
     held.taken()
     assert kept(first, 200) is not None
+
+
+def test_a_rank_whose_optimizer_is_late_makes_all_wait(ranks: Ranks) -> None:
+    group = group_of(2)
+    assert kept(group, 1) is None
+    optimizer_step()
+    ranks.theirs = [None]
+    assert kept(group, 1) is None
+    assert ranks.said == [None, 1000]
+    assert kept(group, 1) is None
+    assert len(ranks.said) == 2
+    ranks.theirs = [8]
+    held = [kept(group, 1) for _ in range(3)]
+    assert [one is not None for one in held] == [True, True, False], "the least that any rank grants"
+
+
+def test_a_budget_that_is_given_holds_at_once(ranks: Ranks) -> None:
+    group = group_of(2)
+    assert kept(group, 1, 3) is None
+    held = kept(group, 1, 4)
+    assert held is not None
+    assert ranks.said == [3, 4]
+    assert kept(group, 1) is None, "without one again, it waits for an optimizer"
+
+
+@pytest.mark.parametrize(
+    ("backend", "link", "wanted", "keeps"),
+    [
+        ("reference", "none", None, False),
+        ("reference", "none", True, True),
+        ("chunked", "none", None, True),
+        ("chunked", "p2p", None, True),
+        ("chunked_int8", "host", None, True),
+        ("chunked", "nvlink", None, False),
+        ("chunked", "nvlink", True, True),
+        ("chunked", "host", False, False),
+        ("tuned", "host", None, True),
+        ("tuned", "p2p", None, False),  # unless it was asked for
+        ("tuned", "nvlink", None, False),
+        ("tuned", "nvlink", True, False),
+        ("fused", "nvlink", True, False),
+    ],
+)
+def test_where_it_is_worth_it(
+    backend: str, link: str, wanted: bool | None, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep.links, "probe", lambda *_: Link(link, ""))
+    assert (kept(group_of(2), 1, 100, wanted, backend) is not None) is keeps
+
+
+@pytest.mark.parametrize("wires", [Wires("exact", "int8"), Wires("int8", "exact"), Wires("fp8", "int8")])
+def test_wires_that_the_tuner_may_take(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keep.links, "probe", lambda *_: Link("host", ""))
+    assert kept(group_of(2), 1, 100, None, "tuned", wires) is not None

@@ -270,7 +270,8 @@ def test_a_model_that_is_set_up_is_tuned_ahead(
 def seen(
     calls: dict[str, int], received: int = 0, fallbacks: dict[str, int] | None = None, *, graphs: bool = False
 ) -> dict[str, Any]:
-    counts = {"calls": calls, "bytes_received": received, "fallbacks": fallbacks or {}}
+    kept = {"total": sum(calls.values()), "no_room": received, "peak_bytes": 7}
+    counts = {"calls": calls, "bytes_received": received, "fallbacks": fallbacks or {}, "kept_gathered": kept}
     return {"active_layers": 4, "cuda_graphs": graphs, **counts}
 
 
@@ -283,6 +284,9 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
         "flux/gemm_reduce_scatter_calls": 2,
         "flux/bytes_received": 100,
         "flux/fallback_calls": 0,
+        "flux/inputs_kept": 5,
+        "flux/inputs_gathered_again": 100,
+        "flux/kept_bytes": 7,
     }
     calls = {
         "all_gather_gemm/reference": 5,
@@ -297,6 +301,9 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
         "flux/gemm_reduce_scatter_calls": 0,
         "flux/bytes_received": 50,
         "flux/fallback_calls": 7,
+        "flux/inputs_kept": 15,
+        "flux/inputs_gathered_again": 50,
+        "flux/kept_bytes": 7,
     }
     assert counts.row(3, seen(calls, graphs=True)) == {"flux/active_layers": 4}
 
@@ -332,7 +339,7 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     for iteration in (1, 2, 2, 3, 4):
         training_log.log(iteration)
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
-    assert len(megatron.tensorboard.rows) == 10  # 2 once
+    assert len(megatron.tensorboard.rows) == 16  # 2 once
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
 
 

@@ -166,7 +166,7 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
     """The tuner asks chunked, so that auto says why stock runs in graphs."""
     x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuned, "_over_host", lambda *_: True)
+    monkeypatch.setattr(tuned, "_by_chunks", lambda *_: True)
     transport = SimpleNamespace(captures=captures, kind="pigeon")
     monkeypatch.setattr(chunked, "transport_of", lambda *_: transport)
     group, names = group_of(2), ("chunked", "chunked_int8", "tuned")

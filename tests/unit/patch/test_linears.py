@@ -276,7 +276,7 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     assert bias is layer.bias
     assert not y.any()
     options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference"), "wires": ALL_EXACT}
-    column = options | {"gather_ahead": True, "keep_gathered": False, "keep_gathered_bytes": None}
+    column = options | {"gather_ahead": True, "keep_gathered": None, "keep_gathered_bytes": None}
     assert seam.calls == [
         ((layer.weight, layer.bias, GROUP), column),
         ((layer.weight, GROUP), options),

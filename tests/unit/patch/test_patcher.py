@@ -254,7 +254,7 @@ def test_an_unknown_link_or_wire_is_refused_before_anything_changes(given: dict[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"keep_gathered": "yes"}, "keep_gathered must be True or False, not 'yes'"),
+        ({"keep_gathered": "yes"}, "keep_gathered must be True, False or None, not 'yes'"),
         ({"keep_gathered_bytes": -1}, "keep_gathered_bytes must be a number of bytes, 0 or more, not -1"),
         ({"keep_gathered_bytes": 0.5}, "keep_gathered_bytes must be a number of bytes, 0 or more, not 0.5"),
     ],

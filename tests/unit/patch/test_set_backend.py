@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import megatron_flux
-from megatron_flux import FluxConfig, UserError, set_backend
+from megatron_flux import FluxConfig, UserError, set_backend, set_keep_gathered
 from megatron_flux.config import Backends
-from megatron_flux.patch.linears import backends_of
+from megatron_flux.patch.linears import KEEP, backends_of
 from megatron_flux.patch.patcher import _check_backends
 
 DEFAULT = Backends("auto", "auto", "auto")
@@ -88,3 +88,22 @@ def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPa
     _check_backends(Backends("auto", "reference", "reference"))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _check_backends(risky)
+
+
+def test_which_layers_keep_what_they_gather(model: torch.nn.Module) -> None:
+    def marked() -> dict[str, bool]:
+        return {
+            name[len("module.module.") :]: m.__dict__[KEEP] for name, m in model.named_modules() if KEEP in m.__dict__
+        }
+
+    assert set_keep_gathered(model, True) == ["layers.0.mlp.fc1", "output"], "row-parallel layers gather nothing"
+    assert set_keep_gathered([model], False, names="out*") == ["output"]
+    assert marked() == {"layers.0.mlp.fc1": True, "output": False}
+    assert set_keep_gathered(model, None, names="*fc1") == ["layers.0.mlp.fc1"]
+    assert marked() == {"output": False}
+    with pytest.raises(
+        UserError, match=r"no column-parallel linear is named '\*fc2'; there are: layers.0.mlp.fc1, output"
+    ):
+        set_keep_gathered(model, True, names="*fc2")
+    with pytest.raises(UserError, match="give True, False or None, not 'yes'"):
+        set_keep_gathered(model, "yes")  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears as module
 from megatron_flux.patch import megatron_core, patcher, te_seam
+from megatron_flux.patch.linears import KEEP, LinearPatch
 from megatron_flux.patch.linears import TE_KINDS as KINDS
-from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import LINES, TE_LAYERS
 from tests.unit.groups import group_of
 from tests.unit.te_layers import extension
@@ -225,7 +225,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     options |= {"backend": Backends.of("reference"), "wires": ALL_EXACT}
     if kind != "TE row":
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM
-        options |= {"keep_gathered": False, "keep_gathered_bytes": None}
+        options |= {"keep_gathered": None, "keep_gathered_bytes": None}
     if kind == "TE norm column":
         norm = kwargs.pop("norm")
         assert (norm[0], norm[1] is layer.layer_norm_weight, norm[2]) == ("norm", True, None)
@@ -241,6 +241,10 @@ def test_whether_to_gather_ahead_is_passed_on(world: SimpleNamespace, kind: str)
     world.forwards[kind](Layer(), X)
     assert world.calls[0][2]["gather_ahead"] is False
     assert keeping.items() <= world.calls[0][2].items()
+    layer = Layer()
+    layer.__dict__[KEEP] = False  # as set_keep_gathered does
+    world.forwards[kind](layer, X)
+    assert world.calls[1][2]["keep_gathered"] is False
 
 
 @pytest.mark.parametrize("kind", KINDS)

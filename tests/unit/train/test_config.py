@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,9 +68,27 @@ def test_wires_of_options_and_of_the_environment(monkeypatch: pytest.MonkeyPatch
         sent()
 
 
+@pytest.mark.parametrize(("given", "number"), [("8GB", 8 * 10**9), ("1.5 GiB", 3 << 29), ("4096", 4096), (0, 0)])
+def test_how_much_may_be_kept(given: Any, number: int) -> None:
+    options = TrainOptions(keep_gathered=True, keep_gathered_bytes=given)
+    run = config.resolve(options, CompareOptions(), world_size=2, device="cpu", out=Path("runs/x"))
+    again = config.RunConfig.model_validate(json.loads(run.model_dump_json()))
+    for found in (run.flux_config, again.flux_config):
+        assert (found.keep_gathered, found.keep_gathered_bytes) == (True, number)
+
+
+@pytest.mark.parametrize("given", ["8 apples", "-1", "", "lots"])
+def test_what_is_no_number_of_bytes(given: str) -> None:
+    with pytest.raises(
+        UserError, match=f"'{given}' is no number of bytes, 0 or more; give a size such as 8GB or 512MiB"
+    ):
+        TrainOptions(keep_gathered_bytes=given)
+
+
 @pytest.mark.parametrize(
     ("given", "device", "said"),
     [
+        ({"keep_gathered": False, "keep_gathered_bytes": "8GB"}, "cpu", "with --no-keep-gathered: nothing is kept"),
         ({"link": "nvlink"}, "cpu", "--link nvlink needs GPUs, this run is on cpu; use --link host or none"),
         ({"wire": "int8"}, "cpu", "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
         ({"wire": "fp8", "backend": "chunked"}, "cuda", "--wire fp8 is for the backends auto and tuned, on GPUs"),

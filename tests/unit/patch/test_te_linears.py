@@ -358,6 +358,7 @@ def test_an_unsupported_release_is_patched_to_say_so(
         raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.21")
 
     monkeypatch.setattr(te_seam, "load", refuse)
+    megatron_flux.ops.stats.reset()
     with megatron_flux.patched():
         assert imitated.TERowParallelLinear().forward(X) == "stock"
         assert megatron_flux.report()["fallbacks"] == {"TE row: TransformerEngine 2.8.0, supported is >=2.9,<2.21": 1}

@@ -83,11 +83,12 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
     if (said := checkpoint_access.check_data(run)) is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
+    without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with run_folder.made(run, default=given.out is None) as run:
         asked = start.on_ranks(
             command,
-            f"{run.world_size} {run.device} process(es), tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
-            f"{run.precision}, run folder {run.out}",
+            f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
+            f"preset {run.preset}, {run.precision}, run folder {run.out}",
             worker,
             str(run.out),
             run.world_size,

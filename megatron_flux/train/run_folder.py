@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError
+from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
@@ -75,6 +76,13 @@ def run_info(config: RunConfig) -> dict[str, Any]:
         "job": environment.job(),
         "layout": {name: getattr(config, name) for name in layout},
     }
+
+
+def without_gpu(config: RunConfig) -> str:
+    """:func:`megatron_flux.metrics.summary.without_gpu` of what a run on CPUs will do."""
+    link = environment.link(config.link)["kind"]
+    ran = {"auto": "tuned" if link == "host" else "reference"}.get(config.backend, config.backend)
+    return summary.without_gpu([ran] if config.tp > 1 and config.sequence_parallel else [], link)
 
 
 def _wandb_names(config: RunConfig) -> WandbNames:

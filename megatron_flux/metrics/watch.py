@@ -148,7 +148,7 @@ class Watched:
         now, known = time.monotonic(), (sum(map(len, arms.values())), self.end is not None)
         began, took = self._took
         if known != self._computed and (known[1] or now >= began + took / VERDICT_SHARE):
-            summary = summarize(arms["baseline"], arms["flux"], {})
+            summary = summarize(arms["baseline"], arms["flux"], self.config)
             self._verdict = Run(self.path, self.path.name, "training", summary, self.config, arms).verdict
             self._computed, self._took = known, (now, time.monotonic() - now)
         return self._verdict if known[1] else f"so far: {self._verdict}"

@@ -63,7 +63,7 @@ class LayerLinkOptions(LinkOptions):
     @field_validator("keep_gathered_bytes", mode="before")
     @classmethod
     def _in_bytes(cls, given: str | int | None) -> str | None:
-        return None if given is None else str(number_of_bytes(given))
+        return None if given is None else str(number_of_bytes(given, "--keep-gathered-bytes"))
 
 
 def check_keep(given: LayerLinkOptions) -> None:

@@ -272,3 +272,8 @@ class CompareOptions(_SaveOptions):
     warmup_steps: int | None = _option(
         None, "First steps of each arm left out of the timing. Default: a tenth, between 1 and 5.", ge=0
     )
+    loss_tolerance: float | None = _option(
+        None,
+        "Exit code 1, and a line that says so, where any step's losses differ by more than this, relatively.",
+        ge=0,
+    )

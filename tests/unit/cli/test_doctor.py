@@ -103,7 +103,7 @@ def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.19")
+        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.21")
 
     importlib.import_module(LAYERS)  # before its extension is exchanged
     monkeypatch.setitem(sys.modules, TE_LAYERS, extension())
@@ -117,7 +117,7 @@ def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(te_seam, "load", refuse)
     found = environment.examine()
     assert found["ok"]
-    assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.19" in note for note in found["notes"])
+    assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.21" in note for note in found["notes"])
 
 
 def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megatron_flux.train.options import CheckpointOptions, CompareOptions, Train
     ("device", "installed", "said"),
     [
         ("cpu", True, "needs GPUs, this run is on cpu; use --transformer-impl local"),
-        ("cuda", False, "needs TransformerEngine (>=2.9,<2.19), which is not installed"),
+        ("cuda", False, "needs TransformerEngine (>=2.9,<2.21), which is not installed"),
         ("cuda", True, None),
     ],
 )

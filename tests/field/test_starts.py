@@ -44,8 +44,9 @@ def test_no_mpi(world2: WorkerPool) -> None:
 
 
 USED = """
-import pathlib, sys, megatron_flux
-assert pathlib.Path(sys.argv[1]) in pathlib.Path(megatron_flux.__file__).parents, megatron_flux.__file__
+import pathlib, sys, megatron_flux, megatron_flux_autoload
+for file in (megatron_flux.__file__, megatron_flux_autoload.__file__):
+    assert pathlib.Path(sys.argv[1]) in pathlib.Path(file).parents, file
 megatron_flux.patch()
 print(len(megatron_flux.report()["replaced"]))
 """

@@ -57,7 +57,7 @@ fi
 # tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
 # when both have ended. tests/unit/project/test_sessions.py looks that no folder is left out.
 FIRST=(tests/slurm tests/unit tests/browser tests/megatron_lm)
-SECOND=(tests/distributed tests/train tests/gpu)
+SECOND=(tests/field tests/distributed tests/train tests/gpu)
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

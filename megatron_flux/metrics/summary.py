@@ -304,6 +304,16 @@ def verdict(summary: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
+    """Whether flux ran and no step's losses differ by more than ``allowed``, relatively; and that in one line."""
+    difference, layers = summary["max_relative_loss_difference"], summary["flux_active_layers"] or 0
+    same = layers > 0 and (strict_json.number(difference) or 0) <= allowed and summary["compared_iterations"] > 0
+    return same, (
+        f"parity {'holds' if same else 'is broken'}: largest relative loss difference {difference} over "
+        f"{summary['compared_iterations']} iterations, {allowed:g} allowed; {layers} layers ran flux"
+    )
+
+
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` atomically, indented, as strict JSON; UserError where it cannot be written."""
     strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")

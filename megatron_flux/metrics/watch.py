@@ -140,10 +140,10 @@ class Watched:
     def verdict(self) -> str:
         """What the report would have as its first line now: at the end of the records just that, before it may be late.
 
-        Empty until every arm has timed a step.
+        Empty until every arm that it is about has timed a step.
         """
         arms = {arm: tail.records for arm, tail in self.tails.items()}
-        if not all(timed(arms[arm]) for arm in self.arms):
+        if not all(timed(arms[arm]) for arm in (self.arms if self.settings.get("command") == "train" else ARMS)):
             return ""
         now, known = time.monotonic(), (sum(map(len, arms.values())), self.end is not None)
         began, took = self._took

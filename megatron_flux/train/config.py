@@ -71,6 +71,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     profile_steps: tuple[int, int] | None = None
     block_steps: int = 0
     warmup_steps: int = 0
+    loss_tolerance: float | None = None
 
     @property
     def micro_batches(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -125,3 +126,16 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
         at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
         left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
         logger.info("stopped on request: %s of %d; %s", at, config.steps, left)
+    else:
+        logger.info("%s", _last_words(config))
+
+
+def _last_words(config: RunConfig) -> str:
+    """What a run that has done all its steps has left, and the command that goes on from there."""
+    report = f"megatron-flux report {shlex.quote(str(config.out))}"
+    if config.command == "compare":
+        left = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
+        return f"{left}; next: {report} OTHER --out FOLDER lays another run beside this one"
+    saved = "" if config.save is None else f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    arm = "flux" if config.flux else "baseline"
+    return f"records: {config.out / arm / 'metrics.jsonl'}; next: {report} makes the report{saved}"

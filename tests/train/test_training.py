@@ -80,6 +80,8 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     budget = ["--keep-gathered-bytes", f"{(2 * gathered + 512) / 1024}KiB"]
     over = ["--link", "host", "--backend", "chunked", *budget]
     done = command("compare", *small, *over, "--sample-interval", "2", "--out", out)
+    left = f"summary: {out / 'summary.json'}, report: {out / 'report.html'}; next: megatron-flux report {out} OTHER"
+    assert done.stderr.splitlines()[-1].startswith(left)
     assert losses(out / "flux") == losses(out / "baseline")
     described = json.loads((out / "config.json").read_text())
     assert (described["link"], described["wire"]) == ("host", "exact")
@@ -193,7 +195,9 @@ def test_validation_is_beside_training(command: Run, tmp_path: Path) -> None:
     words = [*small, "--eval-interval", "3", "--eval-iters", "40"]
     save = ["--save", tmp_path / "saved", "--save-interval", "2"]
     said = command("train", *words, *save, "--out", once).stderr
-    assert re.search(r"train: [\d,]+ documents, [\d,]+ tokens: \S+", said)
+    assert re.search(r"train: [\d,]+ documents, [\d,]+ tokens \(vocabulary 258\): \S+", said)
+    left = f"records: {once / 'flux' / 'metrics.jsonl'}; next: megatron-flux report {once} makes the report"
+    assert said.splitlines()[-1] == f"{left}, and --load {tmp_path / 'saved'} with more --steps goes on"
     assert losses(once / "flux") == losses(often / "flux"), "evaluating changed training"
     assert list(validations(once / "flux")) == [3, 4]
     assert validations(once / "flux")[4] == many[4], "not the same batches"

@@ -123,6 +123,12 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
             "'chunked_int8' over the link none, which cannot be captured",
         ),
         (
+            {"dgrad_backend": "chunked", "link": "p2p"},
+            CheckpointOptions(),
+            "cuda",
+            "'chunked' over the link p2p, which cannot be captured",
+        ),
+        (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
             CheckpointOptions(),
             "cuda",

@@ -140,16 +140,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         about = {name: record[key] for name, key in _CONFIGURATION.items() if record.get(key)}
         if about:
             self._run.config.update(encodable(without_secrets(about)), allow_val_change=True)
-        values: dict[str, Any] = {}
-        objects = {name: value for name, value in record.items() if isinstance(value, Mapping)}
-        objects[BASELINE_EXPOSED] = baseline_exposed_ms(record)
-        if self._per_rank:
-            for name, of_ranks in (record.get(_RANKS) or {}).items():
-                values |= {f"flux/rank/{rank}/{name}": value for rank, value in enumerate(of_ranks)}
-        for name, value in (record | objects).items():
-            if name not in _NO_CURVES:
-                values |= {f"{name}/{key}": item for key, item in value.items()} if name in objects else {name: value}
-        self._run.log(_known(values), step=record["iteration"])
+        self._run.log(curves(record, per_rank=self._per_rank), step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Set what the run's page and tables of runs show as its outcome; unknown values are left out."""
@@ -183,6 +174,20 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def curves(record: Mapping[str, Any], *, per_rank: bool = False) -> dict[str, Any]:
+    """What is known in a record and makes a curve, by name; objects have one for each key."""
+    values: dict[str, Any] = {}
+    objects = {name: value for name, value in record.items() if isinstance(value, Mapping)}
+    objects[BASELINE_EXPOSED] = baseline_exposed_ms(record)
+    if per_rank:
+        for name, of_ranks in (record.get(_RANKS) or {}).items():
+            values |= {f"flux/rank/{rank}/{name}": value for rank, value in enumerate(of_ranks)}
+    for name, value in {**record, **objects}.items():
+        if name not in _NO_CURVES:
+            values |= {f"{name}/{key}": item for key, item in value.items()} if name in objects else {name: value}
+    return _known(values)
 
 
 def _kept_id(folder: Path) -> str | None:

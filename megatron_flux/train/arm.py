@@ -21,6 +21,7 @@ from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry import environment
@@ -64,6 +65,7 @@ class Arm:
         self._writers = ExitStack()
         self._recorder: JsonlRecorder | None = None
         self._mirror: WandbMirror | None = None
+        self._board: TensorBoardMirror | None = None
 
     def __enter__(self) -> Arm:
         begin = self.trainer.iteration  # a checkpoint may have been loaded
@@ -82,6 +84,8 @@ class Arm:
         if dist.get_rank() == 0:
             self._recorder = self._writers.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
             self._mirror = self._writers.enter_context(self._open_mirror())
+            board = self.config.tensorboard_dir
+            self._board = self._writers.enter_context(TensorBoardMirror(board and board / self.name, begin))
             self._run = self._about(begin or None, hosts, self._mirror.id)
             if self._peak_tflops is None:
                 logger.info(self._peak_source)
@@ -127,10 +131,11 @@ class Arm:
                     paused = time.perf_counter()
                     result = result._replace(validation=self.trainer.evaluate())
                     began += time.perf_counter() - paused  # no part of what recording takes
-                if self._recorder is not None and self._mirror is not None:
+                if self._recorder is not None and self._mirror is not None and self._board is not None:
                     record = self._record(result, before, after, block)
                     self._recorder.write(record)
                     self._mirror.write(record)
+                    self._board.write(record)
                 self._metrics_ms = 1e3 * (time.perf_counter() - began)
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError
+from megatron_flux.metrics import tensorboard_mirror
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
@@ -70,6 +71,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     profile_steps: tuple[int, int] | None = None
     block_steps: int = 0
     warmup_steps: int = 0
+    loss_tolerance: float | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -152,6 +154,8 @@ def resolve(
         raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
+    if options.tensorboard_dir is not None:
+        tensorboard_mirror.check_installed()
     if special.eval_iters is not None and special.eval_interval is None:
         raise UserError(
             f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"

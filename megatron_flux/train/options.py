@@ -80,7 +80,7 @@ class ShapeOptions(_Options):
 
     group: ClassVar[str] = "Model"
 
-    preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
+    preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b or llama3-70b.")
     num_layers: int | None = _option(None, "Layers to build, instead of the preset's.", ge=1)
     hidden_size: int | None = _option(None, "Hidden size, instead of the preset's.", ge=1)
     num_attention_heads: int | None = _option(None, "Attention heads, instead of the preset's.", ge=1)
@@ -204,6 +204,9 @@ class MetricsOptions(_Options):
         None, "Steps to trace with torch.profiler, as 5-7 (from the start of training)."
     )
     nvtx: bool = _option(False, "Name operators for nsys; with --profile-steps nsys captures, not torch.profiler.")
+    tensorboard_dir: Path | None = _option(
+        None, "Mirror the metrics to TensorBoard: event files of each arm in a folder of this one."
+    )
     wandb: Literal["disabled", "offline", "online", "auto"] = _option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )
@@ -268,4 +271,9 @@ class CompareOptions(_SaveOptions):
     )
     warmup_steps: int | None = _option(
         None, "First steps of each arm left out of the timing. Default: a tenth, between 1 and 5.", ge=0
+    )
+    loss_tolerance: float | None = _option(
+        None,
+        "Exit code 1, and a line that says so, where any step's losses differ by more than this, relatively.",
+        ge=0,
     )

@@ -59,8 +59,16 @@ class Ranks:
 
     @property
     def straggles(self) -> bool:
-        """Whether ``worst`` is a straggler and not just the last of many that are alike."""
-        return 2 * self.times >= len(self.records) and self.excess >= STRAGGLER
+        """Whether ``worst`` is a straggler and not just the last of many that are alike.
+
+        It was slowest in half of the samples, and some rank would be so often in less than 1 % of runs of equal ranks:
+        of two ranks one always is slowest in half of them.
+        """
+        often, ranks = self.times / len(self.records), len(self.nodes)
+        # Chernoff's bound on how often any one of equal ranks is that often slowest.
+        others = (1 - often) * math.log((1 - often) * ranks / (ranks - 1)) if often < 1 < ranks else 0.0
+        chance = ranks * math.exp(-len(self.records) * (often * math.log(often * ranks) + others)) if often else 1.0
+        return often >= 0.5 and chance < 0.01 and self.excess >= STRAGGLER
 
     def named(self, rank: int) -> str:
         """A rank with its node."""

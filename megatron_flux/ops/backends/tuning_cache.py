@@ -116,14 +116,14 @@ def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
     try:
         kept = load(path)
     except UserError as error:
-        _say_once(f"{error}. Until then choices are measured anew and kept in memory alone")
+        say_once(f"{error}. Until then choices are measured anew and kept in memory alone")
         return [None for _ in keys]
     found: list[dict[str, Any] | None] = []
     for key in keys:
         try:
             found.append(None if kept.get(key) is None else usable(kept[key]))
         except ValueError as error:
-            _say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
+            say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
             found.append(None)
     return found
 
@@ -136,14 +136,15 @@ def keep(key: str, answer: dict[str, Any]) -> None:
     except UserError:
         pass  # damaged, and find() has said so
     except OSError as error:
-        _say_once(
+        say_once(
             f"the tuner's choices cannot be kept in {path}: {error}. They hold for this process alone: set "
             "MEGATRON_FLUX_TUNE_CACHE to a file that can be written"
         )
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Log what a run need not be told twice."""
     logger.warning("megatron_flux: %s", message)
 
 

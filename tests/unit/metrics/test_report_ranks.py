@@ -76,6 +76,17 @@ def test_without_a_straggler_none_is_named(cluster: dict[str, list[Record]]) -> 
     assert not any(opened for _, _, opened in found["ranks"].folds)
 
 
+@pytest.mark.parametrize(("times", "found"), [(7, []), (9, ["straggler"])])
+def test_one_of_two_ranks_is_slower_by_chance(times: int, found: list[str]) -> None:
+    records = []
+    for n in range(1, 10):
+        slow = int(n <= times)
+        timings = {"step_ms": [100.0, 100.0], "operators_ms": [10.0 + 10 * slow, 20.0 - 10 * slow]}
+        records.append(sampled_record(n, flux=True, **{"flux/ranks": timings, "flux/slowest_rank": slow}))
+    known = ranks.of_arms({"baseline": [], "flux": records})
+    assert [name for name, _ in ranks.findings(known)] == found
+
+
 def test_a_heat_map_stays_small_and_keeps_what_is_slow() -> None:
     many = 2 * MOST_ROWS + 3
     records = [sampled_record(n, flux=True, ranks=many) for n in range(1, 2 * MOST_COLUMNS + 2)]

@@ -344,6 +344,22 @@ def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBack
     assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
 
 
+def test_over_peers_memory_only_where_it_was_asked_for(
+    over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link("p2p", "no NVLink between GPU 0 and GPU 1")
+    monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
+    assert not tuner.links.by_chunks(link)
+    assert tuner.links.name(link) == "p2p"
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "p2p")
+    assert tuner.links.by_chunks(link)
+    monkeypatch.setattr(tuner.links, "probe", lambda group, device: link)
+    assert over_host.untested(X, GROUP) is None
+    assert call(over_host)[0] == "chunked"
+    (key,) = tuning_cache.load(tuning_cache.cache_path())
+    assert " tp=2 p2p in chunks | " in key, "not what fused kernels were measured over"
+
+
 def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
     assert "MEGATRON_FLUX_LINK=host" in (over_host.untested(X, GROUP) or "")

@@ -80,8 +80,9 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     )
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
+    said = checkpoint_access.check_data(run)
     typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
-    if (said := checkpoint_access.check_data(run)) is not None:
+    if said is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
     without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with run_folder.made(run, default=given.out is None) as run:

@@ -44,8 +44,9 @@ def test_no_mpi(world2: WorkerPool) -> None:
 
 
 USED = """
-import pathlib, sys, megatron_flux
-assert pathlib.Path(sys.argv[1]) in pathlib.Path(megatron_flux.__file__).parents, megatron_flux.__file__
+import pathlib, sys, megatron_flux, megatron_flux_autoload
+for file in (megatron_flux.__file__, megatron_flux_autoload.__file__):
+    assert pathlib.Path(sys.argv[1]) in pathlib.Path(file).parents, file
 megatron_flux.patch()
 print(len(megatron_flux.report()["replaced"]))
 """
@@ -131,7 +132,7 @@ def test_a_rank_says_that_another_is_missing(command: Run, tmp_path: Path) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank = {"CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = command("train", "--steps", "1", "--timeout", "1", "--out", tmp_path / "run", code=1, **rank)
     last = done.stderr.strip().splitlines()[-1]
     assert f"rank 0 of 2 has not met the others at 127.0.0.1:{port} within 1 s" in last

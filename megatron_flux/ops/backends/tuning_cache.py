@@ -92,6 +92,8 @@ def usable(answer: Any) -> dict[str, Any]:
             raise ValueError(f"{name} must be an object of milliseconds, not {times!r}")
     if type(answer.get("gemm_ms", 0.0)) not in (int, float):
         raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
+    if answer.get("list", "full") not in ("short", "full"):
+        raise ValueError(f"list must be short or full, not {answer['list']!r}")
     known = {field.name: type(field.default) for field in fields(KernelConfig)}
     for name, value in (plan or {}).items():
         if name not in known:
@@ -99,6 +101,11 @@ def usable(answer: Any) -> dict[str, Any]:
         if type(value) is not known[name]:
             raise ValueError(f"the plan's {name} must be of type {known[name].__name__}, not {value!r}")
     return answer
+
+
+def is_short(answer: Any) -> bool:
+    """Whether an answer was chosen from a short list; earlier versions had full ones only, and did not say so."""
+    return isinstance(answer, dict) and answer.get("list") == "short"
 
 
 def label(answer: Mapping[str, Any]) -> str:
@@ -110,20 +117,23 @@ def label(answer: Mapping[str, Any]) -> str:
     return answer["backend"] if answer.get("pieces") is None else f"{answer['backend']} x{answer['pieces']}"
 
 
-def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
-    """The kept answers under ``keys``, None where there is none to be used; what is wrong with the file is logged."""
+def find(keys: Iterable[str], *, full: bool = False) -> list[dict[str, Any] | None]:
+    """The kept answers under ``keys``, None where there is none to be used; what is wrong with the file is logged.
+    ``full``: not those that were chosen from a short list.
+    """
     path = cache_path()
     try:
         kept = load(path)
     except UserError as error:
-        _say_once(f"{error}. Until then choices are measured anew and kept in memory alone")
+        say_once(f"{error}. Until then choices are measured anew and kept in memory alone")
         return [None for _ in keys]
     found: list[dict[str, Any] | None] = []
     for key in keys:
         try:
-            found.append(None if kept.get(key) is None else usable(kept[key]))
+            answer = None if kept.get(key) is None else usable(kept[key])
+            found.append(None if full and is_short(answer) else answer)
         except ValueError as error:
-            _say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
+            say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
             found.append(None)
     return found
 
@@ -136,14 +146,15 @@ def keep(key: str, answer: dict[str, Any]) -> None:
     except UserError:
         pass  # damaged, and find() has said so
     except OSError as error:
-        _say_once(
+        say_once(
             f"the tuner's choices cannot be kept in {path}: {error}. They hold for this process alone: set "
             "MEGATRON_FLUX_TUNE_CACHE to a file that can be written"
         )
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """A warning that the log has not had from this process."""
     logger.warning("megatron_flux: %s", message)
 
 

@@ -46,7 +46,8 @@ def test_the_nearest_two_plans() -> None:
 
 
 def test_near_is_a_matter_of_ratios() -> None:
-    assert suggested(SHAPE, [entry(1, m=4 * 8192), entry(2, m=8192 // 2), entry(3, n=3 * 6144)]) == plans(2, 3)
+    twice, a_quarter, five_times = entry(1, m=2 * 8192), entry(2, n=6144 // 4), entry(3, k=5 * 8192)
+    assert suggested(SHAPE, [five_times, a_quarter, twice]) == plans(1, 2)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ LINKS = ("none", "host", "p2p", "nvlink")
 """What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""
 WIRES = ("exact", "fp8", "int8")
 """What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
+NO_GPU = "reference: no GPU"
+"""Why calls of ``auto`` run stock's collectives and GEMMs on CPUs, as it is counted and shown."""
 _held: dict[str, str | None] | None = None
 
 

@@ -35,6 +35,7 @@ class Fault:
 
 
 PROGRAM = "tests/unit/comm/test_host_program.py"
+P2P = "tests/unit/comm/test_p2p_program.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
 PLAIN_FENCES = "tests/unit/kernels/test_compiled.py::test_plain_kernels_have_their_fences"
@@ -80,13 +81,49 @@ FAULTS: tuple[Fault, ...] = (
         "if self._stood",
         ("tests/unit/comm/test_host_progress.py::test_a_lane_that_is_busy_with_something_else_is_left_alone",),
     ),
+    # The link through peers' memory.
+    _fault(
+        "who has not its turn sends",
+        "megatron_flux/comm/p2p_program.py",
+        "return Ends(waits(use), [copy],",
+        "return Ends([], [copy],",
+        (f"{P2P}::test_every_order_ends_and_moves_everything",),
+    ),
+    _fault(
+        "the next turn is opened before this one has ended",
+        "megatron_flux/comm/p2p_program.py",
+        "if use == len(chunk) - 1 else ()",
+        "if use == 0 else ()",
+        (f"{P2P}::test_every_order_ends_and_moves_everything",),
+    ),
+    _fault(
+        "what has not come is forwarded",
+        "megatron_flux/comm/p2p_program.py",
+        "after=IN if forwards and i == 0 else None",
+        "after=None",
+        (f"{P2P}::test_every_order_ends_and_moves_everything",),
+    ),
+    _fault(
+        "slots are open before anybody has a turn",
+        "megatron_flux/comm/p2p_link.py",
+        "store(own + word, CLOSED)",
+        "store(own + word, 0)",
+        ("tests/distributed/test_p2p_link.py::test_everything_arrives",),
+    ),
     # What ranks decide together.
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/backends/tuned.py",
-        "collectives.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))",
-        "_first(tuning_cache.find(keys), captured)",
+        "collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))",
+        "_first(tuning_cache.find(keys, full=full), captured)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
+    ),
+    _fault(
+        "each rank lists its own candidates",
+        f"{OPS}/backends/tuned.py",
+        "collectives.first_rank(group, lambda: _listed(call, full))",
+        "_listed(call, full)",
+        ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
     _fault(
         "all_agree asks nobody",

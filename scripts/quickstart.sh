@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Sets up an environment and trains a small GPT on real text, stock Megatron against flux: on two or four GPUs if this
-# machine has them, else on two CPU processes. Further arguments go to `megatron-flux compare`.
+# Sets up .venv and trains a small GPT on real text, stock Megatron against flux: on two or four GPUs if this machine has
+# them, else on two CPU processes. Then says what that showed, and what comes next.
 #
-#   ./scripts/quickstart.sh [--active] [compare's options]
+#   ./scripts/quickstart.sh [--active] [options of megatron-flux compare]
+#
+# --active uses the active environment instead of .venv. What the options are: .venv/bin/megatron-flux compare --help
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment ""
 
@@ -13,5 +15,16 @@ if ((gpus >= 4)); then
 elif ((gpus < 2)); then
     export CUDA_VISIBLE_DEVICES="" # one GPU has nobody to talk to
 fi
-exec "$PYTHON" -m megatron_flux.cli compare --preset tiny --nproc "$processes" --steps 80 --log-interval 10 \
+out=runs/quickstart-$(date +%Y%m%d-%H%M%S)
+"$PYTHON" -m megatron_flux.cli compare --preset tiny --nproc "$processes" --steps 80 --log-interval 10 --out "$out" \
     ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}
+
+# The last --out counts.
+previous=
+for argument in ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}; do
+    if [[ $argument == --dry-run ]]; then exit; fi
+    if [[ $argument == --out=* ]]; then out=${argument#--out=}; fi
+    if [[ $previous == --out ]]; then out=$argument; fi
+    previous=$argument
+done
+exec "$PYTHON" scripts/quickstart_end.py "$out"

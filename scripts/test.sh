@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Sets up an environment, checks the style and runs the tests: all of them, or those that further arguments, which go to
-# pytest, name.
+# Sets up .venv, checks the style and runs the tests: all of them, or those that further arguments, which go to pytest,
+# name.
 #
-#   ./scripts/test.sh [--active] [pytest's options]
+#   ./scripts/test.sh [--active] [options and tests for pytest]
+#
+# --active uses the active environment instead of .venv.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 unset PYTHONDONTWRITEBYTECODE # packages are installed without bytecode: every process would compile torch anew
@@ -13,6 +15,7 @@ install_packages() {
     local sudo=() log
     ((EUID == 0)) || sudo=(sudo -n)
     log=$(mktemp)
+    printf 'installing %s by apt-get, if that is allowed here\n' "$*"
     command -v apt-get >"$log" &&
         ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive sh -c \
             'apt-get update && apt-get install --yes --no-install-recommends "$@"' sh "$@" >"$log" 2>&1 ||
@@ -24,10 +27,12 @@ install_packages() {
 # so it gets a folder of its own; where it cannot be fetched, those tests say so and are skipped.
 if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
     MEGATRON_FLUX_TE_SOURCE=$("$PYTHON" -c 'import sys; print(sys.prefix)')/te-source
-    [[ -d $MEGATRON_FLUX_TE_SOURCE ]] ||
-        "$PYTHON" -m pip install --quiet --no-compile --no-deps --target "$MEGATRON_FLUX_TE_SOURCE" \
-            transformer-engine==2.11.0 ||
-        printf 'note: TransformerEngine could not be fetched\n' >&2
+    if [[ ! -d $MEGATRON_FLUX_TE_SOURCE ]]; then
+        rm -rf "$MEGATRON_FLUX_TE_SOURCE.part" # of a start that was interrupted
+        pip_install --no-deps --target "$MEGATRON_FLUX_TE_SOURCE.part" transformer-engine==2.11.0 &&
+            mv "$MEGATRON_FLUX_TE_SOURCE.part" "$MEGATRON_FLUX_TE_SOURCE" ||
+            printf 'note: TransformerEngine could not be fetched\n' >&2
+    fi
     export MEGATRON_FLUX_TE_SOURCE
 fi
 
@@ -52,7 +57,7 @@ fi
 # tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
 # when both have ended. tests/unit/project/test_sessions.py looks that no folder is left out.
 FIRST=(tests/slurm tests/unit tests/browser tests/megatron_lm)
-SECOND=(tests/distributed tests/train tests/gpu)
+SECOND=(tests/field tests/distributed tests/train tests/gpu)
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

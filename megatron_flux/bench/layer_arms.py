@@ -139,8 +139,8 @@ def make(
             return nullcontext()
         ahead, keeps = not arm.endswith("_own_gather"), False if arm.endswith("_gather_again") else keep_gathered
         # The tuner of an arm without wires sends none, whatever the environment says.
-        exact = {"wire": "exact", "grad_wire": "exact"}
-        keeping = {"keep_gathered": keeps, "keep_gathered_bytes": keep_bytes}
+        exact: dict[str, Any] = {"wire": "exact", "grad_wire": "exact"}
+        keeping: dict[str, Any] = {"keep_gathered": keeps, "keep_gathered_bytes": keep_bytes}
         return patched(FluxConfig(**backends._asdict(), **exact, **keeping, gather_ahead=ahead, link=link))
 
     if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():

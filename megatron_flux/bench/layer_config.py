@@ -131,7 +131,7 @@ class LayerConfig(_Measuring):
 
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
-    keep_gathered_bytes: int | None = None
+    keep_gathered_bytes: int | None = None  # type: ignore[assignment]
     workloads: tuple[Workload, ...]
     arms: tuple[str, ...]
     tp: int

@@ -51,6 +51,8 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
 
 def _run(command: str, given: TrainOptions, special: CheckpointOptions | CompareOptions, dry_run: bool) -> None:
     from megatron_flux.errors import InterruptedRunError
+    from megatron_flux.metrics.strict_json import read_json_object
+    from megatron_flux.metrics.summary import parity
     from megatron_flux.metrics.table import counted
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
@@ -78,14 +80,16 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     )
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
+    said = checkpoint_access.check_data(run)
     typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
-    if (said := checkpoint_access.check_data(run)) is not None:
+    if said is not None:
         typer.echo(f"megatron-flux {command}: {said}", err=True)
+    without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with run_folder.made(run, default=given.out is None) as run:
         asked = start.on_ranks(
             command,
-            f"{run.world_size} {run.device} process(es), tp {run.tp} x pp {run.pp} x dp {run.dp}, preset {run.preset}, "
-            f"{run.precision}, run folder {run.out}",
+            f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
+            f"preset {run.preset}, {run.precision}, run folder {run.out}",
             worker,
             str(run.out),
             run.world_size,
@@ -96,3 +100,11 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
         if asked is not None and folder.has_stopped(run.out):
             go_on = f"the same command with --load {run.save} goes on"
             raise InterruptedRunError(f"stopped by {asked.name}, saved in {run.save}; {go_on}", asked)
+    if run.loss_tolerance is not None:
+        summary = run.out / "summary.json"
+        same, said = False, "parity is not known: the run was stopped before its last step"
+        if summary.is_file():
+            same, said = parity(read_json_object(summary), run.loss_tolerance)
+        typer.echo(said)
+        if not same:
+            raise typer.Exit(1)

@@ -120,9 +120,13 @@ def _failure(operator: str, x: torch.Tensor, group: dist.ProcessGroup, error: Ba
 
 
 def of_all_ranks(mine: _Result, group: dist.ProcessGroup) -> list[_Result]:
-    """What every rank of ``group`` says, by rank; collective."""
+    """What every rank of ``group`` says, by rank; collective. Raises OperatorError: a peer is gone or did not come."""
     said = [mine] * group.size()
-    dist.all_gather_object(said, mine, group=group)
+    try:
+        dist.all_gather_object(said, mine, group=group)
+    except _FAILURES as error:
+        peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        raise OperatorError(f"rank {dist.get_rank()}: no word from peer rank(s) {peers}: {one_line(error)}") from error
     return said
 
 

@@ -76,7 +76,7 @@ import torch.distributed as dist
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.collectives import Pending, of_all_ranks
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError, UserError, one_line
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
@@ -323,8 +323,17 @@ def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> t
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symm_mem
 
-    whole = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(whole, group)
+    try:
+        whole = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(whole, group)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # what the driver says of it names neither the GPUs nor the cause
+        raise OperatorError(
+            f"ranks {dist.get_process_group_ranks(group)} cannot share {nbytes >> 20} MiB of GPU memory by torch's "
+            f"symmetric memory ({one_line(error)}): do all see each other's GPUs, in containers too, and does NVIDIA's "
+            "fabric manager run where there is NVSwitch? MEGATRON_FLUX_LINK=none does without"
+        ) from error
     if handle.multicast_ptr:
         raise OperatorError(
             "torch made an NVLink multicast object; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch.distributed "

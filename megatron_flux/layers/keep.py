@@ -39,6 +39,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import of_all_ranks
@@ -73,7 +74,8 @@ class _Steps:
     """How many steps optimizers have made in this process, from when somebody first asks."""
 
     def __init__(self) -> None:
-        self._made, self._hook = 0, None
+        self._made = 0
+        self._hook: RemovableHandle | None = None
 
     def made(self) -> int:
         if self._hook is None:
@@ -120,20 +122,23 @@ class _Ledger:
         return kept
 
     def _has_room(self, nbytes: int, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        if self.granted is None:
+        granted = self.granted
+        if granted is None:
             if self._refuses_quietly():
                 return False
             offers = of_all_ranks(self._offer(x), group)
-            if None in offers:
+            known = [offer for offer in offers if offer is not None]
+            if len(known) < len(offers):
                 return False
-            self.granted, self.refused = min(offers), 0
-        if nbytes > self.granted:
+            self.granted = granted = min(known)
+            self.refused = 0
+        if nbytes > granted:
             return False
-        if self.counted + nbytes > self.granted and not self._refuses_quietly():
+        if self.counted + nbytes > granted and not self._refuses_quietly():
             held = max(of_all_ranks(self.held(), group))
             if held < self.counted:
                 self.counted, self.refused = held, 0
-        return self.counted + nbytes <= self.granted
+        return self.counted + nbytes <= granted
 
     def _refuses_quietly(self) -> bool:
         """Whether ranks do not talk at this refusal."""

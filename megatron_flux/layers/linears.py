@@ -128,7 +128,7 @@ def _column_forward(
     linear: ColumnState = ctx.linear
     kept = linear.kept
     prefetch.register(ctx, linear, saved if kept is None else None)
-    how = {"backend": linear.backends.forward, "wire": linear.wires.activations}
+    how: dict[str, Any] = {"backend": linear.backends.forward, "wire": linear.wires.activations}
     try:
         if kept is not None:
             y, kept.gathered = ops.all_gather_gemm(
@@ -154,7 +154,8 @@ def _column_backward(
 
     ``dy`` is ``[s, b, n]``, ``x`` ``[s/tp, b, k]`` (None where ``dw`` is not needed), ``weight`` ``[n, k]``.
     """
-    group, how = linear.group, {"backend": linear.backends.dgrad, "wire": linear.wires.gradients}
+    group = linear.group
+    how: dict[str, Any] = {"backend": linear.backends.dgrad, "wire": linear.wires.gradients}
     dx = dw = db = pending = None
     if need_dw:
         linear.gather(x)
@@ -178,7 +179,7 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.linear = linear
         ctx.column = prefetch.take(linear.group)
-        how = {"backend": linear.backends.forward, "wire": linear.wires.activations}
+        how: dict[str, Any] = {"backend": linear.backends.forward, "wire": linear.wires.activations}
         return ops.gemm_reduce_scatter(x, weight, linear.group, **how)
 
     @staticmethod

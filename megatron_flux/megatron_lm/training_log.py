@@ -13,6 +13,7 @@ samples, whichever writes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -106,7 +107,7 @@ def log(iteration: int) -> None:
     row = _log.row(iteration, seen)
     keep.forget_most()
     if _log.samples is None:
-        _announce(args.rank, row)
+        _announce(args.rank, row, seen["fallbacks"])
         # --yaml-cfg in a patched tree drops what the file does not name.
         interval = getattr(args, "flux_sample_interval", SAMPLE_INTERVAL)
         _log.samples = Samples(interval, operators=not seen["cuda_graphs"])
@@ -122,13 +123,14 @@ def log(iteration: int) -> None:
         wandb.log(row, iteration)
 
 
-def _announce(rank: int, row: dict[str, float]) -> None:
+def _announce(rank: int, row: dict[str, float], reasons: Collection[str]) -> None:
     layers = row["flux/active_layers"]
     if layers == 0:
         logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration", rank)
     elif rank == 0:
         calls = ", ".join(f"{row[name]} {operator}" for name, operator in _CALLS.items() if name in row)
         rest = f"run flux; calls so far: {calls}, {row.get('flux/fallback_calls')} stock"
+        rest += f" ({'; '.join(reasons)})" if reasons else ""
         if not calls:
             rest = (
                 "run flux, in CUDA graphs: calls, fallbacks and operator times of replayed graphs are not seen, flux/* "

@@ -9,6 +9,7 @@ Rules for what is not normal, so that nothing vanishes:
   the first is. A baseline loss of 0 against another value is ``"Infinity"``.
 * Records before schema 3 have the peak that torch's allocator had in the whole process. Where an arm was alone in it,
   that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out.
+* On CPUs ``speedup`` is null: such a run shows what flux computes, not how fast. ``without_gpu`` says what ran.
 * Every such finding is one sentence in ``"notes"``.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.settings import NO_GPU
 
 Record = dict[str, Any]
 
@@ -142,7 +144,8 @@ def summarize(
 
     ``separate``: the arms are two runs, each in processes of its own. ``speedup`` is median baseline / median flux step
     time, ``speedup_ci95`` is ``[low, high]`` or null, ``flux_active_layers`` the fewest in any timed flux step,
-    ``flux_fallbacks`` calls by reason, ``environment`` that of the first start that recorded it.
+    ``flux_fallbacks`` calls by reason, ``environment`` that of the first start that recorded it. ``without_gpu`` is
+    null on GPUs; on CPUs it is :func:`without_gpu`, and there is no speed-up.
     """
     shared = bool(baseline and flux) and not separate
     arms = {"baseline": _arm(baseline, flux=False, shared=shared), "flux": _arm(flux, flux=True, shared=shared)}
@@ -158,17 +161,19 @@ def summarize(
             fallbacks[reason] = max(calls, fallbacks.get(reason, 0))
     environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
     patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
+    on_cpus = without_gpu(_backends(flux, fallbacks), info.get("link")) if _on_cpus(info, fallbacks) else None
     summary = {
         "schema_version": SCHEMA_VERSION,
         "arms": arms,
-        "speedup": base_ms / flux_ms if base_ms is not None and flux_ms else None,
-        "speedup_ci95": speedup_interval(pairs),
+        "speedup": base_ms / flux_ms if base_ms is not None and flux_ms and on_cpus is None else None,
+        "speedup_ci95": speedup_interval(pairs) if on_cpus is None else None,
         "paired_blocks": len(pairs),
         "compared_iterations": len(loss_differences),
         "max_relative_loss_difference": largest(loss_differences),
         "max_relative_grad_norm_difference": largest(relative_differences(baseline, flux, "grad-norm")),
         "flux_active_layers": active,
         "flux_fallbacks": fallbacks,
+        "without_gpu": on_cpus,
         "baseline_is_stock": not patched,
         "environment": next((found for found in environments if isinstance(found, dict)), None),
         "notes": _notes(baseline, flux, shared=shared),
@@ -176,6 +181,39 @@ def summarize(
     }
     summary = strict_json.encodable(summary)
     return {**summary, "verdict": verdict(summary)}
+
+
+_STOCK_OPERATORS = f"operators: {NO_GPU}"  # among the fallbacks
+
+
+def _on_cpus(info: Mapping[str, Any], fallbacks: Mapping[str, int]) -> bool:
+    device = info.get("device")
+    return _STOCK_OPERATORS in fallbacks or (isinstance(device, Mapping) and device.get("kind") == "cpu")
+
+
+def _backends(flux: Sequence[Record], fallbacks: Mapping[str, int]) -> set[str]:
+    """Of the sampled calls, and of those that were counted."""
+    calls = (call for record in flux for call in record.get("flux/calls") or [])
+    return {str(call["backend"]) for call in calls if call.get("backend")} | {
+        "reference" for reason in fallbacks if reason == _STOCK_OPERATORS
+    }
+
+
+def without_gpu(backends: Iterable[str], link: str | None) -> str:
+    """What runs on CPUs where calls have these ``backends`` (``tuned: chunked`` is what the tuner chose), over this
+    ``link``: ``reference: no GPU``, or ``chunked (CPU twin, link host): no GPU``; ``no GPU`` where that is all.
+    """
+    names = sorted({name.rpartition(": ")[2] for name in backends})
+    how = f" (CPU twin{f', link {link}' if link not in (None, 'none') else ''})"
+    return ": ".join(filter(None, (", ".join(n if n == "reference" else n + how for n in names), "no GPU")))
+
+
+def losses(summary: Mapping[str, Any]) -> str:
+    """What the curves of a summary say, e.g. ``same losses: largest relative difference 0 over 80 steps``."""
+    found = summary["max_relative_loss_difference"]
+    shown = f"{found:.1e}" if isinstance(found, float) and found else f"{found:.0f}" if found == 0 else str(found)
+    said = f"largest relative difference {shown} over {summary['compared_iterations']} steps"
+    return f"same losses: {said}" if found == 0 else f"losses: {said}"
 
 
 def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
@@ -240,10 +278,13 @@ def _notes(baseline: Sequence[Record], flux: Sequence[Record], *, shared: bool) 
 def verdict(summary: Mapping[str, Any]) -> str:
     """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``, and what would make the ratio meaningless.
 
-    An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio.
+    An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio,
+    and without a GPU nothing but what the losses say.
     """
     arms, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
-    if not isinstance(speedup, int | float):
+    if summary["without_gpu"] and summary["compared_iterations"]:
+        parts = [f"{losses(summary)}; no verdict on speed ({summary['without_gpu']})"]
+    elif not isinstance(speedup, int | float):
         empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
         parts = [f"no comparison: {' and '.join(empty) or 'an arm'} without timed steps"]
     elif interval is None:
@@ -261,6 +302,16 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if not summary["baseline_is_stock"]:
         parts.append("the baseline ran flux operators")
     return "; ".join(parts)
+
+
+def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
+    """Whether flux ran and no step's losses differ by more than ``allowed``, relatively; and that in one line."""
+    difference, layers = summary["max_relative_loss_difference"], summary["flux_active_layers"] or 0
+    same = layers > 0 and (strict_json.number(difference) or 0) <= allowed and summary["compared_iterations"] > 0
+    return same, (
+        f"parity {'holds' if same else 'is broken'}: largest relative loss difference {difference} over "
+        f"{summary['compared_iterations']} iterations, {allowed:g} allowed; {layers} layers ran flux"
+    )
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:

@@ -146,18 +146,19 @@ _ONLY_WITH = {"workspace_bytes": "allocated_peak_bytes"} | {
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """The lines of the table in order."""
+    """The lines of the table in order; without GPUs no difference is shown: it would be one of speed."""
     arms = b, f = summary["arms"]["baseline"], summary["arms"]["flux"]
     times = [arm["step_time_ms"] for arm in arms]
     medians = [time["median"] for time in times]
     spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
+    change_of = (lambda *_: "") if summary.get("without_gpu") else percent_change
     known = {key for arm in arms for key, value in arm.items() if value is not None}
     return [
-        ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), percent_change(*medians)),
+        ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), change_of(*medians)),
         ("step time, p10…p90 (ms)", *spreads, ""),
         ("timed steps", *(str(time["n"]) for time in times), ""),
         *(
-            (label, *(shown(arm.get(key), form) for arm in arms), percent_change(b[key], f[key]) if change else "")
+            (label, *(shown(arm.get(key), form) for arm in arms), change_of(b[key], f[key]) if change else "")
             for label, key, form, change in _ROWS
             if _ONLY_WITH.get(key, key) in known or key not in _ONLY_WITH
         ),
@@ -170,13 +171,14 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     layers, device, environment = (summary.get(name) for name in ("flux_active_layers", "device", "environment"))
     loss = relative(summary["max_relative_loss_difference"])
     allowed = ", ".join(filter(None, (multicast(environment), connections(environment))))
+    without = summary.get("without_gpu")
     on_gpus = isinstance(device, Mapping) and device.get("kind") == "cuda"
     return [
         ("largest relative loss difference", f"{loss} over {summary['compared_iterations']} iterations"),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
-        ("active flux layers", UNKNOWN if layers is None else str(layers)),
+        ("active flux layers", UNKNOWN if layers is None else f"{layers} ({without})" if without else str(layers)),
         *([("both arms", allowed)] if on_gpus else []),
-        *(("fallback to stock", line) for line in fallbacks or ["none"]),
+        *(("fallback to stock", line) for line in fallbacks or ([] if "reference" in (without or "") else ["none"])),
         *(("note", note) for note in summary["notes"]),
     ]
 

@@ -140,15 +140,15 @@ class Watched:
     def verdict(self) -> str:
         """What the report would have as its first line now: at the end of the records just that, before it may be late.
 
-        Empty until every arm has timed a step.
+        Empty until every arm that it is about has timed a step.
         """
         arms = {arm: tail.records for arm, tail in self.tails.items()}
-        if not all(timed(arms[arm]) for arm in self.arms):
+        if not all(timed(arms[arm]) for arm in (self.arms if self.settings.get("command") == "train" else ARMS)):
             return ""
         now, known = time.monotonic(), (sum(map(len, arms.values())), self.end is not None)
         began, took = self._took
         if known != self._computed and (known[1] or now >= began + took / VERDICT_SHARE):
-            summary = summarize(arms["baseline"], arms["flux"], {})
+            summary = summarize(arms["baseline"], arms["flux"], self.config)
             self._verdict = Run(self.path, self.path.name, "training", summary, self.config, arms).verdict
             self._computed, self._took = known, (now, time.monotonic() - now)
         return self._verdict if known[1] else f"so far: {self._verdict}"

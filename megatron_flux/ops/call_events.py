@@ -41,7 +41,7 @@ class OpStats:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes_received: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
-    """Calls that ``auto`` gave to a slower backend on a GPU, by reason."""
+    """Calls that ``auto`` gave to a slower backend than the tuned one, by reason."""
 
     def count(self, operator: str, backend: str, bytes_received: int) -> None:
         """Add one call."""

@@ -22,8 +22,8 @@ def why_not(backends: Collection[str], link: str | None) -> str | None:
     """What keeps calls of these ``backends`` out of CUDA graphs, and what to do; ``link``: the strongest asked for."""
     if "pipelined" in backends:
         return "backend 'pipelined', which cannot be captured; use another backend"
-    if link == "none" and (named := sorted(name for name in backends if name.startswith("chunked"))):
-        return f"backend {named[0]!r} over the link none, which cannot be captured; use another backend"
+    if link in ("p2p", "none") and (named := sorted(name for name in backends if name.startswith("chunked"))):
+        return f"backend {named[0]!r} over the link {link}, which cannot be captured; use another backend"
     return None
 
 

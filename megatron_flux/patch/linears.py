@@ -91,6 +91,7 @@ class LinearPatch:
         """Whether a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
         self._row_forward_impl = row_forward_impl
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._stock: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # the last reason
         self._neutral = {"grad_output_buffer": None, "wgrad_deferral_limit": None, **line.added}
 
     @property
@@ -286,7 +287,9 @@ class LinearPatch:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
         config = layer.config
         if getattr(config, "fp8", None):
-            return f"fp8 ({config.fp8})"
+            recipe = getattr(config, "fp8_recipe", "delayed")
+            named = "" if recipe in (None, "delayed") else f", {getattr(recipe, 'value', recipe)}"
+            return f"fp8 ({config.fp8}{named})"
         if getattr(config, "fp4", None):
             return f"fp4 ({config.fp4})"
         if hasattr(weight, "__fsdp_param__"):
@@ -316,7 +319,14 @@ class LinearPatch:
         if (kind, reason) not in self.fallbacks:
             logger.warning("megatron_flux: %s layers run stock Megatron: %s (first seen: %s)", kind, reason, layer)
         self.fallbacks[kind, reason] += 1
+        self._stock[layer] = reason
         prefetch.clear()
+
+    def what_ran(self, layer: torch.nn.Module) -> str:
+        """``flux``, ``stock: `` with the last reason, both (by call), or ``not called``."""
+        reason = self._stock.get(layer)
+        ran = ["flux"] * (layer in self._active) + ([] if reason is None else [f"stock: {reason}"])
+        return ", ".join(ran) or "not called"
 
     def activate(self, layer: torch.nn.Module) -> None:
         """Count ``layer`` as one that runs flux. It must do so on all ranks of a group at the same call."""

@@ -40,6 +40,12 @@ TE_REPLACED = {
 }
 """As :data:`REPLACED`, where megatron-core has TransformerEngine; the last two inherit the method."""
 _LINEAR = f"{LAYERS}:linear_with_grad_accumulation_and_async_allreduce"
+REIMPLEMENTED = (
+    *(*REPLACED, f"{LAYERS}:ColumnParallelLinear.forward", f"{LAYERS}:RowParallelLinear._forward_impl"),
+    *(_LINEAR, f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"),
+    *(f"{TE_LAYERS}:TELinear.forward", f"{TE_LAYERS}:TELayerNormColumnParallelLinear.forward"),
+)
+"""What flux does in place of megatron-core, and what calls that: to be read anew in another line's source."""
 _LINEAR_PARAMETERS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),

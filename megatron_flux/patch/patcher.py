@@ -49,6 +49,9 @@ class _Replacement(NamedTuple):
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+"""A model, or Megatron's list of its chunks."""
+
 _linears: LinearPatch | None = None
 _replacements: list[_Replacement] = []
 
@@ -154,7 +157,7 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
             patch(outer)
 
 
-def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int, micro_batch_size: int) -> int:
+def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
     """Have the tuner decide about the calls of a patched model's linears now and not in its first step.
 
     The stages of a pipeline then do so at the same time, each in its own tensor-parallel group; in the first step they
@@ -171,7 +174,18 @@ def tune_model(model: torch.nn.Module | Sequence[torch.nn.Module], sequence: int
     return tuning.tune(chunks, _linears, sequence, micro_batch_size)
 
 
-def report() -> dict[str, Any]:
+def _linears_of(model: Model, classes: set[str]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The linears of ``classes`` by the names that users know."""
+    for chunk in [model] if isinstance(model, torch.nn.Module) else model:
+        for name, module in chunk.named_modules():
+            if any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
+                yield (
+                    name.removeprefix("module.").removeprefix("module."),
+                    module,
+                )  # DistributedDataParallel, Float16Module
+
+
+def report(model: Model | None = None) -> dict[str, Any]:
     """What the patch has done so far in this process, ready for JSON.
 
     Returns:
@@ -181,9 +195,11 @@ def report() -> dict[str, Any]:
         ``kept_gathered``: gathered ``inputs`` that column-parallel layers keep now, their ``bytes`` and
         ``peak_bytes``, how many were kept in ``total``, and for how many there was ``no_room``; ``cuda_graphs``:
         whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs are replayed, it
-        is not called any more.
+        is not called any more. With ``model`` also ``layers``: of each of its tensor-parallel linears, by name, what
+        it ran: ``flux``, ``stock: `` and why, both, or ``not called``.
     """
     now = _linears
+    ran = (lambda _: "not patched") if now is None else now.what_ran
     fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
     return {
         "patched": now is not None,
@@ -194,11 +210,12 @@ def report() -> dict[str, Any]:
         "bytes_received": stats.bytes_received,
         "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
+        **({} if model is None else {"layers": {name: ran(layer) for name, layer in _linears_of(model, _LINEARS)}}),
     }
 
 
 def set_backend(
-    model: torch.nn.Module | list[torch.nn.Module],
+    model: Model,
     backend: str | None,
     *,
     names: str = "*",
@@ -232,9 +249,7 @@ def set_backend(
     return _mark("set_backend", model, names, CHOICE, choice, _LINEARS)
 
 
-def set_keep_gathered(
-    model: torch.nn.Module | list[torch.nn.Module], keep_gathered: bool | None, *, names: str = "*"
-) -> list[str]:
+def set_keep_gathered(model: Model, keep_gathered: bool | None, *, names: str = "*") -> list[str]:
     """Choose for some layers whether their gathered input is kept for wgrad: ``keep_gathered`` of
     :class:`~megatron_flux.FluxConfig`, which holds for all others, and for these again after None.
 
@@ -250,21 +265,17 @@ def set_keep_gathered(
     return _mark("set_keep_gathered", model, names, KEEP, keep_gathered, _COLUMNS)
 
 
-def _mark(function: str, model: Any, names: str, attribute: str, value: object, classes: set[str]) -> list[str]:
+def _mark(function: str, model: Model, names: str, attribute: str, value: object, classes: set[str]) -> list[str]:
     """Give the layers of ``classes`` that are called so ``attribute``, or with None take it away; their names."""
     chosen, known = [], []
-    for chunk in model if isinstance(model, list) else [model]:
-        for name, module in chunk.named_modules():
-            if not any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
-                continue
-            name = name.removeprefix("module.").removeprefix("module.")  # DistributedDataParallel, Float16Module
-            known.append(name)
-            if fnmatchcase(name, names):
-                chosen.append(name)
-                if value is None:
-                    module.__dict__.pop(attribute, None)
-                else:
-                    module.__dict__[attribute] = value
+    for name, module in _linears_of(model, classes):
+        known.append(name)
+        if fnmatchcase(name, names):
+            chosen.append(name)
+            if value is None:
+                module.__dict__.pop(attribute, None)
+            else:
+                module.__dict__[attribute] = value
     if not chosen:
         shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
         kind = "tensor-parallel" if classes is _LINEARS else "column-parallel"

@@ -6,10 +6,10 @@ Used of it
       ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
     * what switches its linears to another kind of work: fp8 and its calibration, CPU offloading, ONNX export and the
       debug tools, which are states of the process; userbuffers, delayed wgrad, a returned norm output, FSDP and
-      quantized weights, which are attributes of a module.
+      quantized weights, which are attributes of a module; weights that are distributed once more (2.19), which say so.
 
-Both are the same in the source of releases 2.9 to 2.18; 2.19 brings weights that are distributed once more. Another
-release, or one whose symbols are not as expected, leaves its layers stock with that reason.
+Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
+beyond, or one whose symbols are not as expected, leaves its layers stock with that reason.
 
 ``patch()`` does not import TransformerEngine where megatron-core has not. Only :func:`why_unusable` does, where its
 layers were asked for.
@@ -34,15 +34,23 @@ from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import Norm
 from megatron_flux.patch.megatron_core import release_of, shown
 
-SUPPORTED_TE = SpecifierSet(">=2.9,<2.19")
+SUPPORTED_TE = SpecifierSet(">=2.9,<2.21")
 
-_KERNELS = {"layernorm_fwd": 9, "layernorm_bwd": 7, "rmsnorm_fwd": 8, "rmsnorm_bwd": 6}
+KERNELS = {"layernorm_fwd": 9, "layernorm_bwd": 7, "rmsnorm_fwd": 8, "rmsnorm_bwd": 6}
 """Functions of ``transformer_engine_torch`` and how many parameters they take, all of them positional."""
 
-_userbuffers = attrgetter(
+REIMPLEMENTED = (
+    "transformer_engine.pytorch.module.linear",
+    "transformer_engine.pytorch.module.layernorm_linear",
+    "transformer_engine.pytorch.module._common:apply_normalization",
+)
+"""What flux's layers do in place of TransformerEngine: to be read anew in another release's source."""
+
+USERBUFFERS = (
     *(f"ub_overlap_{which}" for which in ("ag_fprop", "rs_fprop", "ag_dgrad", "rs_dgrad")),
     *("ub_bulk_wgrad", "ub_bulk_dgrad"),
 )
+_userbuffers = attrgetter(*USERBUFFERS)
 
 
 def load() -> TransformerEngine:
@@ -84,17 +92,20 @@ class TransformerEngine:
     def __init__(self) -> None:
         """Find and check the symbols; ImportError, AttributeError or TypeError where one is not as expected."""
         self.kernels = kernels = importlib.import_module("transformer_engine_torch")
-        for name, expected in _KERNELS.items():
+        for name, expected in KERNELS.items():
             found = _parameter_count(getattr(kernels, name))
             if found is not None and found != expected:
                 raise TypeError(f"{name} takes {found} parameters, not {expected}")
-        self.dtypes = _symbol("constants:TE_DType")
-        self._fp8_enabled = _symbol("quantization:FP8GlobalStateManager.is_fp8_enabled")
-        self._fp8_calibration = _symbol("quantization:FP8GlobalStateManager.is_fp8_calibration")
-        self._offloading = _symbol("cpu_offload:is_cpu_offload_enabled")
-        self._exporting = _symbol("export:is_in_onnx_export_mode")
-        self._debug = importlib.import_module("transformer_engine.debug.pytorch.debug_state").TEDebugState
-        _ = self._debug.debug_enabled  # missing here rather than at the first call
+        self.dtypes = _symbol("transformer_engine.pytorch.constants:TE_DType")
+        self._fp8_enabled = _symbol("transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_fp8_enabled")
+        self._fp8_calibration = _symbol(
+            "transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_fp8_calibration"
+        )
+        self._offloading = _symbol("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
+        self._exporting = _symbol("transformer_engine.pytorch.export:is_in_onnx_export_mode")
+        self._debug = _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState")
+        # Missing here rather than at the first call.
+        _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
 
     def why_stock(self, layer: Any, weight: torch.Tensor) -> str | None:
         """Why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
@@ -115,6 +126,8 @@ class TransformerEngine:
             return "parameters_split"
         if type(weight) is not torch.nn.Parameter:
             return f"weight of type {type(weight).__name__}"
+        if getattr(weight, "is_distributed_weight", False):
+            return "distributed weight (is_distributed_weight)"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
         if getattr(layer, "return_layernorm_output", False):
@@ -174,4 +187,4 @@ def _parameter_count(function: Callable[..., Any]) -> int | None:
 
 def _symbol(path: str) -> Any:
     module, _, name = path.partition(":")
-    return attrgetter(name)(importlib.import_module(f"transformer_engine.pytorch.{module}"))
+    return attrgetter(name)(importlib.import_module(module))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import STOCK
-from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.backends.registry import resolve
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -70,7 +70,7 @@ def _decide(
         return False
     asked.add(call)
     weight = like.new_empty(linear.shape) if linear.weight is None else linear.weight
-    backend = select(backend_name, like.new_empty(1, k), weight, group)
+    backend = resolve(backend_name, like.new_empty(1, k), weight, group)[0]
     if not isinstance(backend, TunedBackend):
         return False
     # Random numbers, as zeros make a GEMM run faster, of a generator of their own: training's stay what they were.

@@ -23,9 +23,11 @@ import time
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from megatron_flux.run import launcher, rank
 
@@ -54,12 +56,22 @@ def main(words: list[str]) -> int:
     except Exception as error:  # a port that is taken, a node that does not answer, a disk that is full
         traceback.print_exc()
         said = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
+        said += _no_meeting(str(error), words) if isinstance(error, (dist.DistError, RendezvousError)) else ""
         code, order = 1, launcher.cause_order(1)
     if folder := os.environ.get("MEGATRON_FLUX_FAILURES"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / node_name()).write_text(f"{order} {when or time.time():.6f} {said}\n")
     print(f"megatron-flux: error: {said}", file=sys.stderr)
     return code
+
+
+def _no_meeting(cause: str, words: list[str]) -> str:
+    """What to do where the nodes' launchers have not met, behind what torch says of it."""
+    given = run.parse_args(words)
+    at = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port}"
+    if "EADDRINUSE" in cause:
+        return f"; the port of {at} is in use on this node: give another --master-port"
+    return f"; the launchers of {given.nnodes} nodes have not met at {at}: does one run on each, with this address?"
 
 
 def node_name() -> str:

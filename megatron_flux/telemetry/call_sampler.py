@@ -53,6 +53,7 @@ FIELDS = (
     "flux/calls",
 )
 
+NO_OVERLAP = "no GPU: a processor's times say nothing of overlap on one"
 NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at different ones"
 OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
 FASTER = "the call took less than the GEMM alone, which must have run in another state"
@@ -176,17 +177,18 @@ def _withheld(taken: float, baseline: Baseline, clock: float | None, *, on_gpu: 
 
     A GEMM's time goes with the clock. Where the clocks of step and measurement are so far apart that the GEMM's time
     may be off by more than :data:`TOLERANCE` of the time that could be hidden, the difference says nothing; nor does
-    it where a call is faster than its GEMM by more than that.
+    it where a call is faster than its GEMM by more than that. On CPUs nothing is compared.
     """
+    if not on_gpu:
+        return NO_OVERLAP
     if baseline.serial_ms is None or not baseline.gemm_ms:
         return None
     allowed = TOLERANCE * max(baseline.serial_ms - baseline.gemm_ms, 0.0)
-    if on_gpu:
-        if clock is None or baseline.sm_clock_mhz is None:
-            return NO_CLOCK
-        apart = max(abs(clock / baseline.sm_clock_mhz - 1), RESOLUTION)
-        if apart * baseline.gemm_ms > allowed:
-            return OTHER_CLOCK
+    if clock is None or baseline.sm_clock_mhz is None:
+        return NO_CLOCK
+    apart = max(abs(clock / baseline.sm_clock_mhz - 1), RESOLUTION)
+    if apart * baseline.gemm_ms > allowed:
+        return OTHER_CLOCK
     return FASTER if taken < baseline.gemm_ms - allowed else None
 
 

@@ -18,6 +18,7 @@ from megatron_flux import nvml, settings
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import FluxError
+from megatron_flux.metrics.summary import without_gpu
 from megatron_flux.ops import backend_names
 from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.megatron_core import REPLACED, SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, TE_REPLACED, shown
@@ -75,6 +76,8 @@ def link(asked: str | None = None) -> dict[str, Any]:
     as in :mod:`megatron_flux.comm.links`, or a weaker one where that is asked for; ``reason``: why it is not
     ``nvlink``; ``pairs`` and ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
+    by = "MEGATRON_FLUX_LINK asks" if asked is None else "asked"
+    asked = asked or settings.link()
     count = torch.cuda.device_count()
     if count < 2:
         kind = "host" if asked == "host" and count == 0 else "none"
@@ -89,8 +92,6 @@ def link(asked: str | None = None) -> dict[str, Any]:
         found = links.between(list(range(count)))
     if peers < pairs:
         found = Link("host", "not every pair of GPUs has peer access")
-    by = "MEGATRON_FLUX_LINK asks" if asked is None else "asked"
-    asked = asked or settings.link()
     if asked is not None and links.KINDS.index(asked) < links.KINDS.index(found.kind):
         found = Link(asked, f"{by} for it, there is {found.kind}")
     return {"kind": found.kind, "reason": found.reason, "pairs": pairs, "peer_access": peers}
@@ -150,10 +151,12 @@ def examine() -> dict[str, Any]:
         else:
             notes.append(f"TransformerEngine's layers would run stock: {error}")
     if count == 0:
-        notes.append("no GPU: training runs on the CPU over gloo, in fp32; right, but slow")
+        notes.append("no GPU: training runs on CPUs over gloo, in fp32: it shows the losses, and nothing of the speed")
+        if hidden := nvml.names():
+            notes.append(f"this torch does not see {len(hidden)} GPU(s): it was built without CUDA, or they are hidden")
     elif installed["transformer-engine"] is None:
         notes.append("no TransformerEngine: attention is Megatron's unfused one, with memory quadratic in the sequence")
-    if connected["kind"] in _SLOW_LINKS:
+    if count and connected["kind"] in _SLOW_LINKS:
         notes.append(_SLOW_LINKS[connected["kind"]].format(connected["reason"]))
     if installed["apex wgrad kernel"] is None and count:
         notes.append("no Apex kernel for gradient accumulation fusion: torch's addmm does the same")
@@ -163,12 +166,25 @@ def examine() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(i) for i in range(count)] or [device_name()],
         "link": connected,
         "backends": backend_names(),
+        "auto": _auto(count, connected["kind"]),
         "megatron_core_line": lines,
         "would_patch": [path.replace(":", ".") for path in would_patch],
         "problems": problems,
         "notes": notes,
         "ok": not problems,
     }
+
+
+def _auto(gpus: int, kind: str) -> str:
+    """What the backend ``auto`` is here, with the reason where that is none of flux's own."""
+    by_chunks = kind in ("host", "p2p") and links.asked() in ("host", "p2p")
+    if gpus == 0:
+        return without_gpu(["tuned" if by_chunks else "reference"], kind)
+    if gpus == 1:
+        return "not used: tensor parallelism needs two GPUs"
+    if by_chunks:
+        return "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"
+    return "tuned: fused kernels as measured" if kind == "nvlink" else f"reference: the link is {kind}"
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -187,7 +203,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         "would patch": found["would_patch"] or ["nothing"],
         "notes": found["notes"],
         "problems": found["problems"],
-        "verdict": ["flux can run here" if found["ok"] else "flux cannot run here"],
+        "verdict": [f"flux can run here; auto is {found['auto']}" if found["ok"] else "flux cannot run here"],
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)

@@ -59,10 +59,10 @@ def work(argument: str) -> None:
 
 def _through_peers(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """What :func:`~megatron_flux.comm.p2p_probe.probe` has found, or ``why_not``. Collective."""
-    link = links.probe(group, device)
-    if link.kind not in ("p2p", "nvlink"):
-        return {"why_not": link.reason}
     try:
+        link = links.probe(group, device)
+        if link.kind not in ("p2p", "nvlink"):
+            return {"why_not": f"the link is {link.kind}: {link.reason}"}
         return p2p_probe.probe(group, device, P2PLink(group, device))
     except UserError as error:  # on all ranks, or on none
         return {"why_not": str(error)}

@@ -56,7 +56,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     device: Literal["cuda", "cpu"]
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
-    keep_gathered_bytes: int | None = None
+    keep_gathered_bytes: int | None = None  # type: ignore[assignment]
     world_size: int
     tp: int
     dp: int
@@ -71,6 +71,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     profile_steps: tuple[int, int] | None = None
     block_steps: int = 0
     warmup_steps: int = 0
+    loss_tolerance: float | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -101,9 +102,9 @@ class RunConfig(CheckpointOptions, RunOptions):
     @property
     def flux_config(self) -> FluxConfig:
         """How the layers of a flux arm run."""
-        directions = {"forward": self.forward_backend, "dgrad": self.dgrad_backend, "wgrad": self.wgrad_backend}
-        same = {field.name for field in fields(FluxConfig)} - directions.keys()
-        return FluxConfig(**{name: getattr(self, name) for name in same}, **directions)
+        # Those of directions are options of another name.
+        other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
+        return FluxConfig(**{f.name: getattr(self, other.get(f.name, f.name)) for f in fields(FluxConfig)})
 
     @property
     def tokens_per_step(self) -> int:

@@ -63,7 +63,7 @@ class LayerLinkOptions(LinkOptions):
     @field_validator("keep_gathered_bytes", mode="before")
     @classmethod
     def _in_bytes(cls, given: str | int | None) -> str | None:
-        return None if given is None else str(number_of_bytes(given))
+        return None if given is None else str(number_of_bytes(given, "--keep-gathered-bytes"))
 
 
 def check_keep(given: LayerLinkOptions) -> None:
@@ -80,7 +80,7 @@ class ShapeOptions(_Options):
 
     group: ClassVar[str] = "Model"
 
-    preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, llama2-70b or llama3-70b.")
+    preset: str = _option("tiny", "Model shape: tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b or llama3-70b.")
     num_layers: int | None = _option(None, "Layers to build, instead of the preset's.", ge=1)
     hidden_size: int | None = _option(None, "Hidden size, instead of the preset's.", ge=1)
     num_attention_heads: int | None = _option(None, "Attention heads, instead of the preset's.", ge=1)
@@ -271,4 +271,9 @@ class CompareOptions(_SaveOptions):
     )
     warmup_steps: int | None = _option(
         None, "First steps of each arm left out of the timing. Default: a tenth, between 1 and 5.", ge=0
+    )
+    loss_tolerance: float | None = _option(
+        None,
+        "Exit code 1, and a line that says so, where any step's losses differ by more than this, relatively.",
+        ge=0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError
+from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
@@ -76,6 +78,13 @@ def run_info(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def without_gpu(config: RunConfig) -> str:
+    """:func:`megatron_flux.metrics.summary.without_gpu` of what a run on CPUs will do."""
+    link = environment.link(config.link)["kind"]
+    ran = {"auto": "tuned" if link == "host" else "reference"}.get(config.backend, config.backend)
+    return summary.without_gpu([ran] if config.tp > 1 and config.sequence_parallel else [], link)
+
+
 def _wandb_names(config: RunConfig) -> WandbNames:
     """The names that the run folder has already where it is resumed; else new ones, which no other run has."""
     names = None
@@ -117,3 +126,16 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
         at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
         left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
         logger.info("stopped on request: %s of %d; %s", at, config.steps, left)
+    else:
+        logger.info("%s", _last_words(config))
+
+
+def _last_words(config: RunConfig) -> str:
+    """What a run that has done all its steps has left, and the command that goes on from there."""
+    report = f"megatron-flux report {shlex.quote(str(config.out))}"
+    if config.command == "compare":
+        left = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
+        return f"{left}; next: {report} OTHER --out FOLDER lays another run beside this one"
+    saved = "" if config.save is None else f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    arm = "flux" if config.flux else "baseline"
+    return f"records: {config.out / arm / 'metrics.jsonl'}; next: {report} makes the report{saved}"

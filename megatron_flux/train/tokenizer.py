@@ -36,11 +36,12 @@ def load(kind: Kind, model: Path) -> Tokenizer:
     if importlib.util.find_spec(package := _PACKAGES[kind]) is None:
         needs = f"--tokenizer-type {kind} needs {package}, which is not installed"
         raise UserError(f"{needs}; pip install 'megatron-flux[tokenizers]', or {package} alone")
-    from megatron.core.tokenizers import MegatronTokenizer
-
     path = _checked(kind, model)
+    fast = {"use_fast": True} if kind == "HuggingFaceTokenizer" else {}
     try:
-        found = MegatronTokenizer.from_pretrained(str(path), metadata_path={"library": _LIBRARIES[kind]})
+        from megatron.core.tokenizers import MegatronTokenizer
+
+        found = MegatronTokenizer.from_pretrained(str(path), metadata_path={"library": _LIBRARIES[kind]}, **fast)
         end = found.eod if kind == "HuggingFaceTokenizer" else found.eos_id
     except Exception as error:  # whatever these packages make of a file that is none
         raise UserError(f"--tokenizer-model {model} is no {kind}: {one_line(error)[:200]}") from None

@@ -1,4 +1,4 @@
-"""The chunked backends on processes: over the link through host memory and over send and receive, exact and 8-bit.
+"""The chunked backends on processes: through host memory, peers' memory and by send and receive, exact and 8-bit.
 
 Integers small enough that sums are exact in any order; results and workspaces begin as NaN; shapes are random.
 """
@@ -21,6 +21,8 @@ from megatron_flux.comm import host_memory, links, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_ring import Layout
+from megatron_flux.comm.p2p_link import P2PLink
+from megatron_flux.comm.p2p_program import PeerLayout
 from megatron_flux.comm.send_recv import SendRecv
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
@@ -31,7 +33,7 @@ from tests.small_disk import small_disk
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
-WAYS = ("one queue", "two lanes", "send and receive")
+WAYS = ("one queue", "two lanes", "peers' memory", "send and receive")
 OVER = pytest.mark.parametrize("way", WAYS)
 WIRES = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.01}
 """Backends, and how far off results may be relative to the largest."""
@@ -41,6 +43,9 @@ def use(way: str, group: dist.ProcessGroup) -> None:
     """Let ``group`` have this transport, of small slots."""
     if way == "send and receive":
         made: Any = SendRecv(group)
+    elif way == "peers' memory":
+        islands = ((0, 3), (1, 2)) if group.size() == 4 else None
+        made = P2PLink(group, CPU, PeerLayout(group.size(), 900, 3), islands=islands, one_queue=True)
     else:
         layout = Layout(group.size(), slot_bytes=900, slots=3)
         made = HostLink(group, CPU, layout, one_queue=way == "one queue")

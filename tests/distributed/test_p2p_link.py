@@ -90,9 +90,9 @@ def test_late_ranks_are_waited_for(world4: WorkerPool, one_queue: bool) -> None:
     world4.run(late, one_queue)
 
 
-def never_comes(one_queue: bool) -> str:
+def never_comes() -> str:
     with mock.patch.dict(os.environ, {"MEGATRON_FLUX_TIMEOUT_S": "0.5"}):
-        at = link(one_queue)
+        at = link(True)
         gather(at, 0, [0, 5000])
         if at.rank == 1:
             time.sleep(2.5)
@@ -104,9 +104,8 @@ def never_comes(one_queue: bool) -> str:
         return str(caught.value)
 
 
-@QUEUES
-def test_a_wait_that_lasts_too_long_says_for_whom(world2: WorkerPool, one_queue: bool) -> None:
-    said = world2.run(never_comes, one_queue)[0]
+def test_a_wait_that_lasts_too_long_says_for_whom(world2: WorkerPool) -> None:
+    said = world2.run(never_comes)[0]
     assert "gemm_reduce_scatter timed out after 0.5 s waiting for peer rank 1 (tp rank 1), shard " in said
     assert ", epoch 2; the peer's last epoch here is 1" in said
 
@@ -158,9 +157,9 @@ def pool() -> Iterator[WorkerPool]:
     pool.stop()
 
 
-def killed(one_queue: bool) -> str:
+def killed() -> str:
     with mock.patch.dict(os.environ, {"MEGATRON_FLUX_TIMEOUT_S": "2"}):
-        at = link(one_queue)
+        at = link(False)
         gather(at, 0, [0, 5000])
         call = at.exchange("gemm_reduce_scatter", torch.zeros(4, 40_000, dtype=torch.uint8), [0, 20_000, 40_000])
         try:
@@ -174,9 +173,8 @@ def killed(one_queue: bool) -> str:
         return "nothing was said"
 
 
-@QUEUES
-def test_a_killed_rank_ends_the_others_and_leaves_nothing(pool: WorkerPool, one_queue: bool) -> None:
-    outcomes = pool.outcomes(killed, one_queue)
+def test_a_killed_rank_ends_the_others_and_leaves_nothing(pool: WorkerPool) -> None:
+    outcomes = pool.outcomes(killed)
     assert outcomes[2].error == "the process ended with exit code -9"
     for rank in (0, 1, 3):
         assert "gemm_reduce_scatter timed out after 2 s waiting for peer rank" in (outcomes[rank].value or ""), outcomes

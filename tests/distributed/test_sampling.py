@@ -19,7 +19,7 @@ from megatron_flux.metrics import schema
 from megatron_flux.ops import call_events as observe
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
-from megatron_flux.telemetry.call_sampler import Sampler
+from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -90,14 +90,11 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
             assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
             assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
             assert 0 <= row["gemm_ms"] <= row["serial_ms"]
-            assert row["exposed_ms"] == pytest.approx(row["time_ms"] - row["gemm_ms"])
-            assert row["sm_clock_mhz"] is row["withheld"] is None
+            assert (row["sm_clock_mhz"], row["exposed_ms"], row["withheld"]) == (None, None, NO_OVERLAP)
         taken = values["flux/operator_time_ms"]
         assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
         assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
-        # An operator that takes longer than both in turn has a negative efficiency.
-        assert values["flux/e_overlap"]["all_gather_gemm"] < 0
-        assert values["flux/exposed_communication_ms"]["all_gather"] == taken["all_gather"]
+        assert set(values["flux/e_overlap"].values()) == {None}
 
 
 def rank_rounds(at_once: int | None) -> list[int]:

@@ -318,7 +318,7 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(stories: Stories
     assert one["starts"] == 2
     assert one["max_relative_loss_difference"] == 0
     assert one["flux_active_layers"] == 9
-    assert collected["speedup_median"] == one["speedup"] > 0
+    assert collected["speedup_median"] is one["speedup"] is None  # of CPUs
     assert "plotly" in (root / "rep-0" / "run" / "report.html").read_text()
     assert "| 0 | finished | 2 |" in (root / "collected.md").read_text()
 

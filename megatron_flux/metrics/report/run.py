@@ -72,7 +72,7 @@ class Run:
             return verdict(self.summary)
         time = self.summary["arms"][arm]["step_time_ms"]
         timed = f"{time['median']:.4g} ms per step (median of {time['n']})" if time["n"] else "no step was timed"
-        return f"{arm} alone: {timed}"
+        return "; ".join(filter(None, (f"{arm} alone: {timed}", self.summary["without_gpu"])))
 
 
 def load(path: Path) -> Run:
@@ -138,7 +138,7 @@ def _load(path: Path) -> Run:
     arms = {arm: tail.records for arm, tail in tails.items()}
     breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
-    about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "layout", "command")}
+    about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "link", "layout", "command")}
     summary = summarize(arms["baseline"], arms["flux"], about)
     if all(arms.values()) and not (path / "summary.json").exists():
         summary["notes"].append("There is no summary.json: the run did not end.")

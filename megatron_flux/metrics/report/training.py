@@ -64,10 +64,13 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
         _breakdown(run),
-        *(part for make in (_efficiency, _activity, _choices) if (part := make(arms["flux"])) is not None),
+        _efficiency(arms["flux"], summary["without_gpu"]),
+        _activity(arms["flux"]),
+        _choices(arms["flux"]),
         *_ranks(arms, of_ranks),
         *_gpus(arms),
     ]
+    parts = [part for part in parts if part is not None]
     missing = [part for part in parts if part.caption.startswith(NOT_RECORDED)]
     if missing:
         # In one table instead of many sections with nothing in them.
@@ -116,10 +119,12 @@ def _breakdown(run: Run) -> Part:
     return Part("time", title, figure, caption, Table(rows, head=("ms per step", *found)))
 
 
-def _efficiency(flux: Sequence[Record]) -> Part | None:
+def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | None:
     if not flux:
         return None
     title = "Overlap efficiency per operator"
+    if without_gpu:
+        return Part("e-overlap", title, caption=f"{NOT_RECORDED}: {without_gpu}, so there is no overlap to judge.")
     samples = [r for r in sampled(flux) if r.get("flux/calls")]
     if not samples:
         replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)

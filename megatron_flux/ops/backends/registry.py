@@ -19,7 +19,7 @@ from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
-from megatron_flux.settings import WIRES
+from megatron_flux.settings import NO_GPU, WIRES
 
 logger = logging.getLogger("megatron_flux")
 
@@ -85,11 +85,16 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
 
     On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x``, contiguity of ``weight``
     and mode (eager, or for CUDA graphs); settings of the process must be made before. Where ``auto`` has to take a
-    slower backend, that is logged once with the reason, and every call is counted. Raises UserError: unknown name, or a
-    backend asked for by name that cannot take these operands.
+    slower backend, that is logged once with the reason, and every call is counted; so it is on CPUs, where that is
+    ``reference``. Raises UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
     if not x.is_cuda:
-        return resolve(name, x, weight, group)[0]
+        backend, reasons = resolve(name, x, weight, group)
+        if reasons and backend is _reference:
+            if NO_GPU not in stats.degraded and group.rank() == 0:
+                logger.warning("megatron_flux: operators run on %s", NO_GPU)
+            stats.degraded[NO_GPU] += 1
+        return backend
     # Asking the backends for their limits takes longer than a launch.
     chosen = state_of(group).chosen
     call = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())

@@ -23,6 +23,8 @@ Contract
       0 never measures and takes ``reference`` where nothing is kept, or the plan that ships for the very call, GPU and
       NCCL without multicast, where that has saved 3 % of reference's time. During CUDA-graph capture nothing is
       measured either: a call that is new then takes ``reference`` and is logged.
+    * Where m changes from call to call (packed sequences), :data:`MOST_M` values of it are measured of a GEMM; each
+      further one runs as the nearest of those, which is said once.
     * Calls that will be captured (:mod:`megatron_flux.ops.cuda_graphs`) take the answer for eager ones, unless it is
       ``pipelined``, which cannot be captured. Where there is none they are measured in their own mode, eagerly and so
       with a handshake for each, and the answer is kept for such calls alone.
@@ -32,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import statistics
 import time
@@ -53,6 +56,7 @@ from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.tuning_cache import describe
+from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
@@ -63,6 +67,7 @@ from megatron_flux.settings import sm_margin, tunes_fully
 logger = logging.getLogger("megatron_flux")
 
 MARGIN = 0.99  # of reference's time, which others must beat
+MOST_M = 8
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
 
 
@@ -80,6 +85,8 @@ class Decisions:
 
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the key of the cache file
     choices: dict[tuple[Any, ...], Choice] = field(default_factory=dict)  # by what calls with one choice have in common
+    measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
+    """Answers that this process has measured, by the same without m, and by m."""
 
 
 def ranked(ms: dict[str, float]) -> list[str]:
@@ -133,7 +140,8 @@ def _words(call: OperatorCall) -> str:
     return f"{call.operator} m={call.m} n={call.n} k={call.k}"
 
 
-_UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}}
+_UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}, "unmeasured": True}
+_INSTEAD = "reference instead of tuned: the call was not measured"
 
 
 def _shape(call: OperatorCall) -> Shape:
@@ -163,15 +171,14 @@ def _listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
     return "short" if near else "full", [asdict(plan) for plan in plans]  # a plan's hash holds in its process alone
 
 
-def _unmeasured(call: OperatorCall) -> dict[str, Any]:
-    """What is taken where nothing may be measured."""
+def _shipped(call: OperatorCall) -> dict[str, Any] | None:
+    """What to take unmeasured instead of ``reference``, None where that is the safer choice."""
     as_in_the_runs = os.environ.get("NCCL_NVLS_ENABLE") == "0" and sm_margin() == 0 and call.x.dtype is torch.bfloat16
     plan = shipped_plans.unmeasured(_shape(call), _gpu(call), shipped_plans.entries()) if as_in_the_runs else None
     if plan is None:
-        return dict(_UNMEASURED)
+        return None
     tuning_cache.say_once(
-        "nothing is measured (MEGATRON_FLUX_TUNE_SECONDS=0): calls for which the package has a plan, measured on other "
-        "H200s, run that one, all others stock"
+        "MEGATRON_FLUX_TUNE_SECONDS is 0: calls for which the package has a plan, measured on other H200s, run that one"
     )
     return {"backend": "fused", "plan": asdict(plan), "ms": {}}
 
@@ -195,6 +202,7 @@ class TunedBackend:
         """
         self.reference, self.pipelined, self.fused = reference, pipelined, fused
         self.chunked = {backend.name: backend for backend in (chunked or {}).values()}
+        self.most_m: float = MOST_M  # benchmarks measure as many as they are asked for
 
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
         """What was decided so far for ``group``; filled as shapes come."""
@@ -230,6 +238,8 @@ class TunedBackend:
             return call.run(by, pieces=pieces)
         if name == "pipelined" and self._may_pipeline(call):  # no answer for calls that will be captured
             return call.run(self.pipelined)
+        if name == "unmeasured":
+            stats.degraded[_INSTEAD] += 1
         return call.run(self.reference)
 
     gemm_reduce_scatter = all_gather_gemm
@@ -265,8 +275,9 @@ class TunedBackend:
         choice = choices.get(kind)
         if choice is None:
             found = self._find(call)
+            name = "unmeasured" if "unmeasured" in found else found["backend"]
             config = KernelConfig(**found["plan"]) if found["plan"] is not None else None
-            choice = Choice(found["backend"], config, found.get("pieces"))
+            choice = Choice(name, config, found.get("pieces"))
             if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
@@ -292,14 +303,34 @@ class TunedBackend:
             full = tunes_fully()
             found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
         if found is None:
+            found = self._nearest(call)
+        if found is None:
             found = self._measure(call)
             if found["ms"]:
+                self._measured(call)[call.m] = found
                 collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
             used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
             if self._may_pipeline(call) and found["ms"] and not used and not _by_chunks(call.x, group):
                 self.pipelined.release(group)
         answers[keys[0]] = found
         return found
+
+    def _measured(self, call: OperatorCall) -> dict[int, dict[str, Any]]:
+        operator, _, *others = _kind(call)
+        return self.decisions(call.group).measured.setdefault((operator, *others), {})
+
+    def _nearest(self, call: OperatorCall) -> dict[str, Any] | None:
+        """The choice, without times, of the nearest m; None while another one may be measured. Alike on all ranks."""
+        known = self._measured(call)
+        if len(known) < self.most_m:
+            return None
+        if call.group.rank() == 0:
+            tuning_cache.say_once(
+                f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(known)} were measured, others run "
+                "as the nearest of these"
+            )
+        nearest = known[min(known, key=lambda m: (abs(math.log(m / call.m)), m))]
+        return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
     def answer(
         self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
@@ -363,8 +394,13 @@ class TunedBackend:
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
         limit = _seconds()
         if limit <= 0:
-            chunked = call.weight is None or _by_chunks(call.x, call.group)
-            return dict(_UNMEASURED) if chunked else collectives.first_rank(call.group, lambda: _unmeasured(call))
+            by_chunks = call.weight is None or _by_chunks(call.x, call.group)
+            shipped = None if by_chunks else collectives.first_rank(call.group, lambda: _shipped(call))
+            if shipped is None and call.group.rank() == 0:
+                tuning_cache.say_once(
+                    "MEGATRON_FLUX_TUNE_SECONDS is 0: calls without a kept choice run stock's GEMM and collective"
+                )
+            return shipped or dict(_UNMEASURED)
         began = time.monotonic()
         run, x, group, device = call.run, call.x, call.group, call.x.device
 

@@ -154,7 +154,7 @@ def keep(key: str, answer: dict[str, Any]) -> None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """A warning that the log has not had from this process."""
+    """Log what a run need not be told twice."""
     logger.warning("megatron_flux: %s", message)
 
 

@@ -32,7 +32,8 @@ def test_it_says_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         f"torch {environment.versions()['torch']}",
         "megatron.core.tensor_parallel.layers.RowParallelLinear.forward",
         "auto, reference",
-        "flux can run here",
+        "flux can run here; auto is reference: no GPU",
+        "it shows the losses, and nothing of the speed",
     ):
         assert words in text
 
@@ -75,9 +76,34 @@ def test_links(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool, n
     assert environment.link()["kind"] == kind
 
 
+@pytest.mark.parametrize(
+    ("count", "nvlink", "asked", "said"),
+    [
+        (0, "nvlink", "", "reference: no GPU"),
+        (0, "nvlink", "host", "tuned (CPU twin, link host): no GPU"),
+        (1, "nvlink", "", "not used: tensor parallelism needs two GPUs"),
+        (4, "nvlink", "", "tuned: fused kernels as measured"),
+        (4, "p2p", "", "reference: the link is p2p"),
+        (4, "p2p", "p2p", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
+        (4, "nvlink", "host", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
+    ],
+)
+def test_what_auto_is(monkeypatch: pytest.MonkeyPatch, count: int, nvlink: str, asked: str, said: str) -> None:
+    gpus(monkeypatch, count, nvlink=nvlink)
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", asked)
+    found = environment.examine()
+    assert found["auto"] == said
+    assert count or not any("peer access" in note for note in found["notes"])
+
+
+def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.nvml, "names", lambda: ["NVIDIA H200"] * 2)
+    assert any("torch does not see 2 GPU(s)" in note for note in environment.examine()["notes"])
+
+
 def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.19")
+        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.21")
 
     importlib.import_module(LAYERS)  # before its extension is exchanged
     monkeypatch.setitem(sys.modules, TE_LAYERS, extension())
@@ -91,7 +117,7 @@ def test_layers_over_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(te_seam, "load", refuse)
     found = environment.examine()
     assert found["ok"]
-    assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.19" in note for note in found["notes"])
+    assert any("would run stock: TransformerEngine 2.8.0, supported is >=2.9,<2.21" in note for note in found["notes"])
 
 
 def test_gpus_without_what_makes_them_fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,10 @@ def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path, monke
     monkeypatch.delenv("RANK", raising=False)
     text = tmp_path / "text"
     text.write_text("word " * 200)
-    context, count = multiprocessing.get_context("fork"), 6
+    earlier = tmp_path / "runs" / "20261122-101500-train-tiny"  # of the same second, and under way
+    earlier.mkdir(parents=True)
+    (earlier / folder.CONFIG).write_text("{}")
+    context, count = multiprocessing.get_context("fork"), 4
     barrier, made = context.Barrier(count), context.Queue()
     processes = [context.Process(target=_train, args=(text, barrier, made)) for _ in range(count)]
     for process in processes:
@@ -156,6 +159,6 @@ def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path, monke
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * count
-    assert names == {"20261122-101500-train-tiny", *(f"20261122-101500-train-tiny-{n}" for n in range(2, count + 1))}
+    assert names == {f"{earlier.name}-{n}" for n in range(2, count + 2)}
     for name in names:
         assert yaml.safe_load((tmp_path / "runs" / name / folder.CONFIG).read_text())["config"]["out"] == f"runs/{name}"

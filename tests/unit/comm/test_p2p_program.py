@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_flux.comm import p2p_program, p2p_schedule
+from megatron_flux.comm import p2p_link, p2p_program, p2p_schedule
 from megatron_flux.comm.host_program import Program
 from megatron_flux.comm.lanes import read, store
 from megatron_flux.comm.p2p_program import CLOSED, IN, OUT, PeerLayout
@@ -134,3 +134,17 @@ def test_blocks_are_told_of_one_by_one() -> None:
     arrived = [block for part in parts for block in part.arrived]
     assert arrived == [(peer, piece) for piece in range(3) for peer in (2, 1, 3)]
     assert not parts[0].arrived
+
+
+def test_a_flush_stands_between_a_wait_and_the_copy_behind_it() -> None:
+    parts = Gpus(PeerLayout(2, 600, 3)).program("gather", 0, None).parts
+    steps = [step for part in parts for step in part.steps]
+    flushed = [one for step in steps for one in p2p_link._flushed(step)]
+    reads = [step for step in steps if step.lane == IN and step.copies]
+    assert len(flushed) == len(steps) + len(reads)
+    for at, step in enumerate(flushed):
+        if step.lane == IN and step.copies:
+            (flush,) = driven(step.batch)
+            assert (flush.operation, flush.address, flush.value, flush.flags) == (3, 0, 0, 0)
+            assert flushed[at - 1].batch.waits
+            assert not flushed[at - 1].copies

@@ -126,3 +126,72 @@ def test_verdict_claims_nothing_without_an_interval() -> None:
 def test_verdict_tells_that_flux_never_ran() -> None:
     text = verdict_of(6, {"baseline": [0.1] * 6, "flux": [0.1] * 6}, {"flux/active_layers": 0})
     assert "no layer ran flux" in text
+
+
+CPU = {"device": {"kind": "cpu"}}
+STOCK = {"flux/fallbacks": {"operators: reference: no GPU": 36}}
+
+
+def on_cpus(info: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    arms = interleaved(6, {"baseline": [0.2] * 6, "flux": [0.1] * 6})
+    for item in arms["flux"]:
+        item |= changes
+    return summarize(arms["baseline"], arms["flux"], info)
+
+
+@pytest.mark.parametrize(
+    ("info", "changes", "said"),
+    [
+        (CPU, STOCK, "reference: no GPU"),
+        ({}, STOCK, "reference: no GPU"),  # of a run folder without config.json
+        (CPU, {}, "no GPU"),  # an earlier version's that sampled nothing
+        (CPU, {"flux/calls": [{"backend": "reference"}]}, "reference: no GPU"),
+        (CPU | {"link": "host"}, {"flux/calls": [{"backend": "chunked"}]}, "chunked (CPU twin, link host): no GPU"),
+        (
+            CPU | {"link": "host"},
+            {"flux/calls": [{"backend": "tuned: chunked"}, {"backend": "tuned: reference"}]},
+            "chunked (CPU twin, link host), reference: no GPU",
+        ),
+    ],
+)
+def test_without_a_gpu_the_losses_are_all_that_is_judged(
+    info: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    summary = on_cpus(info, **changes)
+    assert summary["without_gpu"] == said
+    assert summary["speedup"] is summary["speedup_ci95"] is None
+    assert summary["verdict"] == (
+        f"same losses: largest relative difference 0 over 18 steps; no verdict on speed ({said})"
+    )
+    text = piped(summary)
+    assert "+100.0" not in text
+    assert line(text, "tokens/s") == ["10,000", "10,000"]
+    assert line(text, "step time, median (ms)") == ["200.0", "100.0"]
+    assert f"active flux layers: 8 ({said})" in text
+    assert text.splitlines()[-1] == summary["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (1 + 2e-7, "losses: largest relative difference 2.0e-07"),
+        (float("nan"), "losses: largest relative difference NaN"),
+    ],
+)
+def test_losses_that_differ_are_not_called_the_same(factor: float, said: str) -> None:
+    arms = interleaved(1, {"baseline": [0.1], "flux": [0.1]})
+    arms["flux"][-1]["lm loss"] *= factor
+    assert verdict(summarize(arms["baseline"], arms["flux"], CPU)).startswith(
+        f"{said} over 3 steps; no verdict on speed (no GPU)"
+    )
+
+
+def test_nothing_is_said_of_losses_that_were_not_compared() -> None:
+    baseline = interleaved(1, {"baseline": [0.1], "flux": [0.1]})["baseline"]
+    assert verdict(summarize(baseline, [], CPU)) == "no comparison: flux without timed steps"
+
+
+def test_gpus_are_judged_as_ever() -> None:
+    summary = on_cpus({"device": {"kind": "cuda"}, "link": "nvlink"}, **{"flux/calls": [{"backend": "fused"}]})
+    assert (summary["without_gpu"], summary["speedup"]) == (None, 2.0)
+    assert "no GPU" not in piped(summary)

@@ -9,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -116,19 +115,17 @@ def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out
 
 
-def test_waits_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def begin() -> None:
-        time.sleep(0.3)
+def test_waits_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(_: float) -> None:
         with JsonlRecorder(tmp_path / "run" / "flux" / "metrics.jsonl") as recorder:
             recorder.write(sampled_record(7, flux=True))
 
-    thread = threading.Thread(target=begin)
-    thread.start()
+    monkeypatch.setattr("megatron_flux.metrics.watch.time.sleep", begin)
     watch(tmp_path / "run", interval=0.1, wait=30)
-    thread.join()
     said = capsys.readouterr()
     assert "flux 7" in said.out
     assert f"waiting for a run in {tmp_path / 'run'}; Ctrl-C ends" in said.err
+    assert "no comparison" not in said.out
 
 
 @pytest.mark.parametrize(

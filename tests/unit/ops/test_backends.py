@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
 from megatron_flux.ops.backends import chunked, reference, registry, tuned
@@ -86,7 +87,7 @@ def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
     cautious.untested = lambda x, group: "no NVLink"
     ops.register_backend(cautious)
     assert selected("auto") == "reference"
-    assert caplog.text == ""
+    caplog.clear()
     assert selected("cautious") == selected("cautious") == "cautious"
     (line,) = caplog.messages
     assert line == "megatron_flux: backend 'cautious' was asked for by name where it is untested: no NVLink"
@@ -110,8 +111,16 @@ def test_fused_kernels_are_untested_without_nvlink(
         assert said.startswith("no NVLink between GPU 0 and GPU 1: fused kernels wait for atomics on peers' memory")
 
 
-def test_auto_is_reference_where_there_is_no_gpu() -> None:
-    assert selected("auto") == "reference"
+def test_auto_is_reference_where_there_is_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Counted, and said once; by name it is a choice."""
+    ops.stats.reset()
+    assert selected("reference") == "reference"
+    assert not ops.stats.degraded
+    assert selected("auto") == selected("auto") == "reference"
+    assert dict(ops.stats.degraded) == {"reference: no GPU": 2}
+    assert caplog.messages == ["megatron_flux: operators run on reference: no GPU"]
+    assert megatron_flux.report()["fallbacks"] == {"operators: reference: no GPU": 2}
+    ops.stats.reset()
 
 
 def test_a_backend_asked_for_by_name_says_why_it_cannot() -> None:

@@ -328,7 +328,8 @@ def test_without_measuring_only_a_plan_that_was_clearly_faster_is_taken(
         OperatorCall("gemm_reduce_scatter", x, W.to(x.dtype), GROUP).run(on_h200).wait()
         assert on_h200.log[-1] == (("fused", plan) if taken else ("reference", None))
         forget(on_h200)
-    assert caplog.text.count("nothing is measured (MEGATRON_FLUX_TUNE_SECONDS=0)") == taken
+    said = ("calls without a kept choice run stock's", "calls for which the package has a plan")
+    assert [caplog.text.count(words) for words in said] == [not taken, taken]
     assert not tuning_cache.cache_path().exists(), "nothing was measured that could be kept"
 
 
@@ -462,6 +463,22 @@ def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBack
         over_host.chunked["chunked"].reason = "it cannot be captured"  # type: ignore[attr-defined]
         assert call(over_host) == ("reference", None)
     assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
+
+
+def test_over_peers_memory_only_where_it_was_asked_for(
+    over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link("p2p", "no NVLink between GPU 0 and GPU 1")
+    monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
+    assert not tuner.links.by_chunks(link)
+    assert tuner.links.name(link) == "p2p"
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "p2p")
+    assert tuner.links.by_chunks(link)
+    monkeypatch.setattr(tuner.links, "probe", lambda group, device: link)
+    assert over_host.untested(X, GROUP) is None
+    assert call(over_host)[0] == "chunked"
+    (key,) = tuning_cache.load(tuning_cache.cache_path())
+    assert " tp=2 p2p in chunks | " in key, "not what fused kernels were measured over"
 
 
 def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:

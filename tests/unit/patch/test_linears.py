@@ -156,17 +156,21 @@ def require_stock(seam: SimpleNamespace, kind: str, reason: str, call: Callable[
 
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
     patch = LinearPatch(FluxConfig(), LINES[0], Layer._forward_impl)
+    a, b, c, never = (torch.nn.Identity() for _ in range(4))
+    a.extra_repr = lambda: "layer A"  # type: ignore[method-assign]
     for kind, reason, layer in (
-        *3 * [("column", "tp = 1", "layer A")],
-        ("column", "tp = 1", "layer B"),
-        ("row", "tp = 1", "layer C"),
-        ("column", "autocast", "layer A"),
+        *3 * [("column", "tp = 1", a)],
+        ("column", "tp = 1", b),
+        ("row", "tp = 1", c),
+        ("column", "autocast", a),
     ):
         patch.runs_stock(kind, reason, layer)
     logged = [r.getMessage() for r in caplog.records if r.name == "megatron_flux" and r.levelno == logging.WARNING]
     assert len(logged) == 3
     assert all(fact in logged[0] for fact in ("column", "tp = 1", "layer A"))
     assert dict(patch.fallbacks) == {("column", "tp = 1"): 4, ("row", "tp = 1"): 1, ("column", "autocast"): 1}
+    ran = [patch.what_ran(layer) for layer in (a, b, c, never)]
+    assert ran == ["stock: autocast", "stock: tp = 1", "stock: tp = 1", "not called"]
 
 
 def test_strict_names_layer_and_reason_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

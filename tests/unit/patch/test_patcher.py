@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 import megatron_flux
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, report, unpatch
 from megatron_flux.comm import links
-from megatron_flux.ops import cuda_graphs
+from megatron_flux.ops import cuda_graphs, stats
 from megatron_flux.patch import patcher
 from megatron_flux.patch.megatron_core import TE_REPLACED, te_layers
 
@@ -219,6 +219,7 @@ def test_other_ranks_are_silent(caplog: pytest.LogCaptureFixture, monkeypatch: p
 def test_report_is_for_json() -> None:
     import json
 
+    stats.reset()
     before = report()
     assert before["patched"] is False
     assert before["active_layers"] == 0

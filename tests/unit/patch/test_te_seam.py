@@ -133,26 +133,26 @@ def why_stock(te: TransformerEngine, layer: Any) -> str | None:
 # Releases and signatures
 
 
-@pytest.mark.parametrize("version", ["2.9.0", "2.11.0", "2.11.0+c188b533", "2.11.0.dev0", "2.18.3"])
+@pytest.mark.parametrize("version", ["2.9.0", "2.11.0", "2.11.0+c188b533", "2.11.0.dev0", "2.20.2"])
 def test_supported_releases(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(te_seam, "version", lambda name: version)
     assert isinstance(te_seam.load(), TransformerEngine)
 
 
-@pytest.mark.parametrize("version", ["1.13.0", "2.8.0", "2.19.0", "2.19.0.dev0", "3.0", "of unknown version"])
+@pytest.mark.parametrize("version", ["1.13.0", "2.8.0", "2.21.0", "2.21.0.dev0", "3.0", "of unknown version"])
 def test_other_releases_are_refused_with_the_range(
     installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(te_seam, "version", lambda name: version)
-    with pytest.raises(UnsupportedVersionError, match=r"supported is >=2\.9,<2\.19") as error:
+    with pytest.raises(UnsupportedVersionError, match=r"supported is >=2\.9,<2\.21") as error:
         te_seam.load()
     assert f"TransformerEngine {version}" in str(error.value)
 
 
 def test_what_cannot_run_flux_says_why(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     assert te_seam.why_unusable() is None
-    monkeypatch.setattr(te_seam, "version", lambda name: "2.19.0")
-    assert te_seam.why_unusable() == "TransformerEngine 2.19.0, supported is >=2.9,<2.19"
+    monkeypatch.setattr(te_seam, "version", lambda name: "2.21.0")
+    assert te_seam.why_unusable() == "TransformerEngine 2.21.0, supported is >=2.9,<2.21"
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     assert str(te_seam.why_unusable()).startswith("TransformerEngine cannot be imported (")
 
@@ -254,6 +254,12 @@ class _Subclass(torch.nn.Parameter):
     pass
 
 
+def _distributed() -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.is_distributed_weight = True  # type: ignore[attr-defined]
+    return weight
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -269,6 +275,7 @@ class _Subclass(torch.nn.Parameter):
         ({"weight_names": ["q_weight", "k_weight"]}, "parameters_split"),
         ({"weight": _Subclass(torch.ones(2, 2))}, "weight of type _Subclass"),
         ({"weight": torch.ones(2, 2)}, "weight of type Tensor"),
+        ({"weight": _distributed()}, "distributed weight (is_distributed_weight)"),
         ({"fsdp_group": object()}, "TransformerEngine's FSDP"),
         ({"return_layernorm_output": True}, "return_layernorm_output"),
     ],

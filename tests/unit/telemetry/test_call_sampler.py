@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_flux.ops.call_events import Call, Times
-from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, OTHER_CLOCK, Baseline, overlap
+from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, NO_OVERLAP, OTHER_CLOCK, Baseline, overlap
 
 GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
 
@@ -71,9 +71,13 @@ def test_a_call_as_fast_as_its_gemm_has_hidden_all_and_gained_nothing() -> None:
 def test_unknown_clocks() -> None:
     for clock, alone in ((None, 1500.0), (1500.0, None)):
         assert found(1.5, Baseline(1.0, 2.0, "measured", alone), clock)["withheld"] == NO_CLOCK
-    # A processor's is not read.
-    assert found(1.5, Baseline(1.0, 2.0, "measured"), None, "cpu")["e_overlap"] == pytest.approx(0.5)
-    assert found(0.5, Baseline(1.0, 2.0, "measured"), None, "cpu")["withheld"] == FASTER
+
+
+@pytest.mark.parametrize("gemm", [1.0, 0.0])  # 0: of a plain gather
+def test_on_a_processor_there_is_no_overlap(gemm: float) -> None:
+    row = found(1.5, Baseline(gemm, 2.0, "measured"), None, "cpu")
+    assert (row["exposed_ms"], row["e_overlap"], row["withheld"]) == (None, None, NO_OVERLAP)
+    assert (row["time_ms"], row["gemm_ms"], row["serial_ms"]) == (1.5, gemm, 2.0)
 
 
 def test_a_gather_has_no_gemm_that_a_clock_could_change() -> None:

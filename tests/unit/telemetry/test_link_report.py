@@ -135,6 +135,15 @@ def test_the_table() -> None:
         "all GPUs at once, pull: 21.0 -",
         "through host memory: not measured: too little",
     ]
+    speeds = {"gather": 20.04, "exchange": 19.0}
+    peers = {"schedule": "islands", "islands": [[0, 1], [2, 3]], "gb_per_s": {"flat": speeds, "islands": speeds}}
+    assert link_report.lines({**found, "peers": peers})[-4:-1] == [
+        "through peers' memory: schedule islands, islands 0, 1 and 2, 3",
+        "through peers' memory, received by each GPU, flat: gather 20.0, exchange 19.0",
+        "through peers' memory, received by each GPU, islands: gather 20.0, exchange 19.0",
+    ]
+    why_not = link_report.lines({**found, "peers": {"why_not": "the link is host: no peer access"}})[-2]
+    assert why_not == "through peers' memory: not measured: the link is host: no peer access"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron_flux.train.options import CheckpointOptions, CompareOptions, Train
     ("device", "installed", "said"),
     [
         ("cpu", True, "needs GPUs, this run is on cpu; use --transformer-impl local"),
-        ("cuda", False, "needs TransformerEngine (>=2.9,<2.19), which is not installed"),
+        ("cuda", False, "needs TransformerEngine (>=2.9,<2.21), which is not installed"),
         ("cuda", True, None),
     ],
 )
@@ -80,7 +80,8 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
 @pytest.mark.parametrize("given", ["8 apples", "-1", "", "lots"])
 def test_what_is_no_number_of_bytes(given: str) -> None:
     with pytest.raises(
-        UserError, match=f"'{given}' is no number of bytes, 0 or more; give a size such as 8GB or 512MiB"
+        UserError,
+        match=f"--keep-gathered-bytes '{given}' is no number of bytes, 0 or more; give a size such as 8GB or 512MiB",
     ):
         TrainOptions(keep_gathered_bytes=given)
 
@@ -121,6 +122,12 @@ def test_links_and_wires_that_cannot_be(given: dict[str, Any], device: Any, said
             CheckpointOptions(),
             "cuda",
             "'chunked_int8' over the link none, which cannot be captured",
+        ),
+        (
+            {"dgrad_backend": "chunked", "link": "p2p"},
+            CheckpointOptions(),
+            "cuda",
+            "'chunked' over the link p2p, which cannot be captured",
         ),
         (
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},

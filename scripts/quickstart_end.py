@@ -1,0 +1,49 @@
+"""What a quickstart's comparison showed, what was measured on GPUs, and the next command: ``quickstart_end.py RUN``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from megatron_flux.metrics.summary import losses, verdict
+from megatron_flux.metrics.table import print_table
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def measured(text: str) -> tuple[list[list[str]], list[str]]:
+    """The first table of a Markdown text as rows of plain cells, its head first, and the lines of text behind it."""
+    found = re.search(r"^((?:\|.*\n)+)\n((?:.+\n)+)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError("README.md has no table of measurements")
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
+    plain = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"\1", found[2])
+    return [rows[0], *rows[2:]], plain.splitlines()
+
+
+def main(run: Path) -> None:
+    """Print it all; ``run`` has a ``summary.json`` unless it was stopped."""
+    file = run / "summary.json"
+    if not file.exists():
+        return
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    (head, *rows), about = measured(README.read_text(encoding="utf-8"))
+    without = summary["without_gpu"]
+    print(f"\nWhat this run showed: {losses(summary)}.")
+    if without:
+        print(f"It says nothing about speed ({without}). Measured on GPUs:")
+    else:
+        print(f"Of a model this small the speed says little: {verdict(summary)}. Measured with large layers:")
+    print_table(head, rows, [(line, "") for line in about])
+    if without:
+        print("\nNext, on a machine with 2 or 4 GPUs:\n  ./scripts/quickstart.sh")
+    else:
+        ranks = summary["device"]["count"]
+        command = f"compare --preset gpt3-175b --num-layers 2 --nproc {ranks} --steps 50"
+        print(f"\nNext, two true layers of GPT-3 175B:\n  {sys.executable} -m megatron_flux.cli {command}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,107 @@
+"""Steps of a small GPTModel of megatron-core, stock and patched, and what is asked of both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.ops import register_backend
+from megatron_flux.ops.backends import registry
+from tests.distributed.megatron_world import VOCABULARY, flux, megatron
+
+Found = list[torch.Tensor]
+"""Losses and all gradients of some steps."""
+
+
+def packed(lengths: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    """Sequences behind one another in one row, as packing makes them: no token sees another sequence's."""
+    tokens = sum(lengths)
+    text = torch.randint(0, VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(seed))
+    which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return {
+        "input_ids": text[:, :-1],
+        "labels": text[:, 1:],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "attention_mask": ((which[:, None] != which) | (torch.tril(torch.ones(tokens, tokens)) < 0.5))[None, None],
+    }
+
+
+def steps(model: torch.nn.Module, batches: list[tuple[int, ...]]) -> Found:
+    """One step for each batch of packed sequences."""
+    found = []
+    for seed, lengths in enumerate(batches):
+        model.zero_grad(set_to_none=True)
+        loss = model(**packed(lengths, seed))
+        loss.float().mean().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert sum(bool(gradient.any()) for gradient in gradients) > len(gradients) // 2, "zeros: nothing is compared"
+        found += [loss.detach(), *gradients]
+    return found
+
+
+def both(
+    build: Callable[[], Any],
+    batches: list[tuple[int, ...]],
+    config: FluxConfig,
+    *,
+    tolerance: float = 0.0,
+    **layout: int,
+) -> dict[str, Any]:
+    """Steps stock and patched, equal to the bit or within ``tolerance`` of each tensor's largest number; what flux saw
+    of them, and ``layers``, what each of them ran.
+    """
+    from megatron_flux import report
+
+    with megatron(**layout):
+        model = build()
+        stock = steps(model, batches)
+        with flux(config) as seen:
+            ours = steps(model, batches)
+            layers = report(model)["layers"]
+    for number, (one, other) in enumerate(zip(stock, ours, strict=True)):
+        difference, most = (one.float() - other.float()).abs().max(), one.float().abs().max()
+        assert difference <= tolerance * most, (number, one.shape, difference, most)
+    fallbacks = {why: n for why, n in seen.fallbacks.items() if not why.startswith("operators: ")}
+    return {"calls": seen.calls, "fallbacks": fallbacks, "layers": layers}
+
+
+@contextmanager
+def over_host_memory() -> Iterator[None]:
+    """As a user asks for it; the groups of this process forget their links before and after."""
+
+    def forget() -> None:
+        from megatron.core import parallel_state
+
+        groups = [dist.group.WORLD, parallel_state.get_tensor_model_parallel_group(check_initialized=False)]
+        for group in filter(None, groups):
+            state_of(group).link = None
+            state_of(group).transports.clear()
+
+    with mock.patch.dict(os.environ, MEGATRON_FLUX_LINK="host"):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+@contextmanager
+def fused_kernels() -> Iterator[FluxConfig]:
+    """The fused kernels in Triton's interpreter, as a backend that layers can be given."""
+    from tests.distributed.test_fused_twin import PLANS, twin
+
+    backend = twin()
+    backend.config = PLANS["halves of tiles"]
+    register_backend(backend)
+    try:
+        yield FluxConfig(backend="twin", strict=True)
+    finally:
+        del registry._backends["twin"]

@@ -1,0 +1,187 @@
+"""Links and waits: no peer access, no multicast, peers that never come, memory that other libraries use, too."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, OperatorError
+from megatron_flux.comm import group_state, slab, transports
+from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.run import rank
+from tests.distributed.data import integers
+from tests.distributed.megatron_world import flux, gpt_model, megatron
+from tests.distributed.pool import WorkerPool
+from tests.field.same import both, over_host_memory, packed, steps
+
+pytestmark = pytest.mark.distributed
+
+CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
+
+
+def without_peer_access() -> tuple[dict[str, Any], str]:
+    with over_host_memory():
+        seen = both(lambda: gpt_model("llama"), [(16,), (9, 7)], CHUNKED, tolerance=1e-5, tp=2)
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        return seen, transports.transport_of(group, torch.device("cpu")).kind
+
+
+def test_without_peer_access_chunks_go_through_host_memory(world2: WorkerPool) -> None:
+    """bytedance/flux#37, #42, #182: PCIe needs a ring mode that the user must find; #43: slower than torch there."""
+    for seen, kind in world2.run(without_peer_access):
+        assert kind == "host"
+        assert set(seen["layers"].values()) == {"flux"}
+        assert seen["calls"] == {
+            "all_gather_gemm/chunked": 18, "gemm_reduce_scatter/chunked": 18, "all_gather/chunked": 10
+        }  # fmt: skip
+
+
+# Multicast and signal pads: GPUs' way to symmetric memory, over memory that CPUs share
+
+
+class Shared:
+    """``torch.distributed._symmetric_memory`` of GPUs without NVLink multicast. Its handles have what flux may use."""
+
+    pads: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def empty(nbytes: int, **_: Any) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def rendezvous(self, whole: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        memory = slab._shared_files(group, whole.numel() + 2048)
+        pad = memory[group.rank()][whole.numel() :]
+        pad.fill_(0xA5)  # as another library left it in the middle of a barrier of its own
+        self.pads += (pad,)
+        dist.barrier(group=group)
+        return SimpleNamespace(multicast_ptr=0, get_buffer=lambda r, shape, dtype: memory[r][: shape[0]])
+
+
+@contextmanager
+def symmetric_memory(made: Any) -> Iterator[None]:
+    """``made`` in its place, and multicast as a user finds it."""
+    name = "torch.distributed._symmetric_memory"
+    with (
+        mock.patch.dict(sys.modules, {name: made}),
+        mock.patch.object(torch.distributed, "_symmetric_memory", made, create=True),
+        mock.patch.dict(os.environ),
+    ):
+        os.environ.pop("TORCH_SYMM_MEM_DISABLE_MULTICAST", None)
+        yield
+
+
+def crossed_groups() -> int:
+    """Each rank is in two groups, a call of one stays open over a call of the other; exact or wrong."""
+    from tests.distributed.test_fused_twin import PLANS, twin
+
+    me, shared = dist.get_rank(), Shared()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    mine = [group for group in pairs if me in dist.get_process_group_ranks(group)]
+    backend = twin()
+    backend.config = PLANS["halves of tiles"]
+    with symmetric_memory(shared), mock.patch.object(slab, "memory", slab._symmetric):
+        for seed in range(2):
+            x = integers(16, 32, seed=10 * seed + me, dtype=torch.float16)
+            pending = OperatorCall("all_gather", x, None, mine[0]).run(backend)
+            w = integers(16, 32, seed=3, high=1, dtype=torch.float16)
+            y, full = OperatorCall("all_gather_gemm", x, w, mine[1]).run(backend)
+            other = dist.get_process_group_ranks(mine[1])
+            want = torch.cat([integers(16, 32, seed=10 * seed + r, dtype=torch.float16) for r in other])
+            assert torch.equal(full, want)
+            assert torch.equal(y.float(), want.float() @ w.float().t())
+            first = dist.get_process_group_ranks(mine[0])
+            want = torch.cat([integers(16, 32, seed=10 * seed + r, dtype=torch.float16) for r in first])
+            assert torch.equal(pending.wait(), want)
+        assert all((pad == 0xA5).all() for pad in shared.pads)
+        dist.barrier()
+    for group in mine:
+        dist.destroy_process_group(group)
+    group_state.drop_slabs()
+    return len(shared.pads)
+
+
+def test_two_groups_and_another_librarys_signal_pad(world4: WorkerPool) -> None:
+    """pytorch/pytorch#192581: a signal of one group ends another's wait; flux has flags of its own in every slab.
+
+    NVIDIA-NeMo/Megatron-Bridge#650: no multicast is asked for, and none is used."""
+    assert world4.run(crossed_groups) == [2] * 4  # one group's gathers and the other's GEMMs
+
+
+def what_is_said(multicast: int, error: Exception | None) -> str:
+    def rendezvous(whole: torch.Tensor, group: Any) -> SimpleNamespace:
+        if error is not None:
+            raise error
+        return SimpleNamespace(multicast_ptr=multicast)
+
+    made = SimpleNamespace(empty=Shared.empty, rendezvous=rendezvous)
+    with (
+        symmetric_memory(made),
+        mock.patch.object(dist, "get_process_group_ranks", return_value=[4, 5]),
+        pytest.raises(OperatorError) as caught,
+    ):
+        slab._symmetric(None, 4 << 20, torch.device("cpu"))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_multicast_that_is_there_all_the_same_is_refused_with_what_to_set() -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#650, NVIDIA/TransformerEngine#985: asserts about CUDA multicast, UB_SKIPMC=1."""
+    assert "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch.distributed is imported" in what_is_said(1 << 40, None)
+    with mock.patch.dict(os.environ, UB_SKIPMC="0"):
+        os.environ.pop("NCCL_NVLS_ENABLE", None)
+        rank.set_environment()
+        assert (os.environ["UB_SKIPMC"], os.environ["NCCL_NVLS_ENABLE"]) == ("0", "0"), "the user's own stays"
+
+
+def test_symmetric_memory_that_cannot_be_shared_says_between_whom_and_what_to_do() -> None:
+    """pytorch/pytorch#174030, #167537: "invalid device ordinal", "system not yet initialized" and nothing else."""
+    said = what_is_said(0, RuntimeError("CUDA driver error:\ninvalid device ordinal"))
+    assert said.startswith("ranks [4, 5] cannot share 4 MiB of GPU memory by torch's symmetric memory (CUDA driver ")
+    assert "invalid device ordinal)" in said
+    assert said.endswith("MEGATRON_FLUX_LINK=none does without")
+
+
+# A peer that never comes
+
+
+def never_comes() -> str:
+    """In the second step's backward of a whole model: the peer stands still after its forward."""
+    with megatron(tp=2), over_host_memory(), mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="0.7"):
+        model = gpt_model("gpt3", num_layers=1)
+        with flux(CHUNKED):
+            steps(model, [(8,)])
+            loss = model(**packed((8,), 1)).float().mean()
+            if dist.get_rank() == 1:
+                time.sleep(2.5)
+                return ""
+            began = time.monotonic()
+            with pytest.raises(OperatorError) as caught:
+                loss.backward()
+            assert time.monotonic() - began < 2
+        gone = RuntimeError("Timed out waiting 60000ms\nfor recv operation to complete")
+        with mock.patch.object(dist, "all_gather_object", side_effect=gone), pytest.raises(OperatorError) as first:
+            of_all_ranks("a first call", dist.group.WORLD)
+        assert str(first.value).startswith("rank 0: no word from peer rank(s) [1]: Timed out waiting 60000ms for recv")
+        return str(caught.value)
+
+
+def test_a_hang_names_the_peer(world2: WorkerPool) -> None:
+    """NVIDIA/TransformerEngine#986, ByteDance-Seed/Triton-distributed#40: all stand still, nothing is said."""
+    said = world2.run(never_comes)[0]
+    assert said.startswith("rank 0 (tp rank 0 of 2): "), said
+    assert "timed out after 0.7 s waiting for peer rank 1 (tp rank 1), shard " in said
+    assert "\n" not in said

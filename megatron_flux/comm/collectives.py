@@ -124,6 +124,8 @@ def of_all_ranks(mine: _Result, group: dist.ProcessGroup) -> list[_Result]:
     said = [mine] * group.size()
     try:
         dist.all_gather_object(said, mine, group=group)
+    except torch.OutOfMemoryError:  # no peer's fault
+        raise
     except _FAILURES as error:
         peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         raise OperatorError(f"rank {dist.get_rank()}: no word from peer rank(s) {peers}: {one_line(error)}") from error

@@ -164,6 +164,7 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
     from megatron_flux.train import run_folder
     from megatron_flux.train.arm import Arm
     from megatron_flux.train.config import resolve
+    from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
     with megatron(tp=2), counting(folder) as tuned:
@@ -172,7 +173,7 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
         if dist.get_rank() == 0:
             make(config.out, run_folder.description(config), overwrite=False)
         dist.barrier()
-        with Arm(name, config, Zeros(32), torch.device("cpu")) as arm:  # type: ignore[arg-type]
+        with Arm(name, config, Datasets(Zeros(32), None), torch.device("cpu")) as arm:
             before = len(tuned.measured)
             next(arm.steps(1))
         return before, len(tuned.measured)

@@ -8,6 +8,7 @@
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
 ``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact, fp8 or int8; read when layers are patched
 ``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
+``MEGATRON_FLUX_TUNE``           plans the tuner measures: short or full; read when a shape is new
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
@@ -87,6 +88,11 @@ def wire() -> str | None:
 def grad_wire() -> str | None:
     """What gradients may be sent as over a host link; None where nothing is given."""
     return _one_of(WIRES, "MEGATRON_FLUX_GRAD_WIRE")
+
+
+def tunes_fully() -> bool:
+    """Whether the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
+    return _one_of(("short", "full"), "MEGATRON_FLUX_TUNE") == "full"
 
 
 def _one_of(allowed: tuple[str, ...], name: str) -> str | None:

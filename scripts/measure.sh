@@ -38,9 +38,10 @@ GPUS=${MEGATRON_FLUX_GPUS:-$(python3 -c 'import torch; print(torch.cuda.device_c
 }
 
 # NVLink multicast off in every library, so that all sides use the same transport, and one hardware queue, as Megatron
-# asks; unless they are set already.
+# asks; unless they are set already. The tuner measures all its candidates: what it finds may ship with the package.
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE-0}" TORCH_SYMM_MEM_DISABLE_MULTICAST="${TORCH_SYMM_MEM_DISABLE_MULTICAST-1}" \
-    UB_SKIPMC="${UB_SKIPMC-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-1}"
+    UB_SKIPMC="${UB_SKIPMC-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-1}" \
+    MEGATRON_FLUX_TUNE="${MEGATRON_FLUX_TUNE-full}"
 FLUX=(python3 -m megatron_flux.cli)
 PAIR=(python3 -m torch.distributed.run --standalone --nproc-per-node 2)
 RANKS=(python3 -m torch.distributed.run --standalone --nproc-per-node "$GPUS")

@@ -114,9 +114,16 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/backends/tuned.py",
-        "collectives.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))",
-        "_first(tuning_cache.find(keys), captured)",
+        "collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))",
+        "_first(tuning_cache.find(keys, full=full), captured)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
+    ),
+    _fault(
+        "each rank lists its own candidates",
+        f"{OPS}/backends/tuned.py",
+        "collectives.first_rank(group, lambda: _listed(call, full))",
+        "_listed(call, full)",
+        ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
     _fault(
         "all_agree asks nobody",

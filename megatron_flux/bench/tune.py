@@ -34,7 +34,7 @@ def run(
 
     The first rank reads and writes the cache, after every case, and calls ``log`` with a line. With ``force`` an old
     answer stays until there is a new one; what this process has measured or read before is not measured again. The
-    tuner's environment variables are as ``wanted`` says from then on.
+    tuner's environment variables are as ``wanted`` says from then on, with full lists of candidates.
 
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
@@ -50,6 +50,7 @@ def run(
         # The tuner reads from the environment where to keep answers and how long to measure.
         os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(scratch, "tuned.json") if wanted.force else wanted.cache)
         os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds_per_shape)
+        os.environ["MEGATRON_FLUX_TUNE"] = "full"
         for turn, case in enumerate(cases, 1):
             x, weight = ops.operands(case, group, dtype, device)
             key = ops.tuning_key(case, x, group.size(), links.name(link))
@@ -71,14 +72,14 @@ def run(
 
 
 def _kept(key: str) -> bool:
-    return tuning_cache.find([key]) != [None]
+    return tuning_cache.find([key], full=True) != [None]
 
 
 def _keep(wanted: TuneRun, key: str, answer: dict[str, Any]) -> None:
     """Whoever trains can do without the file. Here it is all that is wanted."""
     if wanted.force:
         tuning_cache.store(wanted.cache, key, answer)
-    elif answer["ms"] and key not in tuning_cache.load(wanted.cache):
+    elif answer["ms"] and tuning_cache.is_short(tuning_cache.load(wanted.cache).get(key, {"list": "short"})):
         raise UserError(f"the choice for {key} could not be kept in {wanted.cache}; give another file as --cache")
 
 

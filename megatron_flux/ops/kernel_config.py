@@ -140,7 +140,6 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
-        found = [config for config in found if not (config.early or config.late) or config.edges(k) != WHOLE]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
         if tp > 2 and 2 * (mp // 128) <= first.group and n >= 2048 * (tp - 1) / tp:
             found.insert(1, replace(first, span=2))
@@ -160,7 +159,18 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     else:
         first = rs_config(mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
-    return [config for config in dict.fromkeys(found) if _flags(op, config, mp, n, tp) <= CALL_FLAGS]
+    return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
+
+
+def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:
+    """Whether a plan may be among :func:`candidates` of such a call: it says something there, and has its flags."""
+    if op == "all_gather_gemm":
+        crowded = config.span > 1 and (config.span >= tp or config.span * (mp // config.bm) > config.group)
+        if crowded or ((config.early or config.late) and config.edges(k) == WHOLE):
+            return False
+    elif config.ws and config.band > cdiv(mp, config.bm):
+        return False
+    return _flags(op, config, mp, n, tp) <= CALL_FLAGS
 
 
 def _flags(op: str, config: KernelConfig, mp: int, n: int, tp: int) -> int:

@@ -181,7 +181,7 @@ def test_one_rank_that_has_no_time_stops_all(world2: WorkerPool, tmp_path: Path,
 def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], int]:
     said: list[str] = []
     with without_gpus() as tuned, pytest.MonkeyPatch.context() as patch:
-        for name in ("MEGATRON_FLUX_TUNE_CACHE", "MEGATRON_FLUX_TUNE_SECONDS"):
+        for name in ("MEGATRON_FLUX_TUNE_CACHE", "MEGATRON_FLUX_TUNE_SECONDS", "MEGATRON_FLUX_TUNE"):
             patch.setenv(name, "")  # so that what tuning sets is undone
         calls = run_of(cache).model_dump(include={"models", "tokens", "layers", "directions", "tp", "dtype"})
         wanted = TuneRun(**calls, cache=cache, force=force)
@@ -207,6 +207,13 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     assert measured == 0
     assert all(line.endswith("(kept)") for line in said)
     assert json.loads(cache.read_text()) == kept
+
+    short = done[1][0]
+    cache.write_text(json.dumps(kept | {short: kept[short] | {"list": "short"}}))
+    (_, said, measured), _ = world2.run(fill, cache, False)
+    assert measured == 1, "a choice from a short list is made again"
+    assert [line.endswith("(kept)") for line in said] == [True, False, True, True, True]
+    assert "list" not in json.loads(cache.read_text())[short]
 
 
 def test_force_measures_again_and_keeps_what_it_does_not_touch(world2: WorkerPool, tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.ops import timing
+from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.shipped_plans import Entry, Shape
 from tests.distributed.pool import RankError, WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -168,12 +169,36 @@ def test_an_error_that_nobody_foresaw_is_raised_on_all_ranks(world2: WorkerPool,
 
 
 def tune_with_a_broken_reader(cache: Path) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("lost")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning_cache, "find", broken)
         tune_once(cache, {})
+
+
+def tune_with_own_wishes(cache: Path) -> list[str]:
+    """The fused plans that are tried where the first rank wants the short list, the second one the full one."""
+    tried: list[str] = []
+    original = TunedBackend._tried
+
+    def recorded(self: TunedBackend, call: OperatorCall, name: str, way: Any) -> Any:
+        tried.append(name)
+        return original(self, call, name, way)
+
+    found = (Entry(Shape("gemm_reduce_scatter", "[n,k]", 2, *SHAPE), KernelConfig(reducers=8), 0.5, "run"),)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE", ("short", "full")[dist.get_rank()])
+        patch.setattr(tuner, "_gpu", lambda call: "NVIDIA H200")
+        patch.setattr(shipped_plans, "entries", lambda: found)
+        patch.setattr(TunedBackend, "_tried", recorded)
+        tune_once(cache, {})
+    return tried
+
+
+def test_the_first_ranks_list_holds_for_all(world2: WorkerPool, tmp_path: Path) -> None:
+    tried = world2.run(tune_with_own_wishes, tmp_path / "tuned.json", timeout=30)
+    assert tried == [["fused reducers=8", "fused default"]] * 2
 
 
 def test_a_candidate_that_fails_everywhere_is_dropped(world2: WorkerPool, tmp_path: Path) -> None:

@@ -1,24 +1,28 @@
 """The ``tuned`` backend: measures once per call shape which backend and plan is fastest, and keeps the answer.
 
 Contract
-    * Candidates are ``reference``, ``pipelined`` and a short list of fused plans. ``pipelined`` rounds before it adds a
-      bias: where the GEMM adds one it is not measured, and takes nothing. Bursts in turns leave those that are about as
+    * Candidates are ``reference`` and fused plans: those that shipped ones suggest (:mod:`ops.shipped_plans`) and the
+      one chosen by rule, three compilations at most. Where nothing ships for the call, or ``MEGATRON_FLUX_TUNE`` is
+      ``full``, they are all of :func:`ops.kernel_config.candidates`, and ``pipelined``, which rounds before it adds a
+      bias: where the GEMM adds one it is not measured, and takes nothing. An answer says which list it is from; those
+      of short ones do not count where the full one is asked for. Bursts in turns leave those that are about as
       fast as the fastest; of these the one is kept that is fastest when it runs by itself until the GPU has settled at
       its power limit (:mod:`megatron_flux.ops.timing` says why). Times are the slowest rank's. ``reference`` is taken
       unless another wins by 1 %, so a tuned call is never slower than that was in the measurement.
     * Where a group's link is ``host``, or ``p2p`` where that was asked for, candidates are ``reference`` and
       ``chunked``, and of the 8-bit wires the one that the call may use (``OperatorCall.wire``); plain gathers are
       measured and decided as well.
-    * All ranks of a group decide together: times are reduced by maximum over the group, and a kept answer is read by
-      the group's first rank and broadcast. A few collectives per new shape, none afterwards.
+    * All ranks of a group decide together: times are reduced by maximum over the group, and the group's first rank
+      reads what is kept, or lists the candidates, and broadcasts that. A few collectives per new shape, none after.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
       ``MEGATRON_FLUX_TUNE_CACHE``, default ``tuned.json`` in the cache folder. Only the first rank of a group writes.
     * A candidate that fails on all ranks is dropped with a log line; one that fails on some only is an error on all,
       with rank and plan: what the others have enqueued waits for those ranks.
     * Tuning takes a bounded time: ``MEGATRON_FLUX_TUNE_SECONDS`` per shape (default 30), after which no candidate is
       compiled, and after twice as long nothing is measured once more, though what has begun is finished (some seconds);
-      0 never measures and takes ``reference`` where nothing is kept. During CUDA-graph capture nothing is measured
-      either: a call that is new then takes ``reference`` and is logged.
+      0 never measures and takes ``reference`` where nothing is kept, or the plan that ships for the very call, GPU and
+      NCCL without multicast, where that has saved 3 % of reference's time. During CUDA-graph capture nothing is
+      measured either: a call that is new then takes ``reference`` and is logged.
     * Where m changes from call to call (packed sequences), :data:`MOST_M` values of it are measured of a GEMM; each
       further one runs as the nearest of those, which is said once.
     * Calls that will be captured (:mod:`megatron_flux.ops.cuda_graphs`) take the answer for eager ones, unless it is
@@ -46,7 +50,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.wire import EXACT
-from megatron_flux.ops import timing
+from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
@@ -57,6 +61,8 @@ from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
+from megatron_flux.ops.shipped_plans import Shape
+from megatron_flux.settings import sm_margin, tunes_fully
 
 logger = logging.getLogger("megatron_flux")
 
@@ -136,6 +142,45 @@ def _words(call: OperatorCall) -> str:
 
 _UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}, "unmeasured": True}
 _INSTEAD = "reference instead of tuned: the call was not measured"
+
+
+def _shape(call: OperatorCall) -> Shape:
+    return Shape(call.operator, "[k,n]" if call.transposed else "[n,k]", call.group.size(), call.m, call.n, call.k)
+
+
+def _gpu(call: OperatorCall) -> str:
+    """Its name, where shipped plans hold: warp-specialised kernels over NVLink; else an empty one."""
+    if not call.x.is_cuda:
+        return ""
+    from megatron_flux.ops.launch import hopper_kernels
+
+    shipped = hopper_kernels(call.operator, call.x, call.n) and links.probe(call.group, call.x.device).is_nvlink
+    return torch.cuda.get_device_name(call.x.device) if shipped else ""
+
+
+def _listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
+    """``short`` or ``full``, and the fields of the plans to measure; ``full``: that list is wanted."""
+    from megatron_flux.ops.launch import hopper_kernels, sm_count
+
+    tp, hopper = call.group.size(), hopper_kernels(call.operator, call.x, call.n)
+    found = candidates(call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper)
+    near = []
+    if not full and shipped_plans.suggests_for(_gpu(call)):
+        near = shipped_plans.suggested(_shape(call), shipped_plans.entries())
+    plans = dict.fromkeys([*near, *found[:1]]) if near else found
+    return "short" if near else "full", [asdict(plan) for plan in plans]  # a plan's hash holds in its process alone
+
+
+def _shipped(call: OperatorCall) -> dict[str, Any] | None:
+    """What to take unmeasured instead of ``reference``, None where that is the safer choice."""
+    as_in_the_runs = os.environ.get("NCCL_NVLS_ENABLE") == "0" and sm_margin() == 0 and call.x.dtype is torch.bfloat16
+    plan = shipped_plans.unmeasured(_shape(call), _gpu(call), shipped_plans.entries()) if as_in_the_runs else None
+    if plan is None:
+        return None
+    tuning_cache.say_once(
+        "MEGATRON_FLUX_TUNE_SECONDS is 0: calls for which the package has a plan, measured on other H200s, run that one"
+    )
+    return {"backend": "fused", "plan": asdict(plan), "ms": {}}
 
 
 class TunedBackend:
@@ -240,7 +285,8 @@ class TunedBackend:
     def _find(self, call: OperatorCall) -> dict[str, Any]:
         """``{"backend", "plan", "pieces", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in
         bursts, ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
-        ``gemm_ms`` of the GEMM alone (absent from answers of earlier versions, and where memory was short).
+        ``list`` of candidates it is from, ``gemm_ms`` of the GEMM alone (both absent from answers of earlier versions,
+        the latter also where memory was short).
         """
         group, captured, answers = call.group, capturing(call.x), self.decisions(call.group).answers
         keys = [_key(call, captured=mode) for mode in ((True, False) if captured else (False,))]
@@ -254,7 +300,8 @@ class TunedBackend:
                         _words(call),
                     )
                 return dict(_UNMEASURED)
-            found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys), captured))
+            full = tunes_fully()
+            found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
         if found is None:
             found = self._nearest(call)
         if found is None:
@@ -347,14 +394,15 @@ class TunedBackend:
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
         limit = _seconds()
         if limit <= 0:
-            if call.group.rank() == 0:
+            by_chunks = call.weight is None or _by_chunks(call.x, call.group)
+            shipped = None if by_chunks else collectives.first_rank(call.group, lambda: _shipped(call))
+            if shipped is None and call.group.rank() == 0:
                 tuning_cache.say_once(
                     "MEGATRON_FLUX_TUNE_SECONDS is 0: calls without a kept choice run stock's GEMM and collective"
                 )
-            return dict(_UNMEASURED)
+            return shipped or dict(_UNMEASURED)
         began = time.monotonic()
-        op, run, x, m, n, k, group = call.operator, call.run, call.x, call.m, call.n, call.k, call.group
-        device, tp = x.device, group.size()
+        run, x, group, device = call.run, call.x, call.group, call.x.device
 
         def time_is_left(seconds: float) -> bool:
             return timing.all_agree(time.monotonic() - began <= seconds, group, device)
@@ -362,17 +410,18 @@ class TunedBackend:
         plans: dict[str, KernelConfig] = {}
         chunks: dict[str, Choice] = {}
         timed: dict[str, Callable[[], Any]]
+        listed = "full"
         if _by_chunks(x, group):
             timed = self._ways_by_chunks(call, chunks)
         else:
-            from megatron_flux.ops.launch import hopper_kernels, sm_count
-
+            full = tunes_fully()
+            listed, found = collectives.first_rank(group, lambda: _listed(call, full))
             timed = {"reference": lambda: run(self.reference)}
-            if self._may_pipeline(call) and not capturing(x):
+            if listed == "full" and self._may_pipeline(call) and not capturing(x):
                 way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
                 if way is not None:
                     timed["pipelined"] = way
-            for plan in candidates(op, m // tp, n, k, tp, sm_count(device), hopper_kernels(op, x, n)):
+            for plan in (KernelConfig(**fields) for fields in found):
                 if not time_is_left(limit):
                     break
                 name = f"fused {plan.label()}"
@@ -398,4 +447,5 @@ class TunedBackend:
             "ms": {name: round(value, 4) for name, value in ms.items()},
             "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
             **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),
+            "list": listed,
         }

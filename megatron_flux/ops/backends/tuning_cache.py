@@ -92,6 +92,8 @@ def usable(answer: Any) -> dict[str, Any]:
             raise ValueError(f"{name} must be an object of milliseconds, not {times!r}")
     if type(answer.get("gemm_ms", 0.0)) not in (int, float):
         raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
+    if answer.get("list", "full") not in ("short", "full"):
+        raise ValueError(f"list must be short or full, not {answer['list']!r}")
     known = {field.name: type(field.default) for field in fields(KernelConfig)}
     for name, value in (plan or {}).items():
         if name not in known:
@@ -99,6 +101,11 @@ def usable(answer: Any) -> dict[str, Any]:
         if type(value) is not known[name]:
             raise ValueError(f"the plan's {name} must be of type {known[name].__name__}, not {value!r}")
     return answer
+
+
+def is_short(answer: Any) -> bool:
+    """Whether an answer was chosen from a short list; earlier versions had full ones only, and did not say so."""
+    return isinstance(answer, dict) and answer.get("list") == "short"
 
 
 def label(answer: Mapping[str, Any]) -> str:
@@ -110,8 +117,10 @@ def label(answer: Mapping[str, Any]) -> str:
     return answer["backend"] if answer.get("pieces") is None else f"{answer['backend']} x{answer['pieces']}"
 
 
-def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
-    """The kept answers under ``keys``, None where there is none to be used; what is wrong with the file is logged."""
+def find(keys: Iterable[str], *, full: bool = False) -> list[dict[str, Any] | None]:
+    """The kept answers under ``keys``, None where there is none to be used; what is wrong with the file is logged.
+    ``full``: not those that were chosen from a short list.
+    """
     path = cache_path()
     try:
         kept = load(path)
@@ -121,7 +130,8 @@ def find(keys: Iterable[str]) -> list[dict[str, Any] | None]:
     found: list[dict[str, Any] | None] = []
     for key in keys:
         try:
-            found.append(None if kept.get(key) is None else usable(kept[key]))
+            answer = None if kept.get(key) is None else usable(kept[key])
+            found.append(None if full and is_short(answer) else answer)
         except ValueError as error:
             say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
             found.append(None)

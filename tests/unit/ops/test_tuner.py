@@ -14,7 +14,8 @@ import torch
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.ops import timing
+from megatron_flux.errors import UserError
+from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backends import chunked, tuning_cache
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.tuned import TunedBackend
@@ -22,6 +23,7 @@ from megatron_flux.ops.backends.tuning_cache import describe, store
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.shipped_plans import Entry, Shape
 from megatron_flux.settings import WIRES
 
 
@@ -210,6 +212,125 @@ def test_writers_at_the_same_time_lose_no_answer(warm_python: str, tmp_path: Pat
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
     assert len(tuning_cache.load(path)) == 80
     assert not list(path.parent.glob("tuned.json?*"))
+
+
+# Plans that ship with the package.
+
+FULL = [KernelConfig(reducers=count) for count in (4, 5, 6)]
+SHAPE = Shape("gemm_reduce_scatter", "[n,k]", 2, 8, 6, 4)
+
+
+@pytest.fixture
+def on_h200(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
+    """A tuner on GPUs for which plans ship: of shapes farther and farther away; later candidates are faster."""
+    pytest.importorskip("triton")
+    known = [Entry(SHAPE._replace(m=m), KernelConfig(reducers=m), 0.5, "run") for m in (64, 32, 16)]
+    monkeypatch.setattr(tuner, "_gpu", lambda call: "NVIDIA H200")
+    monkeypatch.setattr(shipped_plans, "entries", lambda: tuple(known))
+    monkeypatch.setattr(tuner, "candidates", lambda *_: FULL)
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
+    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner.timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
+    monkeypatch.setattr(tuner, "gemm_only", lambda call: None)
+    tuned.pipelined.release = lambda group: None
+    tuned.known = known
+    return tuned
+
+
+def kept_answer() -> dict[str, Any]:
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
+    return answer
+
+
+def test_the_nearest_plans_and_the_first_candidate_are_measured(
+    on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(on_h200) == ("fused", FULL[0])
+    short = kept_answer()
+    assert (short["list"], list(short["ms"])) == (
+        "short",
+        ["fused default", "fused reducers=16", "fused reducers=32", "reference"],
+    )
+    assert on_h200.log[:2] == [("fused", KernelConfig(reducers=16)), ("fused", KernelConfig(reducers=32))]
+    forget(on_h200)
+    monkeypatch.setattr(shipped_plans, "entries", lambda: 1 / 0)
+    assert call(on_h200) == ("fused", FULL[0]), "a kept answer is taken"
+    forget(on_h200)
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "full")
+    assert call(on_h200) == ("fused", FULL[-1]), "but not where all are to be measured"
+    full = kept_answer()
+    assert (full["list"], "pipelined" in full["ms"], len(full["ms"])) == ("full", True, 5)
+    forget(on_h200)
+    monkeypatch.delenv("MEGATRON_FLUX_TUNE")
+    assert call(on_h200) == ("fused", FULL[-1]), "an answer of a full list holds for both"
+
+
+def test_the_plan_of_the_very_shape_makes_nearest_ones_superfluous(on_h200: TunedBackend) -> None:
+    on_h200.known.append(Entry(SHAPE, KernelConfig(reducers=8), 0.0, "run"))
+    call(on_h200)
+    assert set(kept_answer()["ms"]) == {"reference", "fused reducers=8", "fused default"}
+
+
+@pytest.mark.parametrize("gpu", ["", "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB"])
+def test_where_no_plans_ship_all_candidates_are_measured(
+    on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    monkeypatch.setattr(tuner, "_gpu", lambda call: gpu)
+    assert call(on_h200) == ("fused", FULL[-1])
+    assert kept_answer()["list"] == "full"
+
+
+def test_h100_begins_with_the_plans_of_h200(on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "_gpu", lambda call: "NVIDIA H100 80GB HBM3")
+    call(on_h200)
+    assert kept_answer()["list"] == "short"
+
+
+def test_a_list_that_there_is_not_is_refused(on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "long")
+    with pytest.raises(UserError, match="MEGATRON_FLUX_TUNE must be one of short, full, not 'long'"):
+        call(on_h200)
+    with pytest.raises(ValueError, match="list must be short or full, not 'long'"):
+        tuning_cache.usable({"backend": "reference", "plan": None, "ms": {}, "list": "long"})
+
+
+@pytest.mark.parametrize(
+    ("other", "taken"),
+    [
+        ({}, True),
+        ({"gain": 0.03}, True),
+        ({"gain": 0.029}, False),
+        ({"gain": None}, False),  # two GPUs stood in for eight
+        ({"m": 16}, False),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, False),
+        ({"nvls": "1"}, False),  # stock may be faster than it was in the runs
+        ({"margin": "8"}, False),
+        ({"dtype": torch.float16}, False),
+    ],
+)
+def test_without_measuring_only_a_plan_that_was_clearly_faster_is_taken(
+    on_h200: TunedBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    other: dict[str, Any],
+    taken: bool,
+) -> None:
+    plan, m = KernelConfig(reducers=8), other.get("m", 8)
+    on_h200.known[:] = [Entry(SHAPE._replace(m=m), plan, other.get("gain", 0.5), "run")]
+    tuning_cache.say_once.cache_clear()
+    monkeypatch.setattr(tuner, "_gpu", lambda call: other.get("gpu", "NVIDIA H200"))
+    for name, value in {"TUNE_SECONDS": "0", "SM_MARGIN": other.get("margin", "0")}.items():
+        monkeypatch.setenv(f"MEGATRON_FLUX_{name}", value)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", other.get("nvls", "0"))
+    x = X.to(other.get("dtype", torch.bfloat16))
+    for _ in ("first", "again"):
+        OperatorCall("gemm_reduce_scatter", x, W.to(x.dtype), GROUP).run(on_h200).wait()
+        assert on_h200.log[-1] == (("fused", plan) if taken else ("reference", None))
+        forget(on_h200)
+    said = ("calls without a kept choice run stock's", "calls for which the package has a plan")
+    assert [caplog.text.count(words) for words in said] == [not taken, taken]
+    assert not tuning_cache.cache_path().exists(), "nothing was measured that could be kept"
 
 
 # Bursts leave a few candidates; who is fastest by itself is taken.

@@ -69,6 +69,13 @@ def test_the_stand_ins_tables_are_those_of_its_data() -> None:
     assert script(STAND_IN / "tables.py").rewritten(text) == text, "run results/stand-in-8-h200x2/tables.py"
 
 
+def test_the_plans_that_ship_are_those_of_the_runs() -> None:
+    module = script(RESULTS / "shipped-plans" / "tables.py")
+    text, said = module.README.read_text(), "run results/shipped-plans/tables.py"
+    assert module.written(module.shipped(module.calls())) == module.PLANS.read_text(), said
+    assert module.between_marks(text, module.tables()) == text, said
+
+
 def test_the_script_knows_these_folders() -> None:
     assert sorted(script(RESULTS / "tables.py").FOLDERS) == sorted(FOLDERS)
 

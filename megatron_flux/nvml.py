@@ -50,6 +50,15 @@ def why_not() -> str | None:
     return None
 
 
+def is_missing() -> bool:
+    """Whether this machine has no NVML at all, as opposed to one that fails."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return bool(error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    return False
+
+
 def source() -> str:
     """``NVML, driver 570.124.06``, or why there are no readings."""
     return why_not() or f"NVML, driver {pynvml.nvmlSystemGetDriverVersion()}"
@@ -138,6 +147,14 @@ class Gpu:
         except pynvml.NVMLError:
             return None
         return {"pending": bool(pending), "failed": bool(failed)}
+
+    def health(self) -> dict[str, float | bool | None]:
+        """``slowed`` by its hardware (heat or power), ``uncorrected`` memory errors since its driver's start (None: it
+        has no such account), ``max_sm_mhz``.
+        """
+        errors = self._ask("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        slowed = "hw_slowdown" in throttle_reasons(self.read().throttle)
+        return {"slowed": slowed, "uncorrected": errors, "max_sm_mhz": self._ask("MaxClockInfo", pynvml.NVML_CLOCK_SM)}
 
     def bus_id(self) -> str:
         """Its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""

@@ -25,7 +25,7 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
     folder.mkdir()
     for node in range(nodes):
         report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}
-        report |= {"gpus": [], "infiniband": [], "driver": None}
+        report |= {"gpus": [], "infiniband": [], "driver": []}
         (folder / f"n{node}.json").write_text(json.dumps(report))
     words = [
         "--folder",

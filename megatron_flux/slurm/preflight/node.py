@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,6 @@ from megatron_flux import nvml
 from megatron_flux.run.node import node_name
 from megatron_flux.slurm.preflight import rules
 
-_ASKED_OF_DRIVER = (
-    *("index", "memory.used", "clocks.max.sm", "clocks_throttle_reasons.hw_slowdown"),
-    "ecc.errors.uncorrected.volatile.total",
-)
 _XID = re.compile(rb"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 
 
@@ -64,10 +59,9 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     found |= {"numactl": shutil.which("numactl") is not None, "infiniband": infiniband()}
     if expected.device != "cuda":
         return found
-    found["driver"] = _ask_driver()
-    count, watch, watched = torch.cuda.device_count(), None, []
+    count, watch = torch.cuda.device_count(), None
+    watched, found["driver"] = ask_driver(count, unknown)
     try:
-        watched = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]  # in CUDA's order
         watch = nvml.XidWatch(watched) if watched else None
     except LookupError as error:
         unknown.append(str(error))
@@ -93,6 +87,24 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     if expected.shared_memory and not all(host_memory.processors(torch.device("cuda", i)) for i in range(count)):
         unknown.append("the processors beside each GPU (sysfs), where shared memory should lie")
     return found
+
+
+def ask_driver(count: int, unknown: list[str]) -> tuple[list[nvml.Gpu], list[dict[str, Any]]]:
+    """The GPUs in CUDA's order, and the driver's account of each while it is idle.
+
+    NVML that fails is an ``error`` in that account; one that is not there, or does not know these GPUs (as on MIG), is
+    added to ``unknown``; no GPUs then.
+    """
+    import torch
+
+    try:
+        gpus = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]
+        return gpus, [gpu.health() for gpu in gpus]
+    except LookupError as error:
+        if nvml.why_not() and not nvml.is_missing():
+            return [], [{"error": str(error)}]
+        unknown.append(str(error))
+        return [], []
 
 
 def _state(gpu: nvml.Gpu) -> dict[str, Any]:
@@ -173,18 +185,6 @@ def _asked_for(device: str, port: str, chosen: str) -> bool | None:
     if without:
         return None if listed else False
     return True if listed else None
-
-
-def _ask_driver() -> list[dict[str, str]] | None:
-    """The driver's account of each GPU; None where there is no nvidia-smi to ask."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED_OF_DRIVER)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - constant words
-    if done.returncode != 0:
-        return [{"error": " ".join((done.stderr or done.stdout).split())[:300]}]
-    rows = [map(str.strip, line.split(",")) for line in done.stdout.splitlines()]
-    return [dict(zip(_ASKED_OF_DRIVER, row, strict=False)) for row in rows]
 
 
 def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, repeats: int = 20) -> list[float]:

@@ -108,14 +108,13 @@ def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
                 problems.append(f"wire fp8 needs compute capability {least}, GPU {index} has {has}; use wire int8")
             if gpu["used_by_others_gib"] > _OTHERS_GIB:
                 problems.append(f"{gpu['used_by_others_gib']} GiB of GPU {index} are in use by another process")
-        for row in found.get("driver") or ():
-            errors = row.get("ecc.errors.uncorrected.volatile.total", "")
+        for index, row in enumerate(found["driver"]):
             if "error" in row:
-                problems.append(f"nvidia-smi: {row['error']}")
-            if row.get("clocks_throttle_reasons.hw_slowdown") == "Active":
-                problems.append(f"GPU {row['index']} is slowed down by its hardware (heat or power)")
-            if errors.isdigit() and int(errors) > 0:
-                problems.append(f"GPU {row['index']} has {errors} uncorrected memory error(s)")
+                problems.append(f"the driver does not answer: {row['error']}")
+            if row.get("slowed"):
+                problems.append(f"GPU {index} is slowed down by its hardware (heat or power)")
+            if errors := row.get("uncorrected"):
+                problems.append(f"GPU {index} has {errors:g} uncorrected memory error(s)")
         if expected.link == "nvlink" and link["kind"] != "nvlink" and len(gpus) > 1:
             problems.append(f"the GPUs' link is {link['kind']} ({link['reason']}), the profile says nvlink")
         problems += slow({f"GPU {i}": gpu["gemm_tflops"] for i, gpu in enumerate(gpus)}, "TFLOP/s", expected)
@@ -227,14 +226,16 @@ def differences(reports: Sequence[Mapping[str, Any]], expected: Expected) -> lis
         return ", ".join(f"{count} at {rate:g}" for rate, count in sorted(rates.items())) or "0"
 
     doctors = [report["doctor"] for report in reports]
-    clocks = [{row.get("clocks.max.sm", "unknown") for row in report.get("driver") or ()} for report in reports]
+    clocks = [{row.get("max_sm_mhz") for row in report.get("driver", ())} - {None} for report in reports]
     names = sorted({name for doctor in doctors for name in doctor["versions"]})
     alike = {name: [doctor["versions"].get(name) or "none" for doctor in doctors] for name in names}
     alike["device"] = [", ".join(dict.fromkeys(doctor["devices"])) for doctor in doctors]
     alike["link"] = [doctor["link"]["kind"] for doctor in doctors]
     if "infiniband" not in expected.floors.waived:
         alike["active InfiniBand ports and their Gb/s"] = list(map(ports, reports))
-    alike["highest SM clock (MHz)"] = [", ".join(sorted(found)) or "unknown" for found in clocks]
+    alike["highest SM clock (MHz)"] = [
+        ", ".join(f"{clock:g}" for clock in sorted(found)) or "unknown" for found in clocks
+    ]
     problems = []
     for what, values in alike.items():
         usual, often = Counter(values).most_common(1)[0]

@@ -13,6 +13,7 @@ from megatron_flux import nvml
 from megatron_flux.comm import links as topology
 from megatron_flux.comm.links import Link
 from megatron_flux.nvml import Glance, Gpu, Reading
+from megatron_flux.slurm.preflight import node
 from megatron_flux.telemetry import environment
 
 
@@ -38,6 +39,9 @@ def library(**answers: Any) -> types.SimpleNamespace:
         "CLOCK_MEM",
         "TEMPERATURE_GPU",
         "P2P_STATUS_OK",
+        "MEMORY_ERROR_TYPE_UNCORRECTED",
+        "VOLATILE_ECC",
+        "ERROR_LIBRARY_NOT_FOUND",
     )
     constants = {f"NVML_{name}": getattr(pynvml, f"NVML_{name}") for name in names}
     constants |= {name: bit for name, bit in vars(pynvml).items() if name.startswith("nvmlClocksEventReason")}
@@ -56,6 +60,8 @@ def library(**answers: Any) -> types.SimpleNamespace:
         "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: 16,
         "nvmlDeviceGetCurrPcieLinkGeneration": lambda handle: 4,
         "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
+        "nvmlDeviceGetMaxClockInfo": lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind],
+        "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 3 if (handle, kind, counter) == (1, 1, 0) else 0,
         "nvmlDeviceGetRemappedRows": lambda handle: (1, 2, int(handle == 1), int(handle == 3)),
         "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:0{handle}:00.0"),
     }
@@ -242,3 +248,31 @@ def test_a_glance_is_taken_in_time_or_not_at_all() -> None:
     assert glance.result() == "seen"
     assert Glance(gpu, 60.0).result() is None  # type: ignore[arg-type]
     assert gpu.reads == 1
+
+
+def refused(*_: Any) -> None:
+    raise RefusedError("refused")
+
+
+def test_the_health_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Gpu("1").health() == {"slowed": False, "uncorrected": 3, "max_sm_mhz": 1980}
+    slowed = {"nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0x8 | 0x40}
+    monkeypatch.setattr(nvml, "pynvml", library(**slowed, nvmlDeviceGetTotalEccErrors=refused))
+    assert Gpu("1").health() == {"slowed": True, "uncorrected": None, "max_sm_mhz": 1980}
+
+
+def test_nvml_that_fails_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pre-flight stops a node whose driver does not answer, and goes on where it cannot be asked."""
+    uuids = iter(("2", "1", "MIG-x", "2", "2"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=next(uuids)))
+    unknown: list[str] = []
+    gpus, said = node.ask_driver(2, unknown)
+    assert ([gpu.handle for gpu in gpus], [one["uncorrected"] for one in said], unknown) == ([2, 1], [0, 3], [])
+    assert node.ask_driver(1, unknown) == ([], [])
+    assert unknown == ["NVML does not know GPU MIG-x: not found"]
+    monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: refused")
+    monkeypatch.setattr(nvml, "pynvml", library(nvmlInit=refused))
+    assert node.ask_driver(1, unknown) == ([], [{"error": "NVML cannot be used: refused"}])
+    monkeypatch.setattr(RefusedError, "value", pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert node.ask_driver(1, unknown) == ([], [])
+    assert unknown[1:] == ["NVML cannot be used: refused"]

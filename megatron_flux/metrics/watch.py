@@ -128,11 +128,11 @@ class Watched:
 
     def _end(self) -> tuple[str, str] | None:
         if self.steps is not None and min(self.last.values()) >= self.steps:
-            return "ended: all steps done", "green"
-        if (ended := self.path / "ended.json").exists():
-            state = read_json_object(ended).get("state")
+            return ended("finished"), "green"
+        if (file := self.path / "ended.json").exists():
+            state = str(read_json_object(file).get("state"))
             at = ", ".join(f"{arm} after step {iteration}" for arm, iteration in self.last.items())
-            return f"ended: {'stopped by a signal' if state == 'stopped' else state}, {at}", "yellow"
+            return f"{ended(state)}, {at}", "yellow"
         notes = [note for arm in ARMS for note in (self.path / arm).glob("failure-rank*.json")]
         if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
             first = read_json_object(min(failed, key=lambda note: note.stat().st_mtime))
@@ -213,6 +213,11 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
         for found in watched.tails[arm].problems(ended=False)
     ]
     return lines
+
+
+def ended(state: str) -> str:
+    """How a run has ended, by the ``state`` of its ``ended.json``, in words."""
+    return "ended: " + {"finished": "all steps done", "stopped": "stopped by a signal"}.get(state, state)
 
 
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:

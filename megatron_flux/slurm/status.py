@@ -36,7 +36,7 @@ from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, median_of, summarize, write_summary
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
-from megatron_flux.metrics.watch import RECENT, activity
+from megatron_flux.metrics.watch import RECENT, activity, ended
 from megatron_flux.run.folder import CONFIG, ENDED
 from megatron_flux.slurm import queue
 
@@ -111,7 +111,8 @@ def describe(root: Path, now: float) -> list[str]:
     for repetition in repetitions(root):
         task = known.states.get(repetition.index, "")
         steps = ", ".join(f"{arm} {n}/{repetition.steps}" for arm, n in repetition.iterations.items())
-        said = [repetition.state, f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
+        said = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
+        said += [f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
         lines.append(f"  rep-{repetition.index}: {', '.join([*said, task] if task else said)}")
         if without := [line.split()[-1] for line in text(repetition.folder / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")

@@ -92,7 +92,10 @@ def test_a_failed_rank_is_retried_without_its_node(at_the_cluster: Cluster, slur
     assert bad not in at_the_cluster.hosts(task)
     assert len(Path("loaded-1").read_text().split()) == 2, "both ranks of the retry began from the checkpoint"
     shown = slurm("status", root)
-    assert f"rep-1: finished, step baseline 5/5, flux 5/5, 2 start(s), COMPLETED\n    retried without {bad}" in shown
+    assert (
+        f"rep-1: ended: all steps done, step baseline 5/5, flux 5/5, 2 start(s), COMPLETED\n    retried without {bad}"
+        in shown
+    )
     assert "cause" not in shown
     refused = slurm("resume", root, code=2)
     assert f"{root} has completed, all of its 2 repetition(s) are finished" in refused
@@ -147,7 +150,7 @@ def test_a_failure_that_no_node_causes_is_not_retried_again(
     assert (found["TimeLimit"], found["ExcNodeList"]) == ("00:05:00", "n00")
     assert Path("loaded-0").read_text().split()[-1] == again
     assert f"job {job}, resumed as {again}: COMPLETED" in slurm("status", root)
-    assert "finished, step baseline 5/5, flux 5/5, 3 start(s)" in slurm("status", root)
+    assert "ended: all steps done, step baseline 5/5, flux 5/5, 3 start(s)" in slurm("status", root)
     assert [path.name for path in Path("runs").glob("tiny-*")] == [root.name]
 
 

@@ -130,7 +130,7 @@ def compare(cluster: Cluster) -> Job:
     assert ended["iterations"] == reached
     assert max(reached.values()) < STEPS
     job.until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "requeueing")
-    assert "stopped, step baseline " in job.status()
+    assert "ended: stopped by a signal, step baseline " in job.status()
     cluster.release(job.number)
     job.ended()
     cluster.wait_for_job(job.collecting, timeout=400)

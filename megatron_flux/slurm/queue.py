@@ -100,7 +100,7 @@ def _no_json(squeue: str | None, configuration: str | None) -> str | None:
 
 
 def _queued(job: str) -> dict[str, str]:
-    """The states by ``squeue``. Until 23.02, JSON is the whole queue whatever is asked for, so others are left out."""
+    """The states by ``squeue``. JSON of 22.05 is the whole queue whatever is asked for, so others are left out."""
     said = slurm("squeue", "--json", "--states=all", f"--jobs={job}")
     try:
         return queued_states(json.loads(said)["jobs"], int(job))

@@ -23,6 +23,9 @@ app = typer.Typer(
 )
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]
+Dependency = Annotated[
+    str | None, typer.Option("--dependency", help="What the job waits for, in Slurm's form: afterok:123.")
+]
 
 
 class JobOptions(BaseModel):
@@ -93,9 +96,7 @@ def render(
 def submit(
     options: JobOptions,
     runs: Runs = Path("runs"),
-    dependency: Annotated[
-        str | None, typer.Option("--dependency", help="What the job waits for, in Slurm's form: afterok:123.")
-    ] = None,
+    dependency: Dependency = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts and commands, submit nothing.")] = False,
     test_only: Annotated[
         bool, typer.Option("--test-only", help="Ask Slurm when the job would start, submit nothing.")
@@ -133,7 +134,7 @@ def status(
     roots: Annotated[list[Path] | None, typer.Argument(help="Folders of jobs. Default: all in --runs.")] = None,
     runs: Runs = Path("runs"),
 ) -> None:
-    """Say what state jobs are in, how far their runs have come, why they ended, and which have gone silent."""
+    """Say what state jobs are in, how far their runs have come, why they ended, and which have stalled."""
     from megatron_flux.slurm.status import all_jobs, describe
 
     found = roots or all_jobs(runs)
@@ -151,6 +152,7 @@ def resume(
     qos: Annotated[str | None, typer.Option("--qos", help="Instead of the job's.")] = None,
     limit: Annotated[str | None, typer.Option("--time", help="Time limit, instead of the job's.")] = None,
     exclude: Annotated[str | None, typer.Option("--exclude", help="Nodes to leave out, instead of the job's.")] = None,
+    dependency: Dependency = None,
     from_start: Annotated[bool, typer.Option("--from-start", help="Begin anew what has no checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, submit nothing.")] = False,
 ) -> None:
@@ -158,6 +160,7 @@ def resume(
     from megatron_flux.slurm import submit as submission
 
     changes = {"partition": partition, "account": account, "qos": qos, "time": limit, "exclude": exclude}
+    changes["dependency"] = dependency
     what = submission.resumption(root, changes, from_start=from_start)
     said = ", ".join(f"rep-{index} {begins}" for index, begins in what.begins.items())
     if dry_run:

@@ -28,6 +28,9 @@ RECENT = 20
 STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
 
+START_S = 900.0
+"""So long a start may be without a step: pre-flight, tuning, compilation, a big checkpoint."""
+
 WAIT_S = 60.0
 """How long a pipe waits for a run to appear, which nobody ends with Ctrl-C."""
 
@@ -193,17 +196,11 @@ def _progress(watched: Watched) -> str:
 def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
     """Lines with their style: the state, the verdict, what was left to stock, damage."""
     written = max((tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()), default=0.0)
-    silent = math.floor(max(0.0, now - max(written, watched.begun)))
     usual = max(median_of(timed(watched.tails[arm].records), "iteration-time") or 0.0 for arm in watched.arms)
-    state, style = f"running: last step {duration(silent)} ago", ""
-    if watched.end is not None:
-        state, style = watched.end
-    elif watched.begun > written or not any(watched.last.values()):
-        state = f"running: started {duration(silent)} ago, no step since"
-    elif silent > max(STALL_S, STALL_STEPS * usual):
-        state, style = f"stalled: no new step for {duration(silent)}", "red"
-        state += f", {silent / usual:.0f} times the usual {duration(usual)}" if usual else ""
-    lines = [(state, style)]
+    began, stepped = watched.begun, any(watched.last.values())
+    # Without a configuration, the first record is the only sign of a start.
+    state, stalled = activity(now, began or written, written if stepped else None, usual)
+    lines = [watched.end or (state, "red" if stalled else "")]
     if verdict := watched.verdict():
         lines.append((verdict, "bold"))
     flux = watched.tails["flux"].records
@@ -216,6 +213,24 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
         for found in watched.tails[arm].problems(ended=False)
     ]
     return lines
+
+
+def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:
+    """What a run that has not ended does, in words, and whether it has stalled.
+
+    ``began`` is the Unix time of its latest start, ``written`` that of its last record (None: it has none, and one of
+    before the start does not count), ``usual`` the seconds that a step takes, 0 where that is not known.
+    """
+    if written is None or written < began:
+        silent = math.floor(max(0.0, now - began))
+        if silent > START_S:
+            return f"stalled: started {duration(silent)} ago, no step since", True
+        return f"running: started {duration(silent)} ago, no step since", False
+    silent = math.floor(max(0.0, now - written))
+    if silent <= max(STALL_S, STALL_STEPS * usual):
+        return f"running: last step {duration(silent)} ago", False
+    more = f", {silent / usual:.0f} times the usual {duration(usual)}" if usual else ""
+    return f"stalled: no new step for {duration(silent)}{more}", True
 
 
 def duration(seconds: float) -> str:

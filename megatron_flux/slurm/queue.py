@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.slurm.profile import matching
+
+logger = logging.getLogger("megatron_flux")
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -34,12 +40,12 @@ class Known:
 
     states: dict[str, str]
     """By a task's index, an ordinary job's under ``""``; with the reason of waiting, or the nodes. Empty: nothing."""
-    source: str  # who said so, `scontrol` or `sacct`; or in words why nothing is known
+    source: str  # who said so, `controller` or `sacct`; or in words why nothing is known
 
     @property
     def active(self) -> dict[str, str]:
         """The tasks that run, wait or are just ending; the accounting's word does not count for that."""
-        found = self.states.items() if self.source == "scontrol" else ()
+        found = self.states.items() if self.source == "controller" else ()
         return {index: state for index, state in found if state.split()[0] not in OVER}
 
 
@@ -71,22 +77,71 @@ def after(dependency: str) -> list[str]:
 
 def known(job: str) -> Known:
     """What the controller knows of a job, or where it has forgotten it the accounting; errors as :func:`slurm`."""
+    why = _no_json(shutil.which("squeue"), os.environ.get("SLURM_CONF"))
     try:
-        shown = slurm("scontrol", "show", "job", job, "--oneliner")
+        found = _shown(job) if why else _queued(job)
     except FluxError as error:
         if "Invalid job id" not in str(error):
             raise
-        return _accounted(job)  # it ended some time ago (`MinJobAge`), or never was
+        found = {}
+    # Without: it ended some time ago (`MinJobAge`), or never was.
+    return Known(states=found, source="controller") if found else _accounted(job)
+
+
+@cache
+def _no_json(squeue: str | None, configuration: str | None) -> str | None:
+    """Why ``squeue`` does not speak JSON (before 21.08, or built without), None where it does; each is asked once."""
+    try:
+        slurm("squeue", "--json", "--version")  # it loads what it needs for JSON, and asks no controller
+        return None
+    except FluxError as error:
+        logger.debug("no JSON of squeue, so scontrol's text is read: %s", error)
+        return str(error)
+
+
+def _queued(job: str) -> dict[str, str]:
+    """The states by ``squeue``. Until 23.02, JSON is the whole queue whatever is asked for, so others are left out."""
+    said = slurm("squeue", "--json", "--states=all", f"--jobs={job}")
+    try:
+        return queued_states(json.loads(said)["jobs"], int(job))
+    except (ValueError, LookupError, TypeError) as error:
+        logger.debug("squeue's JSON has a form that is not known here (%r), so scontrol's text is read", error)
+        return _shown(job)
+
+
+def queued_states(jobs: list[dict[str, Any]], job: int) -> dict[str, str]:
+    """The states of one job in those of ``squeue --json``: of 22.05, and of the forms since 23.02, and 23.11."""
+
+    def number(value: Any) -> Any:
+        return (value["number"] if value["set"] else None) if isinstance(value, dict) else value
+
     found = {}
-    for line in shown.splitlines():
+    for one in jobs:
+        if job not in (number(one["job_id"]), number(one["array_job_id"])):
+            continue
+        states = one["job_state"] if isinstance(one["job_state"], list) else [one["job_state"]]
+        state = next((each for each in states if each not in OVER), states[0])  # of COMPLETED, COMPLETING the latter
+        index = number(one["array_task_id"])
+        found[one["array_task_string"] if index is None else str(index)] = _in_words(
+            state, one["state_reason"], one["nodes"]
+        )
+    return found
+
+
+def _shown(job: str) -> dict[str, str]:
+    """The states by ``scontrol``, in text."""
+    found = {}
+    for line in slurm("scontrol", "show", "job", job, "--oneliner").splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
-        if state == "PENDING" and reason != "None":
-            state += f" ({reason})"
-        elif state == "RUNNING":
-            state += f" on {fields.get('NodeList', '?')}"
-        found[fields.get("ArrayTaskId", "")] = state
-    return Known(states=found, source="scontrol")
+        found[fields.get("ArrayTaskId", "")] = _in_words(state, reason, fields.get("NodeList", "?"))
+    return found
+
+
+def _in_words(state: str, reason: str, nodes: str) -> str:
+    if state == "PENDING" and reason != "None":
+        return f"{state} ({reason})"
+    return f"{state} on {nodes}" if state == "RUNNING" else state
 
 
 def _accounted(job: str) -> Known:

@@ -36,12 +36,11 @@ from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, median_of, summarize, write_summary
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
-from megatron_flux.metrics.watch import STALL_S, STALL_STEPS, duration
+from megatron_flux.metrics.watch import RECENT, activity
 from megatron_flux.run.folder import CONFIG, ENDED
 from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT, COLLECTOR = "resumed", "submitted", "job.sbatch", "collect.sbatch"
-START_S = 900.0  # so long a start may be without a record: pre-flight, tuning, compilation, a big checkpoint
 _TAIL = 1 << 18  # bytes of a growing file that are read from its end
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
@@ -105,7 +104,7 @@ def describe(root: Path, now: float) -> list[str]:
             raise
         known = queue.Known(states={}, source=f"state unknown: {error}")
     states = ", ".join(dict.fromkeys(known.states.values())) or known.source
-    if known.states and known.source != "scontrol":
+    if known.states and known.source != "controller":
         states += f" (by {known.source})"
     resumed = f", resumed as {number}" if number != first else ""
     lines = [f"{name} job {first}{resumed}: {states}"]
@@ -118,7 +117,7 @@ def describe(root: Path, now: float) -> list[str]:
             lines.append(f"    retried without {', '.join(without)}")
         state, more = (task or known.states.get("", "")).split(" ")[0], []
         if state == "RUNNING":
-            more = [line for line in [stale(repetition, now)] if line]
+            more = [line for line in [doing(repetition, now)] if line]
         elif repetition.state == "not ended" and state != "PENDING":
             more = cause(repetition)
         lines += [f"    {line}" for line in more]
@@ -148,22 +147,20 @@ def cause(repetition: Repetition) -> list[str]:
     return lines or [f"no cause is on record; see {logs}"]
 
 
-def stale(repetition: Repetition, now: float) -> str | None:
-    """That a run which is said to be running has recorded nothing for much longer than its steps take, if so."""
-    began, written, usual = _began(repetition), 0.0, 0.0
+def doing(repetition: Repetition, now: float) -> str | None:
+    """What a run does that is said to be running, as ``watch`` says it; None before it begins and when it is done."""
+    began, written, usual = _began(repetition), None, 0.0
+    if not began or repetition.state == "finished":
+        return None
     for arm in ARMS:
         file = repetition.run / arm / "metrics.jsonl"
-        records = _recent(file)[-20:]
+        records = _recent(file)[-RECENT:]
         # A run that resumes writes its earlier records anew before it adds to them.
         if records and (records[-1].get("timestamp") or file.stat().st_mtime) >= began:
-            written = max(written, file.stat().st_mtime)
+            written = max(written or 0.0, file.stat().st_mtime)
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
-    silent = now - (written or began)
-    if not written:
-        return f"stale: no record for {duration(silent)} since this start" if began and silent > START_S else None
-    if silent <= max(STALL_S, STALL_STEPS * usual):
-        return None
-    return f"stale: no record for {duration(silent)}, a step usually takes {duration(usual)}; see {repetition.logs}"
+    said, stalled = activity(now, began, written, usual)
+    return f"{said}; see {repetition.logs}" if stalled else said
 
 
 def _began(repetition: Repetition) -> float:

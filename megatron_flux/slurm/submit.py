@@ -119,11 +119,12 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
     for name in site:
         if given[name] is None and not directive(script, name):
             given[name] = earlier.get(name) or None
+    own = queue.after(waits_for) if (waits_for := given.pop("dependency")) is not None else []
     words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
     if directive(script, "array"):
         words["array"] = f"--array={','.join(begins)}%1"
     shared = tuple(words[name] for name in site if name in words)
-    return Resumption(root, tuple(words.values()), shared, Path(submitted), begins)
+    return Resumption(root, (*words.values(), *own), shared, Path(submitted), begins)
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:

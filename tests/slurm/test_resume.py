@@ -38,6 +38,7 @@ read -r when repetition said <"$SLURM_SUBMIT_DIR/fails"
 if [[ $when != never && $repetition == "${SLURM_ARRAY_TASK_ID:-0}" ]]; then
     [[ $SLURM_NODEID == 1 ]] || exec sleep 60
     sleep 0.5
+    [[ ! -e $SLURM_SUBMIT_DIR/hangs ]] || echo dump >"${TORCH_FR_DUMP_TEMP_FILE}1"
     echo "0 1.5 rank 1 on $SLURMD_NODENAME $said" >"$MEGATRON_FLUX_FAILURES/$SLURMD_NODENAME"
     exit 1
 fi
@@ -130,6 +131,9 @@ def test_a_failure_that_no_node_causes_is_not_retried_again(
     words = ["resume", root, "--time", "5", "--exclude", "n00"]
     before = at_the_cluster.jobs()
     assert f" --time=5 --exclude=n00 {root}/job.sbatch" in slurm(*words, "--dry-run")
+    waits = f" --exclude=n00 --dependency=afterok:{job} --kill-on-invalid-dep=yes {root}/job.sbatch"
+    assert waits in slurm(*words, "--dependency", f"afterok:{job}", "--dry-run")
+    assert "dependency 'after me; touch x'" in slurm(*words, "--dependency", "after me; touch x", code=2)
     assert at_the_cluster.jobs() == before
     elsewhere = Path("elsewhere")
     elsewhere.mkdir()
@@ -154,10 +158,15 @@ def test_what_is_not_retried(at_the_cluster: Cluster, slurm: Slurm) -> None:
     at_the_cluster.wait_for_job(refused, ("FAILED",))
     assert "not retried: what it was given is wrong" in log_of(at_the_cluster, refused)
     Path("fails").write_text(f"always 0 {KILLED}\n")
-    full, _ = submit(slurm, "flux", "--exclude", "n[02-15]")
+    Path("hangs").touch()
+    full, root = submit(slurm, "flux", "--exclude", "n[02-15]")
     at_the_cluster.wait_for_job(full, ("FAILED",))
     (line,) = (line for line in log_of(at_the_cluster, full).splitlines() if "not retried" in line)
     assert all(part in line for part in ("without n[02-15],n01", "partition gpus", "fewer than 2 nodes"))
+    left = f"1 rank(s) left what they had called: {root}/rep-0/logs/0/flight-recorder/rank_*"
+    assert log_of(at_the_cluster, full).strip().endswith(f"; {left}")
+    assert left in slurm("status", root)
+    assert [file.name for file in (root / "rep-0/logs/0/flight-recorder").iterdir()] == ["rank_1"]
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_flux.errors import FluxError
 from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.metrics.watch import Watched, view
 from megatron_flux.slurm import queue, status
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
@@ -74,30 +77,43 @@ def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Rep
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (5, None),
-        (29, None),
-        (40, "stale: no record for 40 s, a step usually takes 2 s; see "),
-        (600, "stale: no record for 10 min, a step usually takes 2 s; see "),
+        (5, "running: last step 5 s ago"),
+        (29, "running: last step 29 s ago"),
+        (40, "stalled: no new step for 40 s, 20 times the usual 2 s"),
+        (600, "stalled: no new step for 10 min, 300 times the usual 2 s"),
     ],
 )
-def test_a_run_that_records_nothing_is_stale(repetition: status.Repetition, seconds: float, said: str | None) -> None:
+def test_a_run_that_records_nothing_has_stalled(repetition: status.Repetition, seconds: float, said: str) -> None:
+    """In the words of ``watch``."""
     written = (repetition.run / "flux" / "metrics.jsonl").stat().st_mtime
-    found = status.stale(repetition, written + seconds)
-    assert found == (said if said is None else f"{said}{repetition.logs}")
+    found = status.doing(repetition, written + seconds + 0.01)
+    assert found == (f"{said}; see {repetition.logs}" if seconds > 30 else said)
+    (config := repetition.run / "config.json").touch()
+    os.utime(config, (written - 1, written - 1))
+    console = Console(width=200)
+    with console.capture() as shown:
+        (watched := Watched(repetition.run)).look()
+        console.print(view(watched, written + seconds + 0.01))
+    assert said in shown.get()
+    assert status.doing(replace(repetition, state="finished"), written + 600) is None, "Slurm is only ending it"
+    assert status.doing(replace(repetition, logs=None), written + 600) is None, "it has not begun"
 
 
 def test_slow_steps_and_a_start_take_their_time(repetition: status.Repetition) -> None:
     file = repetition.run / "flux" / "metrics.jsonl"
     slow = [{**record(i, flux=True), "iteration-time": 60.0, "timestamp": time.time()} for i in (1, 2, 3)]
     file.write_text("".join(json.dumps(one) + "\n" for one in slow))
-    assert status.stale(repetition, file.stat().st_mtime + 590) is None
-    assert "a step usually takes 60 s" in status.stale(repetition, file.stat().st_mtime + 610)
+    assert status.doing(repetition, file.stat().st_mtime + 590) == "running: last step 10 min ago"
+    assert "stalled: no new step for 10 min, 10 times the usual 60 s" in status.doing(
+        repetition, file.stat().st_mtime + 610
+    )
     # Records of the start before, which a resume writes anew, are no sign of life of this one.
     began = time.time() + 1000
     os.utime(repetition.logs / "log", (began, began))
     os.utime(file, (began + 5, began + 5))
-    assert status.stale(repetition, began + 800) is None
-    assert status.stale(repetition, began + 1000) == "stale: no record for 17 min since this start"
+    assert status.doing(repetition, began + 800) == "running: started 13 min ago, no step since"
+    late = status.doing(repetition, began + 1000)
+    assert late == f"stalled: started 17 min ago, no step since; see {repetition.logs}"
 
 
 def test_states_as_the_accounting_has_them() -> None:
@@ -113,11 +129,69 @@ def test_states_as_the_accounting_has_them() -> None:
 
 def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """A controller that answers as one does who has forgotten a job; what it has not forgotten takes an hour here."""
-    stub = tmp_path / "bin" / "scontrol"
-    stub.parent.mkdir()
-    stub.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
+    stub(
+        tmp_path, monkeypatch, f"case $* in *--version*) exit 0; esac\necho '{said}' >&2\nexit 1", "squeue", "scontrol"
+    )
+
+
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, *names: str) -> None:
+    """Commands of Slurm that do something else."""
+    for name in names:
+        (file := tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{does}\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+def form(index: int | None, *states: str, text: str = "", reason: str = "None") -> dict[str, object]:
+    """A task of job 4 as ``squeue --json`` has it since 23.11, where numbers may be unset and states are many."""
+    task = {"set": index is not None, "infinite": False, "number": index or 0}
+    of = {"job_id": 40 + (index or 9), "array_job_id": {"set": True, "infinite": False, "number": 4}}
+    about = {"job_state": list(states), "state_reason": reason, "nodes": "n00"}
+    return {**of, "array_task_id": task, "array_task_string": text, **about}
+
+
+def test_states_in_the_newer_form_of_json() -> None:
+    """After the OpenAPI descriptions of data_parser v0.0.39 to v0.0.42; no such Slurm was asked."""
+    jobs = [
+        form(0, "COMPLETED"),
+        form(1, "COMPLETED", "COMPLETING"),
+        form(2, "RUNNING"),
+        form(None, "PENDING", text="3-5%1", reason="JobArrayTaskLimit"),
+    ]
+    expected = {"0": "COMPLETED", "1": "COMPLETING", "2": "RUNNING on n00", "3-5%1": "PENDING (JobArrayTaskLimit)"}
+    assert queue.queued_states(jobs, 4) == expected
+    assert queue.queued_states(jobs, 42) == {"2": "RUNNING on n00"}, "a task by its own number"
+    assert queue.queued_states(jobs, 7) == {}
+
+
+def test_json_and_text_say_the_same(
+    at_the_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of real jobs; JSON where squeue has it, else text, and that is said."""
+    submit = ["sbatch", "--parsable", "--output=log"]
+    jobs = [at_the_cluster.client(*submit, "--array=0-3%1", "--wrap", "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60")]
+    jobs += [at_the_cluster.client(*submit, *words) for words in (["--wrap", "exit 3"], ["--hold", "--wrap", "true"])]
+    array, failed, held = (job.stdout.strip() for job in jobs)
+    at_the_cluster.wait_for_job(failed, ("FAILED",))
+    at_the_cluster.wait(lambda: at_the_cluster.job(f"{array}_1")["JobState"] == "RUNNING", "the array's second task")
+    at_the_cluster.wait_for_job(f"{array}_0")
+    caplog.set_level("DEBUG", logger="megatron_flux")
+    by_json = {job: queue.known(job) for job in (array, failed, held, "999999")}
+    assert caplog.messages == []
+    assert by_json[failed].states == {"": "FAILED"}
+    assert by_json[held].states == {"": "PENDING (JobHeldUser)"}
+    tasks = by_json[array].states
+    assert (tasks["0"], tasks["1"].split(" on ")[0], len(tasks)) == ("COMPLETED", "RUNNING", 3)
+    assert "sacct" in by_json["999999"].source
+    for does in ("echo \"squeue: unrecognized option '--json'\" >&2; exit 1", 'echo "{}"'):
+        with monkeypatch.context() as patched:
+            stub(tmp_path, patched, does, "squeue")
+            queue._no_json.cache_clear()
+            assert {job: queue.known(job) for job in by_json} == by_json
+        queue._no_json.cache_clear()
+        assert any("scontrol's text is read" in message for message in caplog.messages)
+        caplog.clear()
 
 
 INVALID = "slurm_load_jobs error: Invalid job id specified"
@@ -152,15 +226,15 @@ def test_a_controller_that_does_not_answer_has_forgotten_nothing(
         queue.known("7")
     root = tmp_path / "runs" / "tiny-flux-7"
     root.mkdir(parents=True)
-    assert slurm("status", root) == f"tiny-flux job 7: state unknown: scontrol: {said} (exit code 1)\n"
+    assert slurm("status", root) == f"tiny-flux job 7: state unknown: squeue: {said} (exit code 1)\n"
     # It may be running: two jobs in one folder would spoil it.
     assert "Unable to contact" in slurm("resume", root, code=1)
 
 
 def test_states_that_may_change() -> None:
     states = {"0": "COMPLETED", "1": "RUNNING on n00", "2": "PENDING (JobArrayTaskLimit)", "3": "CANCELLED"}
-    assert list(queue.Known(states=states, source="scontrol").active) == ["1", "2"]
-    assert queue.Known(states={"": "COMPLETING"}, source="scontrol").active
+    assert list(queue.Known(states=states, source="controller").active) == ["1", "2"]
+    assert queue.Known(states={"": "COMPLETING"}, source="controller").active
     assert not queue.Known(states={"": "RUNNING"}, source="sacct").active, "a job whose end was never noted"
 
 

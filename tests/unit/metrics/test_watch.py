@@ -99,6 +99,7 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     later = failure.stat().st_mtime + 5
     os.utime(run / "config.json", (later, later))
     assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
+    assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
 
 
 def test_fallbacks_and_diverged_loss(tmp_path: Path) -> None:

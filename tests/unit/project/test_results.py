@@ -74,6 +74,9 @@ def test_the_plans_that_ship_are_those_of_the_runs() -> None:
     text, said = module.README.read_text(), "run results/shipped-plans/tables.py"
     assert module.written(module.shipped(module.calls())) == module.PLANS.read_text(), said
     assert module.between_marks(text, module.tables()) == text, said
+    (row,) = (line.split(" | ") for line in text.splitlines() if "| 4 | power limit | short list, shape" in line)
+    limits = " ".join((ROOT / "docs" / "limits.md").read_text().split())
+    assert f"the short list loses {row[4]} (median) and at worst {row[5]} at TP 4" in limits
 
 
 def test_the_script_knows_these_folders() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
     collector = job.collect_script(profile(container=container), "a test")
     assert "--container-name" not in collector
+
+
+def test_the_flight_recorder_writes_beside_the_logs_or_where_it_is_told(
+    stubs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    names = "TORCH_FR_DUMP_TEMP_FILE TORCH_FR_BUFFER_SIZE TORCH_NCCL_DUMP_ON_TIMEOUT"
+    (stubs[0] / "srun").write_text(
+        f'#!/bin/sh\nprintenv {names} >{stubs[1]}/told\nprintf dump >"${{TORCH_FR_DUMP_TEMP_FILE}}3"\n'
+    )
+    text = script(PLAIN, WORK)
+    done = execute(text, stubs, tmp_path)
+    path, *others = (stubs[1] / "told").read_text().splitlines()
+    assert path.endswith("/rep-0/logs/0/flight-recorder/rank_")
+    assert others == ["2000", "1"]
+    assert done.stderr.strip().endswith(f"; 1 rank(s) left what they had called: {path}*")
+    # Torch's older names win too; what lies there from earlier is not of this start.
+    own = tmp_path / "else where" / "x_"
+    own.parent.mkdir()
+    (old := own.with_name("x_0")).touch()
+    os.utime(old, (1, 1))
+    older = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(own), "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}
+    done = execute(text, stubs, tmp_path, **older, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    assert (stubs[1] / "told").read_text().splitlines() == [str(own), "0"]
+    assert done.stderr.strip().endswith(f"; 1 rank(s) left what they had called: {own}*")
 
 
 @pytest.mark.parametrize(

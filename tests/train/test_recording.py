@@ -171,8 +171,9 @@ def check_mirror(arm: Path, resumed: int, wandb_id: str, name: str) -> None:
         == list(range(resumed + 1, resumed + 7))
     )
     sampled = next(row for row in history if row["flux/sampled"])
-    curves = {"flux/e_overlap/all_gather_gemm", "baseline/exposed_communication_ms/all_gather_gemm"}
-    assert curves | {"flux/rank/0/step_ms", "flux/rank/1/step_ms"} <= set(sampled)
+    curves = {"baseline/exposed_communication_ms/all_gather_gemm", "flux/rank/0/step_ms", "flux/rank/1/step_ms"}
+    assert curves <= set(sampled)
+    assert "flux/e_overlap/all_gather_gemm" not in sampled, "nothing overlaps where there is no GPU"
 
 
 def check_trace(arm: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:

@@ -219,7 +219,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    said = r"transformer_engine can run it: TransformerEngine cannot be imported \(.*\), supported is >=2\.9,<2\.19"
+    said = r"transformer_engine can run it: TransformerEngine cannot be imported \(.*\), supported is >=2\.9,<2\.21"
     with pytest.raises(MegatronArgumentsError, match=said) as error:
         validate(arguments(transformer_impl="transformer_engine"))
     assert "\n" not in str(error.value)

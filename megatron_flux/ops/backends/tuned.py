@@ -60,7 +60,7 @@ from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
-from megatron_flux.ops.kernel_config import KernelConfig, candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.settings import sm_margin, tunes_fully
 
@@ -320,7 +320,9 @@ class TunedBackend:
         return self.decisions(call.group).measured.setdefault((operator, *others), {})
 
     def _nearest(self, call: OperatorCall) -> dict[str, Any] | None:
-        """The choice, without times, of the nearest m; None while another one may be measured. Alike on all ranks."""
+        """The choice, without times, of the nearest m whose plan this one can run, else ``reference``; None while
+        another one may be measured. Alike on all ranks.
+        """
         known = self._measured(call)
         if len(known) < self.most_m:
             return None
@@ -329,7 +331,14 @@ class TunedBackend:
                 f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(known)} were measured, others run "
                 "as the nearest of these"
             )
-        nearest = known[min(known, key=lambda m: (abs(math.log(m / call.m)), m))]
+        tp = call.group.size()
+
+        def runs_here(answer: dict[str, Any]) -> bool:
+            plan = answer["plan"]
+            return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
+
+        near = [m for m in sorted(known, key=lambda m: (abs(math.log(m / call.m)), m)) if runs_here(known[m])]
+        nearest = known[near[0]] if near else _UNMEASURED
         return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
     def answer(

@@ -540,3 +540,21 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
     monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine, 1: mine})
     assert call(over_host) == ("reference", None)
     assert renewed == [GROUP]
+
+
+def test_a_plan_of_another_m_runs_only_where_it_is_legal(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "most_m", 2)
+    small, large = KernelConfig(reducers=3), KernelConfig(reducers=7)
+    sums = OperatorCall("gemm_reduce_scatter", X, W, GROUP)
+    known = tuned._measured(sums)
+    known[6] = {"backend": "fused", "plan": asdict(small), "ms": {"fused": 1.0}}
+    known[64] = {"backend": "fused", "plan": asdict(large), "ms": {"fused": 1.0}}
+    assert call(tuned) == ("fused", small), "m is 8"
+    forget(tuned)
+    tuned._measured(sums).update(known)
+    monkeypatch.setattr(tuner, "fits", lambda op, config, *sizes: config == large)
+    assert call(tuned) == ("fused", large), "the nearest that fits"
+    forget(tuned)
+    tuned._measured(sums).update(known)
+    monkeypatch.setattr(tuner, "fits", lambda *_: False)
+    assert call(tuned) == ("reference", None)

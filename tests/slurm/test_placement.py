@@ -120,7 +120,7 @@ def test_repetitions_and_what_comes_after_them(at_the_cluster: Cluster, stand_in
     assert collector[-6:] == ["-m", "megatron_flux.cli", "slurm", "collect", "--", str(root)]
     shown = slurm("status", root)
     assert f"gpt3-175b-compare job {first}: COMPLETED" in shown
-    assert "rep-1: finished, nothing recorded, 1 start(s), COMPLETED" in shown
+    assert "rep-1: ended: all steps done, nothing recorded, 1 start(s), COMPLETED" in shown
 
 
 def test_a_job_waits_for_another_and_folders_can_be_named(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -290,7 +291,8 @@ def uninterrupted(stories: Stories) -> list[float]:
 
 def test_a_killed_rank_is_named_and_retried_and_a_cancelled_job_resumed(uninterrupted: list[float]) -> None:
     assert len(uninterrupted) == STEPS
-    assert uninterrupted[-1] < uninterrupted[0] - 0.5, "the loss does not fall"
+    # Steps of one sequence each, on this folder's text: a few are far off (11.7 once, and 3.7 five steps later).
+    assert median(uninterrupted[-10:]) < uninterrupted[0] - 0.5, "the loss does not fall"
 
 
 def test_a_lost_node_is_replaced_and_training_resumes(stories: Stories, uninterrupted: list[float]) -> None:

@@ -338,7 +338,9 @@ class TunedBackend:
             return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
 
         near = [m for m in sorted(known, key=lambda m: (abs(math.log(m / call.m)), m)) if runs_here(known[m])]
-        nearest = known[near[0]] if near else _UNMEASURED
+        if not near:
+            return dict(_UNMEASURED)
+        nearest = known[near[0]]
         return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
     def answer(
@@ -381,8 +383,8 @@ class TunedBackend:
             self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
         return None
 
-    def _ways_by_chunks(self, call: OperatorCall, chunks: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
-        """``reference`` and whatever chunked backend can run the call, in how many pieces, which go into ``chunks``;
+    def _ways_by_chunks(self, call: OperatorCall, choices: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
+        """``reference`` and whatever chunked backend can run the call, in how many pieces, which go into ``choices``;
         results are finished.
         """
 
@@ -397,7 +399,7 @@ class TunedBackend:
                     if tried is None:
                         break
                     label = f"{name} x{pieces}"
-                    ways[label], chunks[label] = tried, Choice(name, None, pieces)
+                    ways[label], choices[label] = tried, Choice(name, None, pieces)
         return ways
 
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
@@ -416,12 +418,11 @@ class TunedBackend:
         def time_is_left(seconds: float) -> bool:
             return timing.all_agree(time.monotonic() - began <= seconds, group, device)
 
-        plans: dict[str, KernelConfig] = {}
-        chunks: dict[str, Choice] = {}
+        choices: dict[str, Choice] = {}  # that a candidate's label stands for; a backend's name for itself
         timed: dict[str, Callable[[], Any]]
         listed = "full"
         if _by_chunks(x, group):
-            timed = self._ways_by_chunks(call, chunks)
+            timed = self._ways_by_chunks(call, choices)
         else:
             full = tunes_fully()
             listed, found = collectives.first_rank(group, lambda: _listed(call, full))
@@ -436,7 +437,7 @@ class TunedBackend:
                 name = f"fused {plan.label()}"
                 way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
                 if way is not None:
-                    timed[name], plans[name] = way, plan
+                    timed[name], choices[name] = way, Choice("fused", plan)
         alone = None if call.weight is None else gemm_only(call)
         if timing.all_agree(alone is not None, group, device) and alone is not None:
             timed["gemm"] = alone
@@ -449,10 +450,11 @@ class TunedBackend:
         elif len(close) > 1 and group.rank() == 0:
             logger.warning("megatron_flux: %s is tuned by bursts only, time was up", _words(call))
         best = ranked(lasting or ms)[0]
+        choice = choices.get(best, Choice(best))
         return {
-            "backend": "fused" if best in plans else chunks[best].backend if best in chunks else best,
-            "plan": asdict(plans[best]) if best in plans else None,
-            **({"pieces": chunks[best].pieces} if best in chunks else {}),
+            "backend": choice.backend,
+            "plan": None if choice.config is None else asdict(choice.config),
+            **({} if choice.pieces is None else {"pieces": choice.pieces}),
             "ms": {name: round(value, 4) for name, value in ms.items()},
             "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
             **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),

@@ -557,4 +557,6 @@ def test_a_plan_of_another_m_runs_only_where_it_is_legal(tuned: TunedBackend, mo
     forget(tuned)
     tuned._measured(sums).update(known)
     monkeypatch.setattr(tuner, "fits", lambda *_: False)
+    counted = tuner.stats.degraded[tuner._INSTEAD]
     assert call(tuned) == ("reference", None)
+    assert tuner.stats.degraded[tuner._INSTEAD] == counted + 1, "counted: no silent fallback"

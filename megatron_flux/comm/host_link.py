@@ -25,9 +25,9 @@ Hazards
     * **Host time.** Each chunk costs a call of the driver for its words and one for its copy in each lane, about 3 us
       each (2 x H200). Words go in batches whose arguments are made once. Larger slots mean fewer calls.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
-      branches reach the hardware is not ours to say; that it ends was tried with one queue and with eight, with late
-      ranks and with eager calls between replays (``tests/gpu/checks_host.py``). The shared memory whose addresses a
-      graph holds is never given back.
+      branches reach the hardware is not ours to say. One trial on two H200s, of two lanes each way, ended with one
+      queue and with eight, with late ranks and eager calls between replays; the check of ``tests/gpu/checks_host.py``
+      has not run. The shared memory whose addresses a graph holds is never given back.
 """
 
 from __future__ import annotations
@@ -194,18 +194,49 @@ class HostLink:
             gate.launch(self.alarm.words, self._gates, self.device)
 
 
-class HostGather:
+class _HostCall:
+    """A call that has begun: what both kinds do at their end."""
+
+    def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, sent: int) -> None:
+        """Nothing is enqueued yet. ``sent``: address of what is sent."""
+        self._link, self._theirs = link, theirs
+        pitch, first = theirs.shape[1], theirs.data_ptr()
+        self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), sent]
+        self._parts = iter(program.parts)
+        self._end: Callable[[], None] | None = None
+        self._finished = False
+
+    def _enqueue_rest(self) -> None:
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """What was sent, behind the end."""
+
+    def enqueue(self) -> None:
+        """See the protocol."""
+        self._enqueue_rest()
+        if self._end is None:
+            self._end = self._link.behind(LANES)
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self.enqueue()
+        if self._finished or self._end is None:
+            return
+        self._finished = True
+        self._end()
+        self._release()
+        self._link.ended(self)
+
+
+class HostGather(_HostCall):
     """See :class:`~megatron_flux.comm.transport.Gather`."""
 
     def __init__(self, link: HostLink, program: Program, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         """Nothing is enqueued yet."""
-        self._link, self._operands = link, (mine, theirs)
-        pitch, first = theirs.shape[1], theirs.data_ptr()
-        self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), mine.data_ptr()]
-        self._parts = iter(program.parts)
+        super().__init__(link, program, theirs, mine.data_ptr())
+        self._mine = mine
         self._begun = torch.cuda.current_stream(mine.device) if mine.is_cuda else None
-        self._end: Callable[[], None] | None = None
-        self._finished = False
 
     def begin(self) -> None:
         """Enqueue what can leave before anything is waited for."""
@@ -223,68 +254,40 @@ class HostGather:
                 yield from part.arrived
         self.wait()
 
-    def enqueue(self) -> None:
-        """See the protocol."""
+    def _enqueue_rest(self) -> None:
         for part in self._parts:
             self._link.run(part.steps, self._rows)
-        if self._end is None:
-            self._end = self._link.behind(LANES)
 
-    def wait(self) -> None:
-        """See the protocol."""
-        self.enqueue()
-        if self._finished or self._end is None:
-            return
-        self._finished = True
-        self._end()
+    def _release(self) -> None:
         if self._begun is not None and torch.cuda.current_stream() != self._begun:
-            self._link.hold(self._operands[0])
-        self._link.ended(self)
+            self._link.hold(self._mine)
 
 
-class HostExchange:
+class HostExchange(_HostCall):
     """See :class:`~megatron_flux.comm.transport.Exchange`."""
 
     def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, cuts: Sequence[int]) -> None:
         """Nothing is enqueued yet."""
-        self._link, self._theirs = link, theirs
+        super().__init__(link, program, theirs, 0)
         self.steps = link.steps(len(cuts) - 1)
-        pitch, first = theirs.shape[1], theirs.data_ptr()
-        self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), 0]
-        self._parts = iter(program.parts)
         self._sent: list[torch.Tensor] = []
         self._held: tuple[int, Callable[[], None]] | None = None
-        self._end: Callable[[], None] | None = None
-        self._finished = False
 
     def send(self, block: torch.Tensor) -> None:
         """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
         queue that they share.
         """
         behind = self._link.follow((DOWN,))
-        self._flush()
+        self._enqueue_rest()
         self._sent.append(block)
         self._held = block.data_ptr(), behind
 
-    def _flush(self) -> None:
+    def _enqueue_rest(self) -> None:
         if self._held is None:
             return
         (self._rows[-1], behind), self._held = self._held, None
         behind()
         self._link.run(next(self._parts).steps, self._rows)
 
-    def enqueue(self) -> None:
-        """See the protocol."""
-        self._flush()
-        if self._end is None:
-            self._end = self._link.behind(LANES)
-
-    def wait(self) -> None:
-        """See the protocol."""
-        self.enqueue()
-        if self._finished or self._end is None:
-            return
-        self._finished = True
-        self._end()
-        self._link.ended(self)
+    def _release(self) -> None:
         self._sent.clear()

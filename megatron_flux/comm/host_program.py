@@ -2,8 +2,8 @@
 
 It depends on nothing but sizes, so it is made once for them. A call goes through the steps of a :class:`Program`: each
 is memory operations and then copies, in one lane. Two lanes each way, of which one copies while the other waits for
-words, were no faster (2 x H200, 101 MB received: 2.46-2.49 ms with slots of 2 MB, 2.49-2.51 of one lane with slots of
-4 MB) and cost more host time.
+words, looked no faster (results/host-link-h200x2: 101 MB in 2.46 ms at best, on another machine than one lane's 2.49)
+and cost more host time.
 
 Contract: all ranks go through programs of the same form, differing only in who the peers are.
 

@@ -52,8 +52,10 @@ HOST=(--nproc "$GPUS" --link host --wire fp8)
 # What two GPUs have to send compares with their GEMMs as what four have to send of a model three times as wide.
 if ((GPUS == 2)); then
     NARROW=(--models gpt3-6.7b --micro-batch 16 --layers 2)
+    TRAINED=(--preset gpt3-6.7b --num-layers 8 --micro-batch-size 16)
 else
     NARROW=(--models "gpt3-175b,llama-70b")
+    TRAINED=(--preset gpt3-175b --num-layers 4)
 fi
 
 # SECONDS COMMAND...: its output is the stage's log.
@@ -153,7 +155,7 @@ for stage in "${STAGES[@]}"; do
         host_compare)
             for wire in exact fp8; do
                 stage=host_compare_$wire
-                limited 300 "${FLUX[@]}" compare --preset gpt3-175b --num-layers 4 --nproc "$GPUS" --link host --wire "$wire" \
+                limited 300 "${FLUX[@]}" compare "${TRAINED[@]}" --nproc "$GPUS" --link host --wire "$wire" \
                     --steps 40 --block-steps 5 --out "$OUT/$stage"
             done
             ;;

@@ -98,8 +98,8 @@ def link(asked: str | None = None) -> dict[str, Any]:
 
 
 _SLOW_LINKS = {
-    "host": "some GPUs use no peer access ({}): their traffic goes through host memory; auto runs stock's collectives "
-    "and GEMMs, unless MEGATRON_FLUX_LINK=host has it measure chunked against them",
+    "host": "some GPUs use no peer access ({}): their traffic goes through host memory; auto measures chunked against "
+    "stock's collectives and GEMMs there",
     "p2p": "no NVLink between all GPUs ({}): auto runs stock's collectives and GEMMs, unless MEGATRON_FLUX_LINK=p2p "
     "has it measure chunked against them; fused kernels run there by name only (backend fused or tuned), have not been "
     "tried, and hang where the platform has no atomics between GPUs over PCIe",
@@ -177,7 +177,7 @@ def examine() -> dict[str, Any]:
 
 def _auto(gpus: int, kind: str) -> str:
     """What the backend ``auto`` is here, with the reason where that is none of flux's own."""
-    by_chunks = kind in ("host", "p2p") and links.asked() in ("host", "p2p")
+    by_chunks = kind == "host" or (kind == "p2p" and links.asked() == "p2p")
     if gpus == 0:
         return without_gpu(["tuned" if by_chunks else "reference"], kind)
     if gpus == 1:

@@ -143,10 +143,10 @@ def rank_train(
             with trainer.turn():
                 for _ in range(STEPS):
                     before = calls()
-                    done = trainer.advance()
-                    total, tokens = sum(loss["lm loss"].double() for loss in done.losses).tolist()
+                    micro_batches, norm, _ = trainer.advance()
+                    total, tokens = sum(loss["lm loss"].double() for loss in micro_batches).tolist()
                     losses.append(total / tokens)
-                    norms.append(done.grad_norm)
+                    norms.append(norm)
                     last = dict(calls() - before)
             mode = capture.capturing(torch.ones(1))
             made = graphs_of(trainer, graphs)

@@ -85,6 +85,7 @@ def test_links(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool, n
         (4, "nvlink", "", "tuned: fused kernels as measured"),
         (4, "p2p", "", "reference: the link is p2p"),
         (4, "p2p", "p2p", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
+        (4, "host", "", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
         (4, "nvlink", "host", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
     ],
 )

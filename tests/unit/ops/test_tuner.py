@@ -481,13 +481,16 @@ def test_over_peers_memory_only_where_it_was_asked_for(
     assert " tp=2 p2p in chunks | " in key, "not what fused kernels were measured over"
 
 
-def test_auto_leaves_host_memory_alone_unless_asked(over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_goes_over_host_memory_unasked_and_over_pcie_not(
+    over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
-    assert "MEGATRON_FLUX_LINK=host" in (over_host.untested(X, GROUP) or "")
-    monkeypatch.setenv("MEGATRON_FLUX_LINK", "host")
     assert over_host.untested(X, GROUP) is None
-    monkeypatch.delenv("MEGATRON_FLUX_LINK")
-    monkeypatch.setattr(tuner.links, "_wanted", tuner.links.Wanted(link="host"))
+    link = Link("p2p", "no NVLink between GPU 0 and GPU 1")
+    monkeypatch.setattr(tuner, "_by_chunks", lambda x, group: tuner.links.by_chunks(link))
+    monkeypatch.setattr(over_host.fused, "untested", lambda x, group: "over PCIe", raising=False)
+    assert over_host.untested(X, GROUP) == "over PCIe"
+    monkeypatch.setattr(tuner.links, "_wanted", tuner.links.Wanted(link="p2p"))
     assert over_host.untested(X, GROUP) is None
 
 

@@ -413,8 +413,44 @@ def before_after(folder: str) -> str:
     return "\n".join(tables)
 
 
+def host_calls(path: str) -> str:
+    """One row per call of a run of ``bench ops`` with an 8-bit wire: milliseconds, and over GEMM and NCCL in turn."""
+    rows = []
+    for row in read(path)["rows"]:
+        times = [row[f"{method}_ms"] for method in ("chunked", "chunked_fp8", "tuned")]
+        rows.append(
+            [
+                *named(row),
+                *(f"{row[f'{method}_ms']:.3f}" for method in ("gemm", "nccl", "serial")),
+                *(f"{ms:.3f} ({row['serial_ms'] / ms:.2f}{X})" for ms in times),
+                row["tuned_choice"],
+            ]
+        )
+    head = ("operator", f"m {X} n {X} k", "GEMM", "NCCL", "one after the other", "chunked", "chunked_fp8", "tuned", "choice")
+    return table(head, rows)
+
+
+def host_trainings(folder: str, warm_up: int = 4) -> str:
+    """Steps of a training with each wire beside stock's, without the first ``warm_up``: milliseconds and losses."""
+    rows = []
+    for wire in ("exact", "fp8"):
+        stock, flux = (lines(f"{folder}/compare-{wire}/{arm}/metrics.jsonl") for arm in ("baseline", "flux"))
+        times = [[1e3 * step["iteration-time"] for step in run[warm_up:]] for run in (stock, flux)]
+        off = apart(flux, stock, "lm loss")
+        rows.append(
+            [
+                wire,
+                *(f"{median(found):.1f} ({min(found):.1f}…{max(found):.1f}), {len(found)} steps" for found in times),
+                f"{median(times[0]) / median(times[1]):.2f}{X}",
+                f"{percent(fmean(off), 2)}, {percent(max(off), 1)}",
+            ]
+        )
+    head = ("wire", "stock, ms per step (all)", "flux", "speed-up", "loss against stock: mean, largest")
+    return table(head, rows)
+
+
 def host_link(folder: str) -> str:
-    """Layers, then single calls: milliseconds of the device, and of the host in brackets."""
+    """Layers, calls and trainings, then single calls of trials: milliseconds of the device, of the host in brackets."""
     calls = {name: read(f"{folder}/{name}/calls.json") for name in ("one-lane", "two-lanes")}
     heads = ["lanes each way", "shape", "GEMM", "NCCL", "one after the other", "transfers, slots of 2 MB", "of 4 MB"]
     heads += [f"chunked, {pieces} pieces" for pieces in (2, 4, 8)] + ["chunked_fp8, 1 piece", "2 pieces"]
@@ -431,7 +467,9 @@ def host_link(folder: str) -> str:
                 picked += [exact.format(pieces) for pieces in (2, 4, 8)] + [coarse.format(pieces) for pieces in (1, 2)]
                 cells = [f"{times[key][0]:.2f} ({times[key][1]:.2f})" for key in picked]
                 rows.append([lanes.split("-")[0], f"GPT-3 {model.upper()}, {call}", *cells])
-    return "\n".join([layers([f"{folder}/layer-2048x16", f"{folder}/layer-2048x4"]), table(heads, rows)])
+    found = [layers(f"{folder}/{run}" for run in ("layer-2048x16", "graphs-2048x4", "layer-2048x4"))]
+    found += [host_calls(f"{folder}/ops/summary.json"), host_trainings(folder), table(heads, rows)]
+    return "\n".join(found)
 
 
 def wires(folder: str) -> str:

@@ -71,7 +71,8 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
                 continue
             ms = measured[arm]["ms_per_layer"]
             kind = "baseline" if of == "floor" else of
-            there = replace(own, wire=wire)
+            kept = bool(measured[arm].get("flux_inputs_kept_per_step")) and kind == "flux"
+            there = replace(own, wire=wire, keep_gathered=kept)
             one = step.predict_layer(there, kind, LAYER_MODELS[name], seq, micro_batch, layers.tp)
             # The floor does not communicate.
             predicted = one.both.compute if of == "floor" else max(one.total, there.host_ms(kind))

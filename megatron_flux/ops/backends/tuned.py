@@ -221,7 +221,7 @@ class TunedBackend:
         return (self.chunked["chunked"] if by_chunks else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """As of ``fused``, where that may run. By chunks it is tried (results/layer-h200x2-host)."""
+        """As of ``fused``, where that may run. By chunks it is tried (results/host-link-h200x2)."""
         return None if self.chunked and _by_chunks(x, group) else self.fused.untested(x, group)
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:

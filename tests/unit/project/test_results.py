@@ -102,11 +102,18 @@ def test_the_layers_are_those_of_the_data(layer: str, run: str) -> None:
         assert cell.strip(" *²") == (f"{arms[arm]['speedup_vs_te']:.2f}{X}" if arm in arms else "-"), arm
 
 
-@pytest.mark.parametrize("run", ["2048x16", "2048x4"])
-def test_the_layers_without_nvlink_are_those_of_the_data(run: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "run"),
+    [
+        ("2048 x 16", "layer-2048x16"),
+        ("2048 x 4, each arm one CUDA graph", "graphs-2048x4"),
+        ("2048 x 4, eager", "layer-2048x4"),
+    ],
+)
+def test_the_layers_without_nvlink_are_those_of_the_data(row: str, run: str) -> None:
     text = MEASURED.read_text().partition("## Without NVLink")[2].partition("\n## ")[0]
-    (line,) = (line for line in text.splitlines() if line.startswith(f"| {run.replace('x', f' {X} ')}"))
-    rows = {row["arm"]: row for row in summary(f"host-link-h200x2/layer-{run}")["rows"]}
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {row.replace('x', X)}"))
+    rows = {row["arm"]: row for row in summary(f"host-link-h200x2/{run}")["rows"]}
     te, *cells = line.split("|")[2:-1]
     assert te.strip() == f"{rows['te']['ms_per_layer']:.2f}"
     for arm, cell in zip(("flux_te", "flux_te_fp8wire", "floor"), cells, strict=True):

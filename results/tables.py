@@ -426,7 +426,8 @@ def host_calls(path: str) -> str:
                 row["tuned_choice"],
             ]
         )
-    head = ("operator", f"m {X} n {X} k", "GEMM", "NCCL", "one after the other", "chunked", "chunked_fp8", "tuned", "choice")
+    head = ("operator", f"m {X} n {X} k", "GEMM", "NCCL", "one after the other", "chunked", "chunked_fp8", "tuned",
+            "choice")  # fmt: skip
     return table(head, rows)
 
 

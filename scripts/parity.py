@@ -16,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; must not exist")
     parser.add_argument("--factor", type=float, default=2.0, help="how many spreads a curve may be away")
+    parser.add_argument("--at-once", action="store_true", help="trainings that need no other share the GPUs")
     parser.add_argument("train", nargs="*", help="arguments of megatron-flux train; --steps is needed")
     options = parser.parse_args()
     if "--steps" not in options.train:
@@ -53,15 +55,20 @@ def main() -> int:
         return read_records(out / name / arm / "metrics.jsonl")
 
     saved = {arm: out / f"checkpoints-{arm}" for arm in ("stock", "flux")}
-    runs = {
-        "stock": train("stock", "--no-flux", "--save", saved["stock"], "--save-interval", half),
-        "stock again": train("stock-again", "--no-flux"),
-        "flux": train("flux", "--save", saved["flux"], "--save-interval", half),
-    }
-    for folder in saved.values():  # the latest is the one at the end: resume from half-way
-        (folder / "latest_checkpointed_iteration.txt").write_text(half)
-    runs["stock, resumed from flux"] = train("stock-from-flux", "--no-flux", "--load", saved["flux"])
-    runs["flux, resumed from stock"] = train("flux-from-stock", "--load", saved["stock"])
+    with ThreadPoolExecutor(3 if options.at_once else 1) as pool:
+        waited = {
+            "stock": pool.submit(train, "stock", "--no-flux", "--save", saved["stock"], "--save-interval", half),
+            "stock again": pool.submit(train, "stock-again", "--no-flux"),
+            "flux": pool.submit(train, "flux", "--save", saved["flux"], "--save-interval", half),
+        }
+        runs = {name: run.result() for name, run in waited.items()}
+        for folder in saved.values():  # the latest is the one at the end: resume from half-way
+            (folder / "latest_checkpointed_iteration.txt").write_text(half)
+        waited = {
+            "stock, resumed from flux": pool.submit(train, "stock-from-flux", "--no-flux", "--load", saved["flux"]),
+            "flux, resumed from stock": pool.submit(train, "flux-from-stock", "--load", saved["stock"]),
+        }
+        runs |= {name: run.result() for name, run in waited.items()}
 
     found: dict[str, Any] = {
         "device": environment.device_name(),

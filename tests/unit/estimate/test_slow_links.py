@@ -29,8 +29,8 @@ X = "\N{MULTIPLICATION SIGN}"
 MEASURED = [ROOT / "results/host-link-h200x2" / name for name in ("layer-2048x16", "layer-2048x4")]
 # Noted of four H200s that did not use NVLink: milliseconds of stock's layer with TransformerEngine; no raw rounds.
 NOTED = [("gpt3-175b", 2048, 4, 81.5), ("llama-70b", 4096, 2, 50.1)]
-# Collectives of bf16 [8192, hidden], milliseconds, all-gathers and reduce-scatters: by NCCL, and flux's transfers alone:
-# of results/host-link-h200x2, one lane, slots of 4 MB; with four GPUs noted, of prototypes with slots of 2 MB.
+# Collectives of bf16 [8192, hidden], milliseconds, all-gathers and reduce-scatters: by NCCL, and flux's transfers
+# alone: of results/host-link-h200x2, one lane, slots of 4 MB; with four GPUs noted, of prototypes with slots of 2 MB.
 COLLECTIVES = [
     ("NCCL", 4096, 2, (1.35, 1.34, 1.35, 1.35)),
     ("NCCL", 12288, 2, (4.04, 4.03, 4.07, 4.02)),

@@ -1,9 +1,10 @@
-"""The two collectives of sequence parallelism over torch.distributed (NCCL or gloo), and how hosts agree on errors.
+"""The collectives of tensor parallelism over torch.distributed (NCCL or gloo), and how hosts agree on errors.
 
 Rank ``r`` of a group of ``tp`` owns rows ``[r*m/tp, (r+1)*m/tp)`` of a matrix of ``m`` rows:
 
 * :func:`all_gather`: ``[m/tp, k]`` on every rank to ``[m, k]`` on every rank, in rank order.
 * :func:`reduce_scatter`: ``[m, n]`` partial sums on every rank to the summed ``[m/tp, n]`` of the rank's own rows.
+* :func:`all_reduce`: ``[m, n]`` partial sums on every rank to their sum on every rank, without sequence parallelism.
 
 All ranks of the group call them with the same shape and dtype, in the same order. A failure (a peer that died, a
 transport error) is an OperatorError that names rank, operator, peers and shape. How long a lost peer goes unnoticed is
@@ -89,6 +90,15 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool 
     """Start summing ``x`` ``[m, n]`` (contiguous) over ranks into ``[m/tp, n]``; finished unless ``async_op``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return _start(_reduce_scatter_single, shard, "reduce_scatter", x, group, async_op)
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:
+    """Start summing ``x`` (contiguous) over ranks in place; finished on return unless ``async_op``."""
+
+    def collective(result: torch.Tensor, _: torch.Tensor, **how: Any) -> Any:
+        return dist.all_reduce(result, **how)
+
+    return _start(collective, x, "all_reduce", x, group, async_op)
 
 
 def _start(

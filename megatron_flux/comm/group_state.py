@@ -27,6 +27,12 @@ from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
 from megatron_flux.errors import UserError
 
 
+ALL_REDUCE = "all_reduce"
+"""The purpose of slabs in which numbers say by themselves that they have arrived (:mod:`kernels.all_reduce`)."""
+EMPTY = -0x8000
+"""What every 16 bits of such a slab hold that wait for a number: -0.0, which is never sent."""
+
+
 @dataclass(frozen=True)
 class Link:
     """What connects a group."""
@@ -98,7 +104,8 @@ class GroupState:
                 f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
                 "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
             )
-        made = slabs.make(self.group, size, device, captured)  # ends with a barrier: nobody uses the old one any more
+        empty = EMPTY if purpose == ALL_REDUCE else None
+        made = slabs.make(self.group, size, device, captured, empty)  # ends with a barrier: nobody uses the old one any more
         if found is not None:
             self._retire(found)
         self.slabs[purpose, captured] = made

@@ -278,10 +278,14 @@ def size_class(nbytes: int) -> int:
 HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
 
 
-def make(group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool) -> Slab:
-    """A slab whose halves hold ``half_bytes``. Collective."""
+def make(
+    group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool, empty: int | None = None
+) -> Slab:
+    """A slab whose halves hold ``half_bytes``, of which every two are ``empty`` (int16; None: whatever). Collective."""
     whole, keep = memory(group, HEAD + 2 * half_bytes, device)
     flags, data = [w[:HEAD].view(torch.int32) for w in whole], [w[HEAD:] for w in whole]
+    if empty is not None:
+        data[group.rank()].view(torch.int16).fill_(empty)
     return assemble(group, half_bytes, flags, data, captured=captured, keep=keep)
 
 

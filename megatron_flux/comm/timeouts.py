@@ -34,7 +34,8 @@ from megatron_flux import settings
 
 OPERATORS = {1: "all_gather_gemm", 2: "gemm_reduce_scatter", 3: "entering a captured call", 4: "all_gather"}
 OPERATORS |= {5: "all_gather_gemm", 6: "gemm_reduce_scatter", 7: "all_gather"}  # by :mod:`comm.host_link`
-UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard", 5: "shard", 6: "shard", 7: "shard"}
+OPERATORS |= {8: "gemm_all_reduce"}
+UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard", 5: "shard", 6: "shard", 7: "shard", 8: "block"}
 POLLS_PER_SECOND = 2000  # of the CPU twin
 _LONGEST = (1 << 63) - 1  # what a kernel can compare with
 

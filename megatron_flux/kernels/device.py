@@ -32,6 +32,7 @@ OP_AG = tl.constexpr(1)
 OP_RS = tl.constexpr(2)
 OP_ENTER = tl.constexpr(3)
 OP_GATHER = tl.constexpr(4)
+OP_AR = tl.constexpr(8)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ all_gather_gemm        ``[m/tp, k]``     ``[n, k]``                   ``all_gath
   transposed=True      ``[m/tp, k]``     ``[k, n]``                   ``all_gather(x) @ weight``    ``[m, n]``
 gemm_reduce_scatter    ``[m, k]``        ``[n, k]``                   ``reduce_scatter(x @ weight.T)``  ``[m/tp, n]``
   transposed=True      ``[m, k]``        ``[k, n]``                   ``reduce_scatter(x @ weight)``    ``[m/tp, n]``
+gemm_all_reduce        ``[m, k]``        ``[n, k]``                   ``all_reduce(x @ weight.T)``      ``[m, n]``
+  transposed=True      ``[m, k]``        ``[k, n]``                   ``all_reduce(x @ weight)``        ``[m, n]``
 =====================  ================  ===========================  ============================================
 
 ``n`` and ``k`` are the rank's own. Megatron stores weights ``[out, in]``: the forward pass uses the first form, dgrad
@@ -30,7 +32,13 @@ Read ``operators``, ``checks``, ``backends``, ``kernel_config``, ``launch``, the
 
 from megatron_flux.ops.backends.registry import backend_names, register_backend
 from megatron_flux.ops.call_events import OpStats, stats
-from megatron_flux.ops.operators import all_gather, all_gather_gemm, all_gathers_begun, gemm_reduce_scatter
+from megatron_flux.ops.operators import (
+    all_gather,
+    all_gather_gemm,
+    all_gathers_begun,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
 
 __all__ = [
     "OpStats",
@@ -38,6 +46,7 @@ __all__ = [
     "all_gather_gemm",
     "all_gathers_begun",
     "backend_names",
+    "gemm_all_reduce",
     "gemm_reduce_scatter",
     "register_backend",
     "stats",

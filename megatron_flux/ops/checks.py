@@ -24,6 +24,10 @@ ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+GATHERING = frozenset({"all_gather_gemm", "all_gather"})
+"""Operators that gather the rows of x."""
+
+
 class OperatorCall(NamedTuple):
     """A call with its operands, as operators hand it to backends, tuner and prepared calls."""
 
@@ -46,7 +50,7 @@ class OperatorCall(NamedTuple):
     def m(self) -> int:
         """Rows of the GEMM's operand: of ``x``, gathered where the operator gathers it."""
         rows = self.x.numel() // self.k
-        return rows if self.operator == "gemm_reduce_scatter" else rows * self.group.size()
+        return rows * self.group.size() if self.operator in GATHERING else rows
 
     @property
     def n(self) -> int:

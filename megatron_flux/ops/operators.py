@@ -24,7 +24,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.reference import gemm
-from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.backends.registry import able, select
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands
 from megatron_flux.settings import WIRES
@@ -186,6 +186,56 @@ def gemm_reduce_scatter(
     return _shaped(y, *lead, n)
 
 
+@overload
+def gemm_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    transposed: bool = False, async_op: Literal[False] = False, backend: str = "auto",
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gemm_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    transposed: bool = False, async_op: Literal[True], backend: str = "auto",
+) -> Pending: ...  # fmt: skip
+@_without_grad
+def gemm_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    async_op: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | Pending:
+    """Multiply and sum over ``group``, for tensor parallelism without sequence parallelism: ``all_reduce(x @ weight.T)
+    (+ bias)``.
+
+    Args as of :func:`gemm_reduce_scatter`, but the first dimension of ``x`` ``[m, k]`` or ``[s, ..., k]`` may be any.
+    Every rank gets the same bits, in every run the same. Backends that do not have the operator (``pipelined``,
+    ``chunked``) run ``reference``, counted in ``stats.degraded``.
+
+    Returns ``[m, n]`` or ``[s, ..., n]``: the whole sum. Raises as :func:`all_gather_gemm`.
+    """
+    group = _group(group)
+    if async_op and bias is not None:
+        raise UserError("gemm_all_reduce: bias cannot be combined with async_op; add it after wait()")
+    call = OperatorCall("gemm_all_reduce", x, weight, group, transposed, async_op=async_op)
+    check_operands(call, bias)
+    tp, shape = group.size(), (*x.shape[:-1], call.n)
+    received = 2 * (tp - 1) * call.m * call.n * x.element_size() // tp
+    if tp == 1 or call.m == 0:
+        pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
+        stats.count("gemm_all_reduce", "none", 0)
+    else:
+        pending = _run(call, backend, None, shape, received)
+    if async_op:
+        return pending.map(lambda t: _shaped(t, *shape))
+    y = pending.wait()
+    if bias is not None:
+        y = y.add_(bias)
+    return _shaped(y, *shape)
+
+
 @_without_grad
 def all_gather(
     x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto", wire: str = "exact"
@@ -227,7 +277,7 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
     if call.wire not in WIRES:
         raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     x = _matrix(call.x)
-    chosen = select(backend, x, call.weight, call.group)
+    chosen = able(select(backend, x, call.weight, call.group), call.operator)
     result = call_events.run(call._replace(x=x), chosen)
     fast_path.remember(key, chosen, call, shape, nbytes)
     if hasattr(chosen, "bytes_received"):

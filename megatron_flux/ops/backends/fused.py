@@ -37,10 +37,12 @@ import torch.distributed as dist
 
 from megatron_flux.comm import copy_engine, links
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.group_state import ALL_REDUCE, all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.comm.slab import Slab
 from megatron_flux.ops import fast_path
+from megatron_flux.ops.all_reduce_config import AllReduceConfig, all_reduce_config
+from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config, rs_tiles, within_flags
@@ -106,6 +108,19 @@ class FusedBackend:
         """As :meth:`all_gather_gemm`. Always finished: there is nothing left to overlap."""
         return Pending(self._launch(call, config))
 
+    def gemm_all_reduce(self, call: OperatorCall, config: AllReduceConfig | None = None) -> Pending:
+        """As :meth:`all_gather_gemm`; finished, but for an all_gather behind a reduce-scatter, with ``async_op``."""
+        config = config or all_reduce_config(call.m, call.n, call.k, call.group.size(), call.x.element_size())
+        if config.shots == 0:
+            return scatter_and_gather(call, self, self, nccl=config.nccl)
+        from megatron_flux.ops.launch import all_reduce as launch
+
+        call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
+        compare_calls(call)
+        nbytes = config.nbytes(call.m, call.n, call.group.size(), call.x.element_size())
+        work = state_of(call.group).slab(ALL_REDUCE, nbytes, call.x.device, capturing(call.x))
+        return Pending(launch.gemm_all_reduce(call, work, config))
+
     def all_gather(self, call: OperatorCall) -> Pending:
         """By copy engine, which takes no SM from the GEMM it hides behind. A capture must hold its ``wait()`` too."""
         compare_calls(call)
@@ -116,7 +131,7 @@ class FusedBackend:
     ) -> fast_path.PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: that the call was given."""
         # A configuration that somebody set is looked at in every call.
-        if self.twin or (config is None and self.config is not None) or capturing(call.x):
+        if call.operator == "gemm_all_reduce" or self.twin or (config is None and self.config is not None) or capturing(call.x):
             return None
         if call.operator == "all_gather":
             return fast_path.prepare(call, self._gather_slab(call, False), None, shape)

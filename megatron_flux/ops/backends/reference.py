@@ -56,6 +56,11 @@ class ReferenceBackend:
         partial = gemm(call.x, call.weight, transposed=call.transposed)
         return collectives.reduce_scatter(partial, call.group, async_op=call.async_op)
 
+    def gemm_all_reduce(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        partial = gemm(call.x, call.weight, transposed=call.transposed)
+        return collectives.all_reduce(partial, call.group, async_op=call.async_op)
+
     def all_gather(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         return collectives.all_gather(call.x, call.group, async_op=True)

@@ -28,7 +28,9 @@ class Backend(Protocol):
     """One way to run the operators. Calls arrive checked, ``x`` contiguous ``[m, k]``, ``tp`` greater than one; shapes
     are those of :mod:`megatron_flux.ops`.
 
-    It may have two methods more:
+    It may have three methods more:
+
+    * ``gemm_all_reduce(call)``: ``[m, n]``, finished on return unless ``async_op``. Without it ``reference`` runs;
 
     * ``untested(x, group)``: None, or why it has not been tried on operands that :meth:`why_not` lets pass. There
       ``auto`` passes it over, and asked for by name it warns;
@@ -108,6 +110,14 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
     if degraded is not None:
         stats.degraded[degraded] += 1
     return backend
+
+
+def able(backend: Backend, operator: str) -> Backend:
+    """``backend``, or ``reference`` where it does not have ``operator``: that is counted."""
+    if hasattr(backend, operator):
+        return backend
+    stats.degraded[f"reference instead of {backend.name}: it has no {operator}"] += 1
+    return _reference
 
 
 def resolve(

@@ -51,11 +51,15 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops import shipped_plans, timing
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.all_reduce_config import candidates as all_reduce_candidates
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
-from megatron_flux.ops.backends.tuning_cache import describe
+from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
+from megatron_flux.ops.backends.tuning_cache import describe, plan_of
+from megatron_flux.ops.backends.wrapped_calls import CALLS, beside_wgrad, in_graphs
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
@@ -68,6 +72,8 @@ logger = logging.getLogger("megatron_flux")
 
 MARGIN = 0.99  # of reference's time, which others must beat
 MOST_M = 8
+LONG_M = 512
+"""Rows up to which a gemm_all_reduce is bound by memory and latency, not by power: bursts are enough."""
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
 
 
@@ -75,7 +81,7 @@ class Choice(NamedTuple):
     """What runs a call."""
 
     backend: str
-    config: KernelConfig | None = None  # of ``fused``
+    config: KernelConfig | AllReduceConfig | None = None  # of ``fused``
     pieces: int | None = None  # of the chunked backends
 
 
@@ -117,12 +123,18 @@ def _seconds() -> float:
 def _kind(call: OperatorCall) -> tuple[Any, ...]:
     """What calls with one choice have in common."""
     x = call.x
-    return (call.operator, call.m, call.n, call.k, x.dtype, x.device, call.transposed, call.wire, capturing(x))
+    return (_operator(call), call.m, call.n, call.k, x.dtype, x.device, call.transposed, call.wire, capturing(x))
+
+
+def _operator(call: OperatorCall) -> str:
+    """As keys have it: an all-reduce that may hide behind a GEMM is another call than one that is waited for."""
+    beside = call.operator == "gemm_all_reduce" and call.async_op
+    return f"{call.operator} beside wgrad" if beside else call.operator
 
 
 def _key(call: OperatorCall, *, captured: bool) -> str:
     link = _link(call.group, call.x.device, call.wire)
-    shape = (call.operator, call.m, call.n, call.k, call.x, call.transposed, call.group.size())
+    shape = (_operator(call), call.m, call.n, call.k, call.x, call.transposed, call.group.size())
     return describe(*shape, link, captured=captured)
 
 
@@ -137,7 +149,7 @@ def _by_chunks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _words(call: OperatorCall) -> str:
-    return f"{call.operator} m={call.m} n={call.n} k={call.k}"
+    return f"{_operator(call)} m={call.m} n={call.n} k={call.k}"
 
 
 _UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}, "unmeasured": True}
@@ -160,6 +172,9 @@ def _gpu(call: OperatorCall) -> str:
 
 def _listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
     """``short`` or ``full``, and the fields of the plans to measure; ``full``: that list is wanted."""
+    if call.operator == "gemm_all_reduce":
+        sizes = (call.m, call.n, call.k, call.group.size(), call.x.element_size())
+        return "full", [asdict(plan) for plan in all_reduce_candidates(*sizes)]
     from megatron_flux.ops.launch import hopper_kernels, sm_count
 
     tp, hopper = call.group.size(), hopper_kernels(call.operator, call.x, call.n)
@@ -241,6 +256,23 @@ class TunedBackend:
 
     gemm_reduce_scatter = all_gather_gemm
 
+    def gemm_all_reduce(self, call: OperatorCall) -> Pending:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`. Where links go by chunks it is ``reference``."""
+        if _by_chunks(call.x, call.group):
+            stats.degraded["reference instead of tuned: gemm_all_reduce needs peers' memory"] += 1
+            return call.run(self.reference)
+        name, config, _ = self._choice(call)
+        if config is not None:
+            return self._all_reduced(call, config)
+        if name == "unmeasured":
+            stats.degraded[_INSTEAD] += 1
+        return call.run(self.reference)
+
+    def _all_reduced(self, call: OperatorCall, config: Any) -> Pending:
+        if config.shots == 0:
+            return scatter_and_gather(call, self, self.fused, nccl=config.nccl)
+        return call.run(self.fused, config=config)
+
     def all_gather(self, call: OperatorCall) -> Pending:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs. Over host
         memory, where there are no fused ones, as measured.
@@ -254,10 +286,13 @@ class TunedBackend:
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
-        self._choice(call)
+        if call.operator != "gemm_all_reduce" or not _by_chunks(call.x, call.group):
+            self._choice(call)
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        if call.operator == "gemm_all_reduce":
+            return None
         if call.weight is None:
             return None if _by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         config = self.decisions(call.group).choices.get(_kind(call), Choice("")).config
@@ -273,7 +308,7 @@ class TunedBackend:
         if choice is None:
             found = self._find(call)
             name = "unmeasured" if "unmeasured" in found else found["backend"]
-            config = KernelConfig(**found["plan"]) if found["plan"] is not None else None
+            config = plan_of(found["plan"]) if found["plan"] is not None else None
             choice = Choice(name, config, found.get("pieces"))
             if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
@@ -286,7 +321,9 @@ class TunedBackend:
         the latter also where memory was short).
         """
         group, captured, answers = call.group, capturing(call.x), self.decisions(call.group).answers
-        keys = [_key(call, captured=mode) for mode in ((True, False) if captured else (False,))]
+        # Of an all-reduce of few rows eager calls are bound by the host: their answer says nothing of graphs.
+        modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
+        keys = [_key(call, captured=mode) for mode in modes]
         found = _first([answers.get(key) for key in keys], captured)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
@@ -332,7 +369,9 @@ class TunedBackend:
 
         def runs_here(answer: dict[str, Any]) -> bool:
             plan = answer["plan"]
-            return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
+            if plan is None or call.operator != "gemm_all_reduce":
+                return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
+            return AllReduceConfig(**plan).fits(call.m, call.n, tp, call.x.element_size())
 
         near = [m for m in sorted(known, key=lambda m: (abs(math.log(m / call.m)), m)) if runs_here(known[m])]
         if not near:
@@ -428,19 +467,27 @@ class TunedBackend:
                 way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
                 if way is not None:
                     timed["pipelined"] = way
-            for plan in (KernelConfig(**fields) for fields in found):
+            for plan in map(plan_of, found):
                 if not time_is_left(limit):
                     break
                 name = f"fused {plan.label()}"
-                way = self._tried(call, name, functools.partial(run, self.fused, config=plan))  # compiles
+                make = functools.partial(run, self.fused, config=plan)
+                if isinstance(plan, AllReduceConfig):
+                    make = functools.partial(self._all_reduced, call, plan)
+                way = self._tried(call, name, make)  # compiles
                 if way is not None:
                     timed[name], choices[name] = way, Choice("fused", plan)
         alone = None if call.weight is None else gemm_only(call)
         if timing.all_agree(alone is not None, group, device) and alone is not None:
             timed["gemm"] = alone
-        ms = {name: statistics.median(t) for name, t in timing.interleaved(timed, group, device).items()}
+        replayed = 1
+        if call.operator == "gemm_all_reduce" and call.async_op:
+            timed = beside_wgrad(call, timed)
+        if call.operator == "gemm_all_reduce" and capturing(x) and x.is_cuda:
+            timed, replayed = in_graphs(timed), CALLS
+        ms = {name: statistics.median(t) / replayed for name, t in timing.interleaved(timed, group, device).items()}
         gemm_ms = ms.pop("gemm", None)
-        close = finalists(ms)
+        close = finalists(ms) if call.operator != "gemm_all_reduce" or call.m > LONG_M else ranked(ms)[:1]
         lasting: dict[str, float] = {}
         if len(close) > 1 and time_is_left(2 * limit):
             lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)

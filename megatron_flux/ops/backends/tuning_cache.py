@@ -28,6 +28,8 @@ from typing import Any
 import torch
 
 from megatron_flux.errors import UserError
+from megatron_flux.ops import all_reduce_config
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.kernel_config import KernelConfig, label_of
 from megatron_flux.settings import cache_folder, sm_margin
 from megatron_flux.version import __version__
@@ -52,11 +54,12 @@ def describe(
     call = f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link}{mode}"
     # Of the environment, what changes who is the fastest: stock's multicast, SMs left to others, hardware queues.
     nvls, queues = (os.environ.get(name, "-") for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"))
-    return f"{call} | {_machine(x.device)} | nvls={nvls} margin={sm_margin()} connections={queues}"
+    kind = AllReduceConfig if op.startswith("gemm_all_reduce") else KernelConfig
+    return f"{call} | {_machine(x.device, plan_schema(kind))} | nvls={nvls} margin={sm_margin()} connections={queues}"
 
 
 @functools.cache
-def _machine(device: torch.device) -> str:
+def _machine(device: torch.device, schema: str) -> str:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else device.type
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none"
@@ -64,14 +67,19 @@ def _machine(device: torch.device) -> str:
     for package in ("pytorch-triton", "triton"):  # the former beside torch's nightly builds
         with contextlib.suppress(metadata.PackageNotFoundError):
             triton = metadata.version(package)
-    versions = f"flux {__version__} plan {plan_schema()} torch {torch.__version__} triton {triton} nccl {nccl}"
+    versions = f"flux {__version__} plan {schema} torch {torch.__version__} triton {triton} nccl {nccl}"
     return f"{name} | {versions}"
 
 
 @functools.cache
-def plan_schema() -> str:
-    """Changes with the fields of :class:`KernelConfig`, so that plans with other fields are not found."""
-    return f"{zlib.crc32(repr([(field.name, field.type) for field in fields(KernelConfig)]).encode()):08x}"
+def plan_schema(kind: type = KernelConfig) -> str:
+    """Changes with the fields of a configuration, so that plans with other fields are not found."""
+    return f"{zlib.crc32(repr([(field.name, field.type) for field in fields(kind)]).encode()):08x}"
+
+
+def plan_of(kept: Mapping[str, Any]) -> KernelConfig | AllReduceConfig:
+    """The configuration whose fields these are: only those of a gemm_all_reduce have shots."""
+    return AllReduceConfig(**kept) if "shots" in kept else KernelConfig(**kept)
 
 
 def usable(answer: Any) -> dict[str, Any]:
@@ -94,7 +102,8 @@ def usable(answer: Any) -> dict[str, Any]:
         raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
     if answer.get("list", "full") not in ("short", "full"):
         raise ValueError(f"list must be short or full, not {answer['list']!r}")
-    known = {field.name: type(field.default) for field in fields(KernelConfig)}
+    kind = AllReduceConfig if "shots" in (plan or {}) else KernelConfig
+    known = {field.name: type(field.default) for field in fields(kind)}
     for name, value in (plan or {}).items():
         if name not in known:
             raise ValueError(f"the plan has an unknown field {name!r}")
@@ -113,7 +122,8 @@ def label(answer: Mapping[str, Any]) -> str:
     Raises TypeError: a plan of another version.
     """
     if answer["plan"] is not None:
-        return f"{answer['backend']} {label_of(answer['plan'])}"
+        plan = answer["plan"]
+        return f"{answer['backend']} {all_reduce_config.label_of(plan) if 'shots' in plan else label_of(plan)}"
     return answer["backend"] if answer.get("pieces") is None else f"{answer['backend']} x{answer['pieces']}"
 
 

@@ -1,0 +1,109 @@
+"""How a gemm_all_reduce may run beside ``reference``: shots and blocks, an own GEMM, or as two other operators.
+
+Few rows (decode): the GEMM reads the weight once, and what its result costs to add up is latency. ``own_gemm`` does
+both in one kernel: every CTA sends its tile when it is finished and adds what its peers sent, so that the link's
+latency is met once and no second kernel starts. Otherwise cuBLAS multiplies, and a small kernel adds in one or two
+shots (:mod:`megatron_flux.kernels.all_reduce`): two cost one way more and ``tp / 2`` times fewer bytes.
+
+Many rows (prefill, training): ``shots=0`` is gemm_reduce_scatter, whose transfers hide behind its GEMM, and then an
+all_gather, which hides behind whatever the caller does before it waits.
+
+From which m which is faster is measured, by the tuner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from megatron_flux.ops.kernel_config import cdiv
+
+ALIGNED = 64  # numbers: slots begin at multiples of 128 bytes or more
+MOST_BYTES = 16 << 20
+"""Of a result that is added in shots: beyond it the composition is ahead on any link (two shots send as many bytes and
+hide none of them)."""
+MOST_ROWS_OF_OWN_GEMM = 64
+LEAST_ROWS_COMPOSED = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceConfig:
+    """One way to run a call. Kernels ignore what is not said to be theirs."""
+
+    shots: int = 1  # 0: gemm_reduce_scatter and all_gather
+    nccl: bool = False  # shots=0: the all_gather is torch's collective, not the copy engine
+    own_gemm: bool = False  # one shot: the kernel multiplies itself
+    block: int = 1024  # without own_gemm: numbers that a CTA sends, or adds, at a time
+    ctas: int = 32  # without own_gemm
+    warps: int = 4
+    bm: int = 16  # own_gemm
+    bn: int = 64  # own_gemm
+    bk: int = 128  # own_gemm
+    stages: int = 5  # own_gemm
+
+    def label(self) -> str:
+        """What differs from the defaults, short."""
+        return label_of(asdict(self))
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """Rows of a tile that are added at a time: as many numbers as keep registers free."""
+        return min(self.bm, max(1, 2048 // self.bn))
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of the own GEMM."""
+        return cdiv(m, self.bm) * cdiv(n, self.bn)
+
+    def stride(self, m: int, n: int, tp: int) -> int:
+        """Numbers between the slots of two ranks in a slab; without ``own_gemm`` m is the count of numbers."""
+        if self.own_gemm:
+            return self.tiles(m, n) * self.bm * self.bn
+        each = m if self.shots == 1 else cdiv(m, tp)
+        return cdiv(each, ALIGNED) * ALIGNED
+
+    def nbytes(self, m: int, n: int, tp: int, size: int) -> int:
+        """Of a slab's half that a call uses; ``size``: bytes of a number."""
+        slots = tp * (2 if self.shots == 2 else 1)
+        return slots * size * (self.stride(m, n, tp) if self.own_gemm else self.stride(m * n, 0, tp))
+
+    def fits(self, m: int, n: int, tp: int, size: int) -> bool:
+        """Whether such a call can run so; the same on all ranks."""
+        if self.shots == 0:
+            return m % tp == 0
+        if m * n * size > MOST_BYTES:
+            return False
+        if self.own_gemm:
+            return m <= MOST_ROWS_OF_OWN_GEMM
+        return self.shots == 1 or m * n > (tp - 1) * self.stride(m * n, 0, tp)
+
+
+def label_of(kept: Mapping[str, Any]) -> str:
+    """:meth:`AllReduceConfig.label` of fields by name. Raises TypeError: there is no such field."""
+    base = {field.name: field.default for field in fields(AllReduceConfig)}
+    if unknown := kept.keys() - base.keys():
+        raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
+    kind = {0: "scatter and gather", 1: "one shot", 2: "two shots"}[kept.get("shots", 1)]
+    differs = (f"{name}={kept[name]}" for name in base if name != "shots" and kept.get(name, base[name]) != base[name])
+    return " ".join([kind, *differs])
+
+
+def all_reduce_config(m: int, n: int, k: int, tp: int, size: int) -> AllReduceConfig:
+    """The choice without a tuner: what :func:`candidates` has first that can run."""
+    return candidates(m, n, k, tp, size)[0]
+
+
+def candidates(m: int, n: int, k: int, tp: int, size: int) -> list[AllReduceConfig]:
+    """What is worth measuring, the likeliest first; never empty, as one shot in blocks can run every result."""
+    wide = AllReduceConfig(block=2048, ctas=64, warps=8)
+    kib = m * n * size >> 10
+    shots = [AllReduceConfig(), AllReduceConfig(ctas=64), wide, replace(wide, shots=2), replace(wide, shots=2, ctas=128)]
+    found = shots if kib * tp <= 2048 else shots[::-1]
+    if m <= MOST_ROWS_OF_OWN_GEMM:
+        own = AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64)
+        found = [own, replace(own, bn=32), replace(own, bn=128, stages=4, bk=64), *found]
+    composed = AllReduceConfig(shots=0)
+    if m >= LEAST_ROWS_COMPOSED:
+        found = [*found, composed, replace(composed, nccl=True)]
+    fitting = [config for config in found if config.fits(m, n, tp, size)]
+    return fitting or [composed if composed.fits(m, n, tp, size) else AllReduceConfig()]

@@ -1,0 +1,357 @@
+"""gemm_all_reduce by every kernel in Triton's interpreter: real processes over shared memory, small shapes.
+
+Covered: one and two shots, the own GEMM with descriptors and pointers, the composition; both weight forms, all dtypes,
+sizes that fill no block, m = 1; numbers that are special to the protocol (-0.0, NaN, infinity); halves left empty; all
+ranks' results bit-equal; calls of other operators in between, two groups, calls as in CUDA graphs replayed in any order,
+late ranks, a peer that never comes; backends that do not have the operator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates, label_of
+from megatron_flux.ops.checks import OperatorCall
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_fused_twin import integers, one_capture, twin, with_tma
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+OWN: dict[str, Any] = {"own_gemm": True, "bm": 16, "bn": 32, "bk": 16}
+CONFIGS = {
+    "one shot": AllReduceConfig(block=64, ctas=2),
+    "two shots": AllReduceConfig(shots=2, block=64, ctas=3),
+    "own GEMM": AllReduceConfig(**OWN),
+    "composed": AllReduceConfig(shots=0),
+    "composed, torch gathers": AllReduceConfig(shots=0, nccl=True),
+}
+
+
+def run(backend: Any, x: torch.Tensor, w: torch.Tensor, config: AllReduceConfig, **how: Any) -> torch.Tensor:
+    group = how.pop("group", None) or dist.group.WORLD
+    return OperatorCall("gemm_all_reduce", x, w, group, **how).run(backend, config=config).wait()
+
+
+def summed(partial: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """In fp32."""
+    total = partial.float().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def everything_is_empty() -> None:
+    """No number of a call is left where the next one would find it."""
+    from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
+
+    group = dist.group.WORLD
+    dist.barrier()
+    found = [work for (purpose, _), work in state_of(group).slabs.items() if purpose == ALL_REDUCE]
+    assert found
+    for work in found:
+        assert (work.data[group.rank()].view(torch.int16) == EMPTY).all()
+    dist.barrier()
+
+
+def compare(
+    config: AllReduceConfig, m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, backend: Any = None
+) -> None:
+    x, w = integers(m, k, dtype), integers(*((k, n) if transposed else (n, k)), dtype)
+    y = run(backend or twin(), x, w, config, transposed=transposed)
+    wt = w if transposed else w.t()
+    assert y.dtype == dtype
+    assert torch.equal(y, summed(x.float() @ wt.float()).to(dtype))
+
+
+def all_shapes(config: AllReduceConfig) -> None:
+    tp = dist.get_world_size()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for m, n, k, transposed in ((1, 64 * tp, 32, False), (4, 33 * tp, 19, True), (20, 72, 48, False), (8, 65, 7, True)):
+            if config.fits(m, n, tp, dtype.itemsize):
+                compare(config, m, n, k, dtype, transposed)
+    if config.shots:
+        everything_is_empty()
+
+
+def same_bits_on_all_ranks(config: AllReduceConfig) -> None:
+    """Numbers whose sum depends on its order, within twice the error of torch's own way."""
+    group = dist.group.WORLD
+    backend, tp = twin(), group.size()
+    torch.manual_seed(group.rank())
+    for _ in range(2):
+        x, w = torch.randn(8, 32).half(), torch.randn(40 * tp, 32).half()  # the interpreter truncates to bf16
+        y = run(backend, x, w, config)
+        ranks: list[Any] = [None] * tp
+        dist.all_gather_object(ranks, y)
+        assert all(torch.equal(y, other) for other in ranks)
+        assert torch.equal(y, run(backend, x, w, config))
+        exact, stock = summed(x.float() @ w.float().t()), x @ w.t()
+        dist.all_reduce(stock)
+        assert (y.float() - exact).norm() <= 2 * (stock.float() - exact).norm()
+
+
+def special_numbers(config: AllReduceConfig) -> None:
+    """-0.0 stands for what has not arrived, and must not be waited for; NaN and infinity are numbers like others."""
+    rank = dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32):
+        bits = torch.tensor([-0.0]).to(dtype) if dtype != torch.float32 else torch.tensor([-0x7FFF8000], dtype=torch.int32)
+        x = torch.zeros(4, 4, dtype=dtype)
+        x.fill_diagonal_(1)
+        w = torch.zeros(4, 160, dtype=dtype)
+        w[0] = bits.view(torch.float32)[0] if dtype == torch.float32 else bits[0]
+        w[1, rank] = float("nan")
+        w[2] = float("inf")
+        w[3] = -0.0
+        y = run(twin(), x, w, config, transposed=True)
+        want = torch.zeros(4, 160)
+        want[:, :] = 0
+        ranks = dist.get_world_size()
+        assert torch.equal(y[0].float(), want[0])
+        assert torch.equal(y[3].float(), want[3])
+        if config.own_gemm:  # the interpreter's dot: 0 * inf and 0 * NaN are NaN, in torch's too, whichever row
+            continue
+        assert y[1, :ranks].isnan().all()
+
+
+def sums_that_are_special() -> None:
+    """The kernels without a GEMM on partials as they are: every bit pattern that matters, one way in and out."""
+    from megatron_flux.comm.group_state import ALL_REDUCE, state_of
+    from megatron_flux.ops.launch import all_reduce as launch
+
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    for shots in (1, 2):
+        config = AllReduceConfig(shots=shots, block=64, ctas=2)
+        partial = torch.zeros(1, 64 * tp, dtype=torch.bfloat16)
+        partial[0, 0::4] = -0.0
+        partial[0, 1] = float("nan") if rank == 0 else 1.0
+        partial[0, 2] = float("inf")
+        partial[0, 3] = float("-inf") if rank else float("inf")
+        out = torch.full_like(partial, float("nan"))
+        nbytes = config.nbytes(1, 64 * tp, tp, 2)
+        work = state_of(group).slab(ALL_REDUCE, nbytes, partial.device, False)
+        launch._by_itself(partial, out, work, work.begin().half, config)
+        assert out[0, 1].isnan()
+        assert out[0, 2] == float("inf")
+        assert out[0, 3].isnan()
+        assert (out[0, 4:] == 0).all()
+        assert out[0, 0] == 0
+    everything_is_empty()
+
+
+def between_other_operators() -> None:
+    """Calls of all operators of a group in turn, and of a second group of the same ranks: no one's numbers are lost."""
+    group = dist.group.WORLD
+    other = dist.new_group(list(range(group.size())))
+    backend, tp = twin(), group.size()
+    rng = random.Random(group.rank())
+    for turn in range(4):
+        for name, config in CONFIGS.items():
+            if rng.random() < 0.2:
+                time.sleep(0.05)
+            dtype = (torch.bfloat16, torch.float16)[turn % 2]
+            compare(config, 4, 64 * tp, 16, dtype, bool(turn % 2), backend)
+            x, w = integers(4, 16, dtype), integers(64, 16, dtype)
+            y = run(backend, x, w, CONFIGS["one shot" if turn % 2 else "own GEMM"], group=other)
+            assert torch.equal(y, summed(x.float() @ w.float().t()).to(dtype)), name
+            part = OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait()
+            rows = slice(4 // tp * group.rank(), 4 // tp * (group.rank() + 1))
+            assert torch.equal(part, summed(x.float() @ w.float().t()).to(dtype)[rows])
+    dist.barrier()
+
+
+def a_gather_begins_before_the_wait() -> None:
+    """The gather buffer of an asynchronous call is overwritten before it is read: it is gathered again."""
+    from megatron_flux import ops
+    from megatron_flux.ops.backends import registry
+
+    group, backend = dist.group.WORLD, twin()
+    ops.register_backend(backend)
+    try:
+        x, w = integers(4, 16, torch.bfloat16), integers(64, 16, torch.bfloat16)
+        call = OperatorCall("gemm_all_reduce", x, w, group, async_op=True)
+        pending = call.run(backend, config=CONFIGS["composed"])
+        for _ in range(2):
+            ops.all_gather(integers(4 // group.size(), 64, torch.bfloat16), group, backend="twin").wait()
+        assert torch.equal(pending.wait(), summed(x.float() @ w.float().t()).bfloat16())
+    finally:
+        del registry._backends["twin"]
+
+
+def replays(config: AllReduceConfig) -> None:
+    """Graphs of one, two and three calls, replayed in any order, with calls outside of them in between."""
+    from megatron_flux.comm import group_state
+    from megatron_flux.ops.cuda_graphs import captured_calls
+
+    backend, rng = twin(), random.Random(dist.get_rank())
+
+    def calls(count: int) -> None:
+        for i in range(count):
+            if rng.random() < 0.2:
+                time.sleep(0.03)
+            compare(config, 4, 48 + 64 * i, 16, torch.bfloat16, False, backend)
+
+    for number, count in enumerate((3, 1, 1, 2, 3, 1)):
+        with one_capture(number):
+            calls(count)
+        if number % 3 == 2:
+            with captured_calls():
+                calls(1)
+            calls(3)
+    if config.shots:
+        everything_is_empty()
+    group_state.drop_slabs()
+
+
+def one_rank_late(config: AllReduceConfig) -> None:
+    backend = twin()
+    for late in range(2 * dist.get_world_size()):
+        if dist.get_rank() == late % dist.get_world_size():
+            time.sleep(0.2)
+        compare(config, 4, 96, 16, torch.float16, False, backend)
+
+
+def peer_never_comes(config: AllReduceConfig) -> str:
+    from megatron_flux.comm import group_state
+
+    group_state.drop_slabs()
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
+    backend, said = twin(), ""
+    try:
+        compare(config, 4, 128, 16, torch.float16, False, backend)
+        if dist.get_rank() == 0:
+            x, w = integers(4, 16, torch.float16), integers(128, 16, torch.float16)
+            with pytest.raises(OperatorError) as caught:
+                run(backend, x, w, config)
+            said = str(caught.value)
+        dist.barrier()
+    finally:
+        del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
+        group_state.drop_slabs()
+    return said
+
+
+def by_operator() -> None:
+    """The public operator: leading dimensions, bias, asynchronous, every backend that runs here, and its counts."""
+    from megatron_flux import ops
+
+    tp = dist.get_world_size()
+    x, w, b = integers(6, 16, torch.float32).view(3, 2, 16), integers(10, 16, torch.float32), torch.arange(10.0)
+    want = summed(x @ w.t())
+    ops.stats.reset()
+    for backend in ("auto", "reference", "chunked"):
+        assert torch.equal(ops.gemm_all_reduce(x, w, bias=b, backend=backend), want + b)
+        assert torch.equal(ops.gemm_all_reduce(x, w.t().contiguous(), transposed=True, backend=backend), want)
+        pending = ops.gemm_all_reduce(x, w, async_op=True, backend=backend)
+        assert torch.equal(pending.wait(), want)
+    assert ops.stats.calls == {("gemm_all_reduce", "reference"): 9}
+    assert ops.stats.bytes_received == 9 * 2 * (tp - 1) * 6 * 10 * 4 // tp
+    assert ops.stats.degraded["reference instead of chunked: it has no gemm_all_reduce"] == 3
+    empty = ops.gemm_all_reduce(x[:0], w)
+    assert empty.shape == (0, 2, 10)
+    for words, call in {
+        "async_op": lambda: ops.gemm_all_reduce(x, w, bias=b, async_op=True),
+        "must be k = 16": lambda: ops.gemm_all_reduce(x[..., :5], w),
+        r"bias must be \[10\]": lambda: ops.gemm_all_reduce(x, w, bias=b[:3]),
+    }.items():
+        with pytest.raises(UserError, match=words):
+            call()
+    weight = w.clone().requires_grad_()
+    assert not ops.gemm_all_reduce(x, weight).requires_grad
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_sums_are_exact(world2: WorkerPool, config: AllReduceConfig) -> None:
+    world2.run(all_shapes, config)
+
+
+def test_own_gemm_with_pointers(world2: WorkerPool) -> None:
+    world2.run(with_tma, all_shapes_of_own_gemm, False)
+
+
+def all_shapes_of_own_gemm() -> None:
+    all_shapes(CONFIGS["own GEMM"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_sums_are_exact_on_four_ranks(world4: WorkerPool, config: AllReduceConfig) -> None:
+    world4.run(all_shapes, config)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.shots], ids=[n for n, c in CONFIGS.items() if c.shots])
+def test_all_ranks_have_the_same_bits_every_time(world2: WorkerPool, config: AllReduceConfig) -> None:
+    world2.run(same_bits_on_all_ranks, config)
+
+
+def test_all_four_ranks_have_the_same_bits_every_time(world4: WorkerPool) -> None:
+    world4.run(same_bits_on_all_ranks, CONFIGS["two shots"])
+
+
+def test_negative_zeros_nans_and_infinities(world2: WorkerPool) -> None:
+    world2.run(sums_that_are_special)
+
+
+@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
+def test_nothing_is_waited_for_that_is_zero(world2: WorkerPool, name: str) -> None:
+    world2.run(special_numbers, CONFIGS[name])
+
+
+def test_other_operators_and_groups_in_between(world2: WorkerPool) -> None:
+    world2.run(between_other_operators)
+
+
+def test_a_gather_that_begins_before_the_wait(world2: WorkerPool) -> None:
+    world2.run(a_gather_begins_before_the_wait)
+
+
+@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM", "composed"])
+def test_graphs_may_be_replayed_in_any_order(world2: WorkerPool, name: str) -> None:
+    world2.run(replays, CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
+def test_late_rank_is_waited_for(world2: WorkerPool, name: str) -> None:
+    world2.run(one_rank_late, CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
+def test_timeout_names_operator_rank_peer_block_and_epoch(world2: WorkerPool, name: str) -> None:
+    said = world2.run(peer_never_comes, CONFIGS[name])[0]
+    for part in ("rank 0", "gemm_all_reduce", "peer rank 1", "block 0", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
+        assert part in said, said
+
+
+def test_the_operator(world: WorkerPool) -> None:
+    world.run(by_operator)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 64, 65, 512, 1000, 8192])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_candidates_can_run(m: int, tp: int) -> None:
+    """Their slots lie within what they ask of a slab, with room for every rank; labels tell them apart."""
+    for n in (1, 77, 8192):
+        found = candidates(m, n, 1024, tp, 2)
+        assert len({config.label() for config in found}) == len(found) > 0
+        for config in found:
+            assert label_of({}) == AllReduceConfig().label()
+            if config.shots == 0:
+                assert m % tp == 0
+            elif not config.own_gemm:
+                stride = config.stride(m * n, 0, tp)
+                assert config.nbytes(m, n, tp, 2) == config.shots * tp * stride * 2
+                assert stride >= (m * n if config.shots == 1 else m * n / tp)
+                assert config.shots == 1 or m * n > stride * (tp - 1), "the last rank owns nothing"
+            else:
+                assert config.nbytes(m, n, tp, 2) >= tp * m * n * 2

@@ -26,7 +26,6 @@ from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
 from megatron_flux.errors import UserError
 
-
 ALL_REDUCE = "all_reduce"
 """The purpose of slabs in which numbers say by themselves that they have arrived (:mod:`kernels.all_reduce`)."""
 EMPTY = -0x8000
@@ -105,7 +104,9 @@ class GroupState:
                 "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
             )
         empty = EMPTY if purpose == ALL_REDUCE else None
-        made = slabs.make(self.group, size, device, captured, empty)  # ends with a barrier: nobody uses the old one any more
+        made = slabs.make(
+            self.group, size, device, captured, empty
+        )  # ends with a barrier: nobody uses the old one any more
         if found is not None:
             self._retire(found)
         self.slabs[purpose, captured] = made

@@ -97,7 +97,13 @@ def candidates(m: int, n: int, k: int, tp: int, size: int) -> list[AllReduceConf
     """What is worth measuring, the likeliest first; never empty, as one shot in blocks can run every result."""
     wide = AllReduceConfig(block=2048, ctas=64, warps=8)
     kib = m * n * size >> 10
-    shots = [AllReduceConfig(), AllReduceConfig(ctas=64), wide, replace(wide, shots=2), replace(wide, shots=2, ctas=128)]
+    shots = [
+        AllReduceConfig(),
+        AllReduceConfig(ctas=64),
+        wide,
+        replace(wide, shots=2),
+        replace(wide, shots=2, ctas=128),
+    ]
     found = shots if kib * tp <= 2048 else shots[::-1]
     if m <= MOST_ROWS_OF_OWN_GEMM:
         own = AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64)

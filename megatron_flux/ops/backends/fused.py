@@ -131,7 +131,12 @@ class FusedBackend:
     ) -> fast_path.PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: that the call was given."""
         # A configuration that somebody set is looked at in every call.
-        if call.operator == "gemm_all_reduce" or self.twin or (config is None and self.config is not None) or capturing(call.x):
+        if (
+            call.operator == "gemm_all_reduce"
+            or self.twin
+            or (config is None and self.config is not None)
+            or capturing(call.x)
+        ):
             return None
         if call.operator == "all_gather":
             return fast_path.prepare(call, self._gather_slab(call, False), None, shape)

@@ -48,7 +48,9 @@ def _by_itself(partial: torch.Tensor, out: torch.Tensor, work: Slab, half: int, 
     )  # fmt: skip
     key = ("all_reduce", config, half, count, out.dtype)
     operands = {"x": partial, "y": out}
-    _launch(kernel, work, key, ctas, config, arguments, operands, BLOCK=config.block, CTAS=ctas, DTYPE=DTYPES[out.dtype])
+    _launch(
+        kernel, work, key, ctas, config, arguments, operands, BLOCK=config.block, CTAS=ctas, DTYPE=DTYPES[out.dtype]
+    )
 
 
 def _with_gemm(made: OperatorCall, out: torch.Tensor, work: Slab, half: int, config: AllReduceConfig) -> None:

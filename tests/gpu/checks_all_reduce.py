@@ -1,0 +1,374 @@
+"""gemm_all_reduce on real GPUs: its checks, and its times against stock's. Run under torchrun; a JSON line for each.
+
+    python -m torch.distributed.run --nproc-per-node 4 tests/gpu/checks_all_reduce.py --out all_reduce.jsonl
+        [--only NAMES] [--seconds 55] [--auto] [--variations] [--ms 1,16,64] [--checks-only | --times-only]
+
+Every check runs on all ranks and raises on the rank that sees the failure. Operands are fresh; memory that the caching
+allocator hands out for results is NaN before each comparison. The slabs of this operator are not poisoned: between
+calls they must hold "nothing" everywhere, which is what is checked of them instead.
+
+``--variations`` times many more blocks, tiles and stages, to decide what the tuner's list should have. Timing ends
+before ``--seconds`` have passed since the start, and a watchdog ends the process 30 s later, whatever hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
+from megatron_flux import ops
+from megatron_flux.bench import all_reduce as bench
+from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
+from megatron_flux.ops import timing
+from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
+from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.cuda_graphs import captured_calls
+
+LATE = 40_000_000  # cycles, some 20 ms
+SHOTS = {
+    "one": AllReduceConfig(),
+    "one, few blocks": AllReduceConfig(ctas=4, block=2048, warps=8),
+    "two": AllReduceConfig(shots=2, block=2048, ctas=64, warps=8),
+    "own": AllReduceConfig(own_gemm=True),
+    "own, 64 rows": AllReduceConfig(own_gemm=True, bm=64, bk=64),
+}
+ALL = {**SHOTS, "composed": AllReduceConfig(shots=0), "composed, NCCL": AllReduceConfig(shots=0, nccl=True)}
+
+
+def poison() -> None:
+    torch.cuda.synchronize()
+    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    del spare
+
+
+def make(integer, dtype, *shape):
+    if integer:  # few enough that sums stay below 256, up to which bf16 holds integers
+        return (torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < 0.2)).to(dtype)
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def run(group, x, w, config, transposed=False):
+    return OperatorCall("gemm_all_reduce", x, w, group, transposed).run(get_backend("fused"), config=config).wait()
+
+
+def summed(partial, group):
+    total = partial.float().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def error(got, want):
+    assert got.shape == want.shape
+    return ((got.float() - want).norm() / want.norm()).item()
+
+
+def equal_on_all_ranks(y, group) -> None:
+    others = [torch.empty_like(y) for _ in range(group.size())]
+    dist.all_gather(others, y, group=group)
+    assert all(torch.equal(y.view(torch.int16), other.view(torch.int16)) for other in others), "ranks' bits differ"
+
+
+def everything_is_empty(group) -> int:
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    works = [work for (purpose, _), work in state_of(group).slabs.items() if purpose == ALL_REDUCE]
+    for work in works:
+        left = (work.data[group.rank()].view(torch.int16) != EMPTY).sum().item()
+        assert left == 0, f"{left} numbers are left in a workspace"
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    return len(works)
+
+
+def compare(group, config, m, n, k, dtype=torch.bfloat16, transposed=False, integer=False) -> str:
+    x, w = make(integer, dtype, m, k), make(integer, dtype, *((k, n) if transposed else (n, k)))
+    wt = w if transposed else w.t()
+    exact, stock = summed(x.float() @ wt.float(), group), x @ wt
+    dist.all_reduce(stock, group=group)
+    poison()
+    y = run(group, x, w, config, transposed)
+    off, torchs = error(y, exact), error(stock, exact)
+    if integer:
+        assert torch.equal(y.float(), exact), f"integers are not exact: {off}"
+    assert off <= 2 * torchs + 1e-6, f"m={m} n={n} k={k} {config.label()}: error {off} against torch's {torchs}"
+    equal_on_all_ranks(y, group)
+    return f"m={m} n={n} k={k} {off:.1e} (torch {torchs:.1e})"
+
+
+def shapes(group):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tp, count = group.size(), 0
+    for config in ALL.values():
+        for dtype in (torch.bfloat16, torch.float16):
+            for m, n, k, transposed in (
+                (1, 1024, 512, False),
+                (7, 333, 77, True),
+                (16, 8192, 1024, True),
+                (64, 4104, 256, False),
+            ):
+                if config.fits(m, n, tp, 2) and (config.shots or m % 16 == 0):
+                    compare(group, config, m, n, k, dtype, transposed)
+                    compare(group, config, m, n, min(k, 512), dtype, transposed, integer=True)
+                    count += 2
+    return f"{count} comparisons, {everything_is_empty(group)} workspaces empty"
+
+
+def special(group):
+    """-0.0 stands for what has not arrived; NaN and infinity are numbers like others."""
+    tp, rank = group.size(), group.rank()
+    for name, config in SHOTS.items():
+        x = torch.eye(4, device="cuda").bfloat16().repeat(1, 4)[:, :16].contiguous()
+        x[:, 4:] = 0
+        w = torch.zeros(16, 1024, device="cuda").bfloat16()
+        w[0], w[1], w[3] = -0.0, 1.0, -0.0
+        y = run(group, x, w, config, True)
+        for row, want in ((0, 0), (1, tp), (3, 0)):
+            assert (y[row] == want).all(), f"{name}: row {row}"
+        w[2, 5] = float("nan") if rank == tp - 1 else 0.0
+        y = run(group, x, w, config, True)
+        assert y[2, 5].isnan(), f"{name}: NaN of a rank must reach all"
+        assert not y[:, 6:].isnan().any(), f"{name}: NaN where there is none"
+    return f"{len(SHOTS)} kernels, {everything_is_empty(group)} workspaces empty"
+
+
+def late(group):
+    for name, config in SHOTS.items():
+        for turn in range(group.size() + 1):
+            x, w = make(True, torch.bfloat16, 16, 512), make(True, torch.bfloat16, 2048, 512)
+            want = summed(x.float() @ w.float().t(), group)
+            poison()
+            if group.rank() == turn:
+                torch.cuda._sleep(LATE)
+            for _ in range(3):
+                y = run(group, x, w, config)
+            assert torch.equal(y.float(), want), f"{name}: rank {turn} was late"
+    return f"{len(SHOTS)} kernels, {everything_is_empty(group)} workspaces empty"
+
+
+def many(group, rounds=400):
+    """Random shapes and kernels back to back, ranks out of step; compared at the end."""
+    rng, mine = random.Random(7), random.Random(group.rank())
+    done = []
+    for _ in range(rounds):
+        config = rng.choice(list(SHOTS.values()))
+        m, n, k = rng.choice((1, 2, 5, 16, 33, 64)), 64 * rng.randint(1, 48), 64 * rng.randint(1, 8)
+        x, w = make(True, torch.bfloat16, m, k), make(True, torch.bfloat16, n, k)
+        if mine.random() < 0.05:
+            torch.cuda._sleep(mine.randint(1, 2_000_000))
+        done.append((x, w, run(group, x, w, config), config))
+    for x, w, y, config in done:
+        assert torch.equal(y.float(), summed(x.float() @ w.float().t(), group)), (tuple(x.shape), config.label())
+    return f"{rounds} calls, {everything_is_empty(group)} workspaces empty"
+
+
+def graphs(group):
+    """Graphs with an odd and an even number of calls, replayed in turn, with eager calls in between."""
+    made = []
+    for number, (name, config) in enumerate(ALL.items()):
+        xs = [make(True, torch.bfloat16, 16, 256) for _ in range(2 + number % 2)]
+        w = make(True, torch.bfloat16, 1024 + 64 * number, 256)
+        with captured_calls():
+            for x in xs:
+                run(group, x, w, config)
+                run(group, x, w, config)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            ys = [run(group, x, w, config) for x in xs]
+        made.append((name, config, graph, xs, w, ys))
+    rng = random.Random(3)
+    for turn in range(30):
+        name, config, graph, xs, w, ys = rng.choice(made)
+        for x in xs:
+            x.copy_(make(True, torch.bfloat16, *x.shape))
+        for y in ys:
+            y.fill_(float("nan"))
+        if group.rank() == turn % group.size():
+            torch.cuda._sleep(LATE // 20)
+        graph.replay()
+        eager = run(group, xs[0], w, config) if turn % 3 else None
+        for x, y in zip(xs, ys, strict=True):
+            assert torch.equal(y.float(), summed(x.float() @ w.float().t(), group)), f"{name}: replay {turn}"
+        assert eager is None or torch.equal(eager, ys[0]), f"{name}: eager call {turn}"
+    return f"{len(made)} graphs, 30 replays, {everything_is_empty(group)} workspaces empty"
+
+
+def streams(group):
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for name, config in SHOTS.items():
+        for turn in range(3):
+            x, w = make(True, torch.bfloat16, 8, 512), make(True, torch.bfloat16, 2048, 512)
+            x2 = make(True, torch.bfloat16, 8, 512)
+            wants = [summed(a.float() @ w.float().t(), group) for a in (x, x2)]
+            torch.cuda.synchronize()
+            with torch.cuda.stream(one):
+                torch.cuda._sleep(LATE // 4)
+                y = run(group, x, w, config)
+            with torch.cuda.stream(other):
+                if group.rank() == turn % group.size():
+                    torch.cuda._sleep(LATE // 8)
+                z = run(group, x2, w, config)
+            torch.cuda.synchronize()
+            assert torch.equal(y.float(), wants[0]), f"{name}: the busy stream's differs"
+            assert torch.equal(z.float(), wants[1]), f"{name}: the idle stream's differs"
+            one, other = other, one
+    return f"{len(SHOTS)} kernels x 3"
+
+
+def others_between(group):
+    """Other operators of the group in turn with this one."""
+    tp = group.size()
+    for _ in range(6):
+        for config in ALL.values():
+            x, w = make(True, torch.bfloat16, 64 * tp, 256), make(True, torch.bfloat16, 512, 256)
+            total = summed(x.float() @ w.float().t(), group)
+            part = ops.gemm_reduce_scatter(x, w, group, backend="fused")
+            y = run(group, x[:64], w, config)
+            whole = ops.all_gather(x[:64], group, backend="fused").wait()
+            assert torch.equal(part.float(), total[64 * group.rank() : 64 * (group.rank() + 1)])
+            assert torch.equal(y.float(), total[:64])
+            assert torch.equal(whole[64 * group.rank() : 64 * (group.rank() + 1)], x[:64])
+    return f"{6 * len(ALL)} turns"
+
+
+def tuned(group):
+    """``auto`` decides for eager calls, for graphs, and for a dgrad beside its wgrad."""
+    x, w = make(False, torch.bfloat16, 16, 1024), make(False, torch.bfloat16, 4096, 1024)
+    exact = summed(x.float() @ w.float().t(), group)
+    stock = summed((x @ w.t()).float(), group)
+    said = []
+    for how in ("eager", "in graphs", "beside wgrad"):
+        if how == "in graphs":
+            with captured_calls():
+                y = ops.gemm_all_reduce(x, w, group)
+        else:
+            y = ops.gemm_all_reduce(x, w, group, async_op=how == "beside wgrad")
+            y = y if how == "eager" else y.wait()
+        assert error(y, exact) <= 2 * error(stock, exact) + 4e-3
+    for answers in get_backend("tuned").decisions(group).answers.items():
+        said.append(answers)
+    return json.dumps(said)
+
+
+CHECKS: dict[str, Callable] = {
+    check.__name__: check for check in (shapes, special, late, many, graphs, streams, others_between, tuned)
+}
+
+
+def variations(call: OperatorCall) -> dict[str, AllReduceConfig]:
+    """Much more than the tuner's list."""
+    base, own = AllReduceConfig(), AllReduceConfig(own_gemm=True, bm=16 if call.m <= 16 else 32 if call.m <= 32 else 64)
+    found = [
+        replace(base, block=b, ctas=c, warps=w)
+        for b, w in ((512, 2), (1024, 4), (2048, 8), (4096, 8))
+        for c in (16, 64, 128)
+    ]
+    found += [
+        replace(base, shots=2, block=b, ctas=c, warps=w) for b, w in ((1024, 4), (2048, 8)) for c in (32, 64, 128)
+    ]
+    found += [
+        replace(own, bn=bn, bk=bk, stages=stages, warps=warps)
+        for bn, bk, stages, warps in (
+            (64, 128, 3, 4),
+            (64, 128, 5, 4),
+            (64, 128, 7, 4),
+            (64, 256, 3, 4),
+            (64, 256, 4, 4),
+            (64, 64, 8, 4),
+            (64, 128, 6, 8),
+            (32, 128, 6, 4),
+            (32, 256, 5, 4),
+            (128, 64, 5, 4),
+            (128, 128, 4, 8),
+        )
+        if (own.bm + bn) * bk * 2 * stages <= 220_000
+    ]
+    listed = candidates(call.m, call.n, call.k, call.group.size(), 2)
+    return {config.label(): config for config in [*listed, *found]}
+
+
+def times(group, args, began, out) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def go_on() -> bool:
+        return timing.all_agree(time.monotonic() - began < args.seconds, group, device)
+
+    ms = [int(m) for m in args.ms.split(",")] if args.ms else bench.ROWS
+    for m in ms:  # each m of both layers, so that a run that ends early has whole pairs
+        if not go_on():
+            out({"times": "ended early", "before_m": m, "ok": True})
+            return
+        arms = variations if args.variations else None
+        start = time.monotonic()
+        for row in bench.rows(group, device, ms=[m], arms=arms, rounds=args.rounds, auto=args.auto):
+            out({**row, "tp": group.size(), "ok": True})
+        out({"times": m, "seconds": round(time.monotonic() - start, 2), "ok": True})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=55)
+    parser.add_argument("--rounds", type=int, default=bench.ROUNDS)
+    parser.add_argument("--ms", default="")
+    parser.add_argument("--variations", action="store_true")
+    parser.add_argument("--auto", action="store_true", help="also time what the tuner takes, which tunes first")
+    parser.add_argument("--checks-only", action="store_true")
+    parser.add_argument("--times-only", action="store_true")
+    args = parser.parse_args()
+    began = time.monotonic()
+    faulthandler.dump_traceback_later(args.seconds + 30, exit=True)
+    os.environ.setdefault("MEGATRON_FLUX_TIMEOUT_S", "20")
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    group = dist.group.WORLD
+    torch.manual_seed(1000 + rank)
+
+    def out(line) -> None:
+        if rank == 0 or not line["ok"]:
+            print(json.dumps({key: value for key, value in line.items() if key != "rounds_ms"}), flush=True)
+            if args.out:
+                with args.out.open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "tp": group.size()}
+    out({**about, "nvls": os.environ.get("NCCL_NVLS_ENABLE"), "nccl": list(torch.cuda.nccl.version()), "ok": True})
+    for name, check in ({} if args.times_only else CHECKS).items():
+        if args.only and name not in args.only.split(","):
+            continue
+        start = time.time()
+        try:
+            said = check(group)
+            torch.cuda.synchronize()
+            line = {"check": name, "tp": group.size(), "ok": True, "said": said}
+        except Exception as err:
+            line = {"check": name, "tp": group.size(), "rank": rank, "ok": False, "said": repr(err)[:1500]}
+        line["seconds"] = round(time.time() - start, 2)
+        out(line)
+        if not line["ok"]:
+            os._exit(1)
+    if not args.checks_only:
+        times(group, args, began, out)
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

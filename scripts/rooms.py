@@ -28,7 +28,7 @@ ROOMS = (
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 172, 29_000
+MOST_FILES, MOST_LINES = 180, 30_000
 """What there is, rounded up: 22,000, 4,500 for links other than NVLink, and 2,500 for what users meet first
 (validation, tokenizers, configuration files, pages for many ranks). Raise them only for what users gain."""
 

@@ -227,7 +227,10 @@ def gemm_all_reduce(
         pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
         stats.count("gemm_all_reduce", "none", 0)
     else:
-        pending = _run(call, backend, None, shape, received)
+        call = call._replace(x=_matrix(x))
+        chosen = able(select(backend, call.x, weight, group), "gemm_all_reduce")
+        pending = call_events.run(call, chosen)
+        stats.count("gemm_all_reduce", chosen.name, received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *shape))
     y = pending.wait()
@@ -277,7 +280,7 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
     if call.wire not in WIRES:
         raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     x = _matrix(call.x)
-    chosen = able(select(backend, x, call.weight, call.group), call.operator)
+    chosen = select(backend, x, call.weight, call.group)
     result = call_events.run(call._replace(x=x), chosen)
     fast_path.remember(key, chosen, call, shape, nbytes)
     if hasattr(chosen, "bytes_received"):

@@ -42,7 +42,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.checks import GATHERING, OperatorCall
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -276,7 +276,7 @@ def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
 
     Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
     """
-    rows = call.m if call.operator == "gemm_reduce_scatter" else call.m // call.group.size()
+    rows = call.m // call.group.size() if call.operator in GATHERING else call.m
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
     random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)
     try:

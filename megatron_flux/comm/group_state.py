@@ -103,10 +103,9 @@ class GroupState:
                 f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
                 "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
             )
-        empty = EMPTY if purpose == ALL_REDUCE else None
-        made = slabs.make(
-            self.group, size, device, captured, empty
-        )  # ends with a barrier: nobody uses the old one any more
+        more = {"empty": EMPTY} if purpose == ALL_REDUCE else {}
+        # Ends with a barrier: nobody uses the old one any more.
+        made = slabs.make(self.group, size, device, captured, **more)
         if found is not None:
             self._retire(found)
         self.slabs[purpose, captured] = made

@@ -23,14 +23,15 @@ from pathlib import Path
 PACKAGE = "megatron_flux"
 FACE, ROOT = "public face", "root modules"
 ROOMS = (
-    *("cli", "slurm", "estimate", "bench", "train", "run", "megatron_lm", "telemetry", "metrics"),
+    *("cli", "slurm", "estimate", "bench", "quant", "train", "run", "megatron_lm", "telemetry", "metrics"),
     *(FACE, "patch", "layers", "ops", "comm", "kernels", ROOT),
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 180, 30_000
-"""What there is, rounded up: 22,000, 4,500 for links other than NVLink, and 2,500 for what users meet first
-(validation, tokenizers, configuration files, pages for many ranks). Raise them only for what users gain."""
+MOST_FILES, MOST_LINES = 190, 31_500
+"""What there is, rounded up: 22,000, 4,500 for links other than NVLink, 2,500 for what users meet first (validation,
+tokenizers, configuration files, pages for many ranks) and 2,500 for inference (quantised MLPs, the all-reduce after a
+GEMM, their benchmark). Raise them only for what users gain."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import typer
 
 from megatron_flux.cli import report, slurm, start
 from megatron_flux.cli.bench import bench, tune
+from megatron_flux.cli.quant import quant
 from megatron_flux.cli.start import report_console
 from megatron_flux.cli.train import compare, train
 from megatron_flux.errors import FluxError, UserError
@@ -183,6 +184,7 @@ app.add_typer(trace, name="trace")
 app.add_typer(slurm.app, name="slurm")
 app.add_typer(bench, name="bench")
 app.add_typer(report.app, name="report")
+app.add_typer(quant, name="quant")
 
 
 def main() -> None:

@@ -1,0 +1,114 @@
+"""``megatron-flux quant``: quantised checkpoints for tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_flux.cli.start import Command, Group
+from megatron_flux.errors import InterruptedRunError, StorageError, UserError, one_line
+
+quant = typer.Typer(cls=Group, no_args_is_help=True, help="Quantised checkpoints for tensor parallelism.")
+
+
+@quant.callback()
+def _quantised() -> None:
+    """Quantised checkpoints for tensor parallelism."""
+
+
+@quant.command(cls=Command)
+def fold(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="IN", help="Folder of a GPTQ checkpoint (safetensors).", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)],
+    tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Refuse what so many ranks could not share.", show_default="any that divides"),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare every MLP with the unfolded one, dequantised in fp32.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="JSON file of what was done with every MLP.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
+) -> None:
+    """Put columns of every MLP's first linears into the order of the second one's rows (TP-aware dequantization)."""
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise UserError("quant fold reads safetensors files; pip install 'megatron-flux[quant]'") from None
+    from megatron_flux.quant import checkpoint as module
+
+    found = module.read(checkpoint)
+    if report is not None and (report.exists() or not report.parent.is_dir()):
+        raise UserError(f"--report {report}: " + ("it exists" if report.exists() else f"{report.parent} is no folder"))
+    if dry_run:
+        module.examine(found, out, tp)
+        typer.echo(f"{len(found.mlps)} MLP(s) of {found.bits} bits in {len(found.files)} file(s) can be folded")
+        return
+    with _ended_by_signals(), _bar(2 * sum(found.files.values())) as progress:
+        done = module.run(found, out, tp=tp, check=check, progress=progress)
+    if report is not None:
+        try:
+            report.write_text(json.dumps(done, indent=1) + "\n")
+        except OSError as error:
+            raise StorageError(f"{out} is whole, but {report} could not be written: {one_line(error)}") from error
+    typer.echo(_said(done, out))
+
+
+def _said(done: dict[str, Any], out: Path) -> str:
+    """One paragraph for the terminal."""
+    folded = sum(mlp["state"] == "folded" for mlp in done["mlps"])
+    shared = sorted(set.intersection(*(set(mlp["tp"]) for mlp in done["mlps"])))
+    errors = [mlp["error"] for mlp in done["mlps"] if mlp["error"] is not None]
+    parts = [f"{out}: {folded} MLP(s) folded"]
+    if folded < len(done["mlps"]):
+        parts.append(f"{len(done['mlps']) - folded} had no activation order in their second linear")
+    parts.append(f"tp can be {', '.join(map(str, shared))}")
+    if errors:
+        parts.append(f"largest relative difference {max(errors):.1e}")
+    if done["others"]:
+        parts.append(
+            f"{len(done['others'])} linear(s) outside of MLPs keep their activation order ({done['others'][0]}, ...)"
+        )
+    return "; ".join(parts)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    """A bar on a terminal's stderr; nothing elsewhere."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda said, done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda said, done: progress.update(task, advance=done, description=said[-60:])
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does: what was half made is removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; nothing was written", number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,371 @@
+"""Whole checkpoints: every MLP's activation order is folded, everything else stays as it is, byte for byte.
+
+What comes out is an ordinary GPTQ checkpoint with the same tensors, shapes and files: columns of gate and up, rows of
+down and the ``g_idx`` of down have another order, and every loader computes what it did before. One that knows nothing
+of the fold gains down projections without activation order; tensor parallelism gains what ``fold`` says.
+
+Files are safetensors, by Llama's names (``*.gate_proj``, ``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or
+GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``). A folder from somebody else is not trusted: the safetensors library
+checks every file's header against its size, names in an index never leave the folder, pickles are not opened, and
+everything is checked before anything is written. The result is made in a folder beside the target and takes its name
+when it is whole. In memory is one MLP at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flux.errors import StorageError, UserError, one_line
+from megatron_flux.quant.fold import MLP, divides, fold, forward, shard, tensor_parallel_sizes, why_not
+from megatron_flux.quant.gptq import BITS, GPTQLinear
+
+NAMES = re.compile(
+    r"^(?P<at>.+)\.(?P<linear>gate_proj|up_proj|down_proj|(?<=\.mlp\.)c_fc|(?<=\.mlp\.)c_proj)\.(?P<of>\w+)$"
+)
+PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": True, "bias": False}
+"""A linear's tensors, and which must be there."""
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+CONFIGS = ("quantize_config.json", "config.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+MOST_JSON = 64 << 20
+CHECK_ROWS, CHECK_ERROR, CHECK_TP = 4, 1e-4, (8, 4, 2)
+
+Progress = Callable[[str, int], None]
+"""Told what was done and how many bytes of the output that makes."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is: the file's name, and its bytes there from ``start`` on."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass
+class Found:
+    """What there is to do in a checkpoint."""
+
+    folder: Path
+    bits: int
+    zero_offset: int
+    tensors: dict[str, Stored]
+    files: dict[str, int]
+    """Bytes of each safetensors file."""
+    mlps: dict[str, tuple[tuple[str, ...], str]]
+    """By where it is, the names of FC1's linears and of FC2."""
+    others: list[str] = field(default_factory=list)
+    """Linears with activation order that are in no MLP."""
+
+
+def read(folder: Path) -> Found:
+    """Check a checkpoint and find its MLPs; no weight is read.
+
+    Raises UserError: no folder, no GPTQ checkpoint, or one whose files contradict each other.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; name a GPTQ checkpoint's")
+    bits, zero_offset = _quantization(folder)
+    tensors, files = {}, {}
+    for name in _files(folder):
+        files[name] = (folder / name).stat().st_size
+        for tensor, stored in _header(folder / name).items():
+            if tensor in tensors:
+                raise UserError(f"{folder}: tensor {tensor} is in {tensors[tensor].file} and in {name}")
+            tensors[tensor] = stored
+    found = Found(folder, bits, zero_offset, tensors, files, _mlps(folder, tensors))
+    inside = {f"{at}.{linear}" for at, (first, second) in found.mlps.items() for linear in (*first, second)}
+    for name in sorted(tensors, key=_natural):
+        linear, _, part = name.rpartition(".")
+        if part == "g_idx" and linear not in inside and bool((_tensor(found, name).diff() < 0).any()):
+            found.others.append(linear)
+    return found
+
+
+def run(
+    found: Found, out: Path, *, tp: int | None = None, check: bool = False, progress: Progress = lambda said, done: None
+) -> dict[str, Any]:
+    """Write ``found`` folded to ``out``, which must not exist, and say what was done.
+
+    Returns ``{"bits", "mlps": [{"name", "state", "k", "n", "group_size", "tp", "error"}], "others"}``: ``state`` is
+    ``folded`` or ``was folded`` (nothing to do), ``tp`` lists the sizes up to 64 that divide, ``error`` the largest
+    relative difference from the unfolded MLP (None where it was not checked), ``others`` the linears with activation
+    order that stay as they are.
+
+    Raises:
+        UserError: ``out`` exists or cannot be made, an MLP cannot be folded, or (``check``) differs once it is.
+        StorageError: no room, or it could not be written. Nothing is left in any of these cases.
+    """
+    examine(found, out, tp)
+    report: dict[str, Any] = {"bits": found.bits, "mlps": [], "others": found.others}
+    with _made_whole(out) as part:
+        _copy(found, part, progress)
+        for at in found.mlps:
+            before = load(found, at)
+            after = fold(before, tp)
+            error = _check(before, after, at) if check else None
+            if after is not before:
+                _write(found, part, at, after)
+            report["mlps"].append(
+                {
+                    "name": at,
+                    "state": "was folded" if after is before else "folded",
+                    "k": before.first[0].k,
+                    "n": before.second.k,
+                    "group_size": before.second.group_size,
+                    "tp": tensor_parallel_sizes(before),
+                    "error": error,
+                }
+            )
+            progress(
+                f"folded {at}", sum(found.tensors[name].nbytes for name in found.tensors if name.startswith(f"{at}."))
+            )
+    return report
+
+
+def examine(found: Found, out: Path, tp: int | None) -> None:
+    """What keeps ``found`` from being folded to ``out``, as the errors of :func:`run`; nothing is written."""
+    _may_write(found, out)
+    _refuse(found, tp)
+
+
+def load(found: Found, at: str) -> MLP:
+    """An MLP of a checkpoint."""
+    first, second = found.mlps[at]
+    return MLP(tuple(_linear(found, f"{at}.{linear}") for linear in first), _linear(found, f"{at}.{second}"))
+
+
+def _linear(found: Found, name: str) -> GPTQLinear:
+    parts = {part: _tensor(found, f"{name}.{part}") for part in PARTS if f"{name}.{part}" in found.tensors}
+    return GPTQLinear(**parts, bits=found.bits, zero_offset=found.zero_offset, name=name)
+
+
+def _tensor(found: Found, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(found.folder / found.tensors[name].file, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _refuse(found: Found, tp: int | None) -> None:
+    """What can be said of orders before anything is written: of one MLP at a time only ``g_idx`` is read."""
+    for at, (first, second) in found.mlps.items():
+        orders = [_tensor(found, f"{at}.{linear}.g_idx") for linear in (*first, second)]
+        firsts = tuple(_bare(found, f"{at}.{linear}", order) for linear, order in zip(first, orders, strict=False))
+        mlp = MLP(firsts, _bare(found, f"{at}.{second}", orders[-1]))
+        if (reason := why_not(mlp, tp)) is not None:
+            raise UserError(reason)
+
+
+def _bare(found: Found, name: str, order: torch.Tensor) -> GPTQLinear:
+    """The linear with its order and shapes alone: no bytes of weights."""
+    shapes = {part: _shape(found, f"{name}.{part}") for part in ("qweight", "qzeros", "scales")}
+    made = {part: torch.empty(1, dtype=torch.int32).expand(shape) for part, shape in shapes.items()}
+    made["scales"] = torch.empty(1).expand(shapes["scales"])
+    return GPTQLinear(**made, g_idx=order, bits=found.bits, zero_offset=found.zero_offset, name=name)
+
+
+def _shape(found: Found, name: str) -> list[int]:
+    from safetensors import safe_open
+
+    with safe_open(found.folder / found.tensors[name].file, framework="pt") as file:
+        return file.get_slice(name).get_shape()
+
+
+def _check(before: MLP, after: MLP, at: str) -> float:
+    """The largest relative difference on random inputs, also of the largest of 2, 4 and 8 ranks' parts together."""
+    x = torch.randn(CHECK_ROWS, before.first[0].k, generator=torch.Generator().manual_seed(0))
+    expected = forward(before, x)
+    results = [forward(after, x)]
+    if (tp := next((size for size in CHECK_TP if divides(after, size)), None)) is not None:
+        results.append(sum(forward(shard(after, rank, tp), x) for rank in range(tp)))
+    error = max(float((result - expected).norm() / expected.norm()) for result in results)
+    if not error <= CHECK_ERROR:
+        raise UserError(
+            f"{at}: folded it differs by {error:.1e} of what it computes (at most {CHECK_ERROR:g} is rounding); the "
+            "checkpoint has numbers that are not finite, or this is an error of megatron-flux: please report it"
+        )
+    return error
+
+
+# --- reading
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MOST_JSON:
+        raise UserError(f"{path} has {path.stat().st_size} bytes; a file of settings has at most {MOST_JSON}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold an object, not {type(found).__name__}")
+    return found
+
+
+def _quantization(folder: Path) -> tuple[int, int]:
+    """Bits, and what zero points are stored less."""
+    for name in CONFIGS:
+        if not (folder / name).is_file():
+            continue
+        config = _json(folder / name)
+        config = config.get("quantization_config") if name == "config.json" else config
+        if not isinstance(config, dict):
+            continue
+        method = config.get("quant_method", "gptq")
+        layout = config.get("checkpoint_format", "gptq")
+        if method != "gptq" or layout not in ("gptq", "gptq_v2"):
+            raise UserError(
+                f"{folder / name}: quant_method {method!r}, checkpoint_format {layout!r}; fold reads gptq, in format "
+                "gptq or gptq_v2"
+            )
+        bits = config.get("bits")
+        if bits not in BITS or isinstance(bits, bool):
+            raise UserError(f"{folder / name}: bits {bits!r}; can be one of {', '.join(map(str, BITS))}")
+        return bits, 1 if layout == "gptq" else 0
+    raise UserError(f"{folder} is no GPTQ checkpoint: neither {CONFIGS[0]} nor config.json says how it was quantised")
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the safetensors files: those of the index, where there is one."""
+    if (folder / INDEX).is_file():
+        named = _json(folder / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise UserError(f"{folder / INDEX} has no weight_map of names of files")
+        names = sorted(set(named.values()))
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise UserError(f"{folder / INDEX} names {name!r}; a file of this folder, *.safetensors, is allowed")
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / INDEX} names {name}, which is not there; is the download complete?")
+        return names
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(names) == 1:
+        return names
+    if names:
+        raise UserError(f"{folder} has {len(names)} safetensors files and no {INDEX}; which of them belong together?")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    what = f"{pickles[0]} is a pickle, which could run anything" if pickles else f"no {WHOLE} and no {INDEX}"
+    raise UserError(f"{folder} has no safetensors files ({what}); convert the checkpoint to safetensors")
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Where the tensors of a file are. The library has checked that they fill it without holes or overlaps."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is no sound safetensors file: {one_line(error)}") from None
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+    base = 8 + length
+    found = {}
+    for name in names:
+        start, stop = entries[name]["data_offsets"]
+        found[name] = Stored(path.name, base + start, stop - start)
+    return found
+
+
+def _mlps(folder: Path, tensors: dict[str, Stored]) -> dict[str, tuple[tuple[str, ...], str]]:
+    linears: dict[str, dict[str, set[str]]] = {}
+    for name in tensors:
+        if (matched := NAMES.match(name)) is not None:
+            linears.setdefault(matched["at"], {}).setdefault(matched["linear"], set()).add(matched["of"])
+    found = {}
+    for at in sorted(linears, key=_natural):
+        there = linears[at]
+        if not any("qweight" in parts for parts in there.values()):
+            continue  # not quantised: it has no order
+        first, second = (("gate_proj", "up_proj"), "down_proj") if "down_proj" in there else (("c_fc",), "c_proj")
+        for linear in (*first, second):
+            parts = there.get(linear, set())
+            missing = [part for part, needed in PARTS.items() if needed and part not in parts]
+            if missing:
+                raise UserError(f"{folder}: {at}.{linear} lacks {', '.join(missing)}; fold needs all linears of an MLP")
+            if unknown := sorted(parts - PARTS.keys()):
+                raise UserError(
+                    f"{folder}: {at}.{linear}.{unknown[0]} is unknown and may depend on the order; known are "
+                    f"{', '.join(PARTS)}"
+                )
+        found[at] = (first, second)
+    if not found:
+        raise UserError(
+            f"{folder}: none of its {len(tensors)} tensors is of a quantised MLP by Llama's names (*.gate_proj, "
+            "*.up_proj, *.down_proj) or GPT-2's (*.mlp.c_fc, *.mlp.c_proj)"
+        )
+    return found
+
+
+def _natural(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+# --- writing
+
+
+def _may_write(found: Found, out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out} exists; name a folder that does not")
+    if not out.parent.is_dir():
+        raise UserError(f"{out.parent} is no folder; make it first")
+    if out.resolve().is_relative_to(found.folder.resolve()):
+        raise UserError(f"{out} is inside {found.folder}; name a folder beside it")
+    needed = sum(path.stat().st_size for path in found.folder.rglob("*") if path.is_file())
+    if (free := shutil.disk_usage(out.parent).free) < needed:
+        raise StorageError(f"{out}: {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+
+
+@contextmanager
+def _made_whole(out: Path) -> Iterator[Path]:
+    """A folder that becomes ``out`` when all went well, and is gone when not."""
+    part = out.parent / f".{out.name}.part-{os.getpid()}"
+    try:
+        part.mkdir()
+        yield part
+        part.rename(out)
+    except OSError as error:
+        raise StorageError(f"{out} could not be written: {one_line(error)}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _copy(found: Found, part: Path, progress: Progress) -> None:
+    """Everything of the checkpoint, byte for byte; links (a cache of downloads is made of them) become files."""
+    for path in sorted(found.folder.iterdir()):
+        if path.is_dir():
+            shutil.copytree(path, part / path.name)
+        else:
+            shutil.copyfile(path, part / path.name)
+        progress(f"copied {path.name}", found.files.get(path.name, 0))
+
+
+def _write(found: Found, part: Path, at: str, mlp: MLP) -> None:
+    """The folded tensors over the copied ones: all have the sizes and places they had."""
+    first, second = found.mlps[at]
+    for name, linear in zip((*first, second), (*mlp.first, mlp.second), strict=True):
+        for of in PARTS:
+            tensor: torch.Tensor | None = getattr(linear, of)
+            if tensor is None:
+                continue
+            stored = found.tensors[f"{at}.{name}.{of}"]
+            data = tensor.contiguous().view(torch.uint8).numpy()
+            if data.nbytes != stored.nbytes:
+                raise AssertionError(f"{at}.{name}.{of}: {data.nbytes} bytes instead of {stored.nbytes}")
+            with (part / stored.file).open("r+b") as file:
+                file.seek(stored.start)
+                file.write(data)

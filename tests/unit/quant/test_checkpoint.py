@@ -1,0 +1,348 @@
+"""Checkpoints folded whole: what changes, what stays byte for byte, and folders that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_flux.errors import StorageError, UserError
+from megatron_flux.quant import checkpoint
+from megatron_flux.quant.fold import forward, is_folded
+from tests.unit.quant.test_fold import mlp as random_mlp
+from tests.unit.quant.test_fold import near
+
+AT = "model.layers.{}.mlp"
+CLI = [sys.executable, "-m", "megatron_flux.cli"]
+
+
+def tensors(layers: int = 2, *, gated: bool = True, bias: bool = False, **sizes: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {"model.embed_tokens.weight": torch.randn(10, 64, dtype=torch.float16)}
+    for layer in range(layers):
+        made = random_mlp(gated=gated, bias=bias, **sizes)
+        names = ("gate_proj", "up_proj") if gated else ("c_fc",)
+        at = AT.format(layer) if gated else f"transformer.h.{layer}.mlp"
+        second = "down_proj" if gated else "c_proj"
+        for name, linear in zip((*names, second), (*made.first, made.second), strict=True):
+            for part in checkpoint.PARTS:
+                if (tensor := getattr(linear, part)) is not None:
+                    found[f"{at}.{name}.{part}"] = tensor.contiguous()
+        # Of attention, which stays as it is.
+        found[f"model.layers.{layer}.self_attn.q_proj.g_idx"] = made.first[0].g_idx.clone()
+    return found
+
+
+def write(folder: Path, made: dict[str, torch.Tensor], files: int = 1, **config: Any) -> Path:
+    folder.mkdir()
+    settings = {"bits": 4, "group_size": 16, "desc_act": True, "quant_method": "gptq"} | config
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    (folder / "tokenizer.json").write_text("{}")
+    names = sorted(made)
+    if files == 1:
+        save_file(made, folder / "model.safetensors")
+        return folder
+    where = {name: f"model-{i % files + 1:05}-of-{files:05}.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({name: made[name] for name in names if where[name] == file}, folder / file)
+    (folder / checkpoint.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(("gated", "bias"), [(True, False), (True, True), (False, True)])
+def test_a_folded_checkpoint_computes_what_it_did(tmp_path: Path, files: int, gated: bool, bias: bool) -> None:
+    folder, out = write(tmp_path / "in", tensors(gated=gated, bias=bias), files), tmp_path / "out"
+    found = checkpoint.read(folder)
+    report = checkpoint.run(found, out, check=True)
+    again = checkpoint.read(out)
+    x = torch.randn(3, 64)
+    for at in found.mlps:
+        before, after = checkpoint.load(found, at), checkpoint.load(again, at)
+        assert not is_folded(before)
+        assert is_folded(after)
+        assert near(forward(after, x), forward(before, x))
+    assert [mlp["state"] for mlp in report["mlps"]] == ["folded"] * 2
+    assert all(mlp["tp"] == [1, 2, 4, 8] and mlp["error"] < 1e-5 for mlp in report["mlps"])
+    assert report["others"] == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in folder.iterdir())
+    old, new = contents(folder), contents(out)
+    assert {name: (t.shape, t.dtype) for name, t in old.items()} == {
+        name: (t.shape, t.dtype) for name, t in new.items()
+    }
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert all(".mlp." in name for name in changed)
+    assert not any(name.endswith((".down_proj.scales", ".c_proj.scales", "gate_proj.g_idx")) for name in changed)
+    for path in folder.iterdir():
+        if path.suffix == ".json":
+            assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_folded_twice_is_folded_once(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", tensors())
+    checkpoint.run(checkpoint.read(folder), tmp_path / "once")
+    report = checkpoint.run(checkpoint.read(tmp_path / "once"), tmp_path / "twice")
+    assert [mlp["state"] for mlp in report["mlps"]] == ["was folded"] * 2
+    assert (tmp_path / "once/model.safetensors").read_bytes() == (tmp_path / "twice/model.safetensors").read_bytes()
+
+
+def test_links_of_a_cache_become_files_and_what_they_point_to_stays(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", tensors())
+    real = (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(real)
+    before = real.read_bytes()
+    checkpoint.run(checkpoint.read(folder), tmp_path / "out")
+    assert real.read_bytes() == before
+    assert not (tmp_path / "out/model.safetensors").is_symlink()
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(made: dict[str, torch.Tensor]) -> None:
+        del made[name]
+
+    return change
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda made: made.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop(f"{AT.format(1)}.up_proj.scales"), r"model\.layers\.1\.mlp\.up_proj lacks scales"),
+        (drop(f"{AT.format(1)}.down_proj.g_idx"), r"model\.layers\.1\.mlp\.down_proj lacks g_idx"),
+        (put(f"{AT.format(0)}.up_proj.perm", torch.zeros(4)), r"up_proj\.perm is unknown and may depend on the order"),
+        (put(f"{AT.format(0)}.up_proj.scales", torch.ones(4, 8)), r"up_proj: scales is \[4, 8\], must be \[4, 128\]"),
+        (
+            put(f"{AT.format(0)}.up_proj.g_idx", torch.zeros(64, dtype=torch.int32)),
+            "gate_proj and .*different activation",
+        ),
+        (put(f"{AT.format(1)}.down_proj.g_idx", torch.full((128,), 9, dtype=torch.int32)), "g_idx runs from 9 to 9"),
+        (put(f"{AT.format(1)}.down_proj.g_idx", torch.zeros(128, dtype=torch.int32)), "ungrouped order"),
+        (put(f"{AT.format(1)}.down_proj.g_idx", torch.zeros(128)), r"g_idx is torch\.float32, must be torch\.int32"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused_before_anything_is_written(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], said: str
+) -> None:
+    made = tensors()
+    change(made)
+    folder = write(tmp_path / "in", made)
+    with pytest.raises(UserError, match=said) as caught:
+        checkpoint.run(checkpoint.read(folder), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_groups_that_straddle_the_ranks_asked_for(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", tensors())
+    with pytest.raises(UserError, match="straddle ranks"):
+        checkpoint.run(checkpoint.read(folder), tmp_path / "out", tp=16)
+
+
+def lie(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """A file whose header says something else."""
+
+    def lied(data: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        said = json.dumps(header).encode()
+        return struct.pack("<Q", len(said)) + said + data[8 + length :]
+
+    return lied
+
+
+FIRST = f"{AT.format(0)}.down_proj.g_idx"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-5],
+        lambda data: data + b"more",
+        lambda data: data[:4],
+        lambda data: b"",
+        lambda data: struct.pack("<Q", 1 << 60) + data[8:],
+        lambda data: b"PK\x03\x04" + data,
+        lie(lambda header: header[FIRST].update(shape=[1 << 40])),
+        lie(lambda header: header[FIRST].update(shape=[-1])),
+        lie(lambda header: header[FIRST].update(dtype="F99")),
+        lie(lambda header: header[FIRST].update(data_offsets=[0, 1 << 50])),
+        lie(lambda header: header[FIRST].update(data_offsets=[8, 4])),
+        lie(lambda header: header.pop(FIRST)),
+        lie(lambda header: header.update(twice=header[FIRST])),
+    ],
+)
+def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    folder = write(tmp_path / "in", tensors(1))
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=r"model\.safetensors is no sound safetensors file: ") as caught:
+        checkpoint.run(checkpoint.read(folder), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"a": "../outside.safetensors"}}, "names '../outside.safetensors'; a file of this folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "names '/etc/passwd'"),
+        ({"weight_map": {"a": "not-there.safetensors"}}, "names not-there.safetensors, which is not there"),
+        ({"weight_map": {"a": 3}}, "has no weight_map of names of files"),
+        ({}, "has no weight_map"),
+        ([], "must hold an object, not list"),
+    ],
+)
+def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, index: Any, said: str) -> None:
+    folder = write(tmp_path / "in", tensors(1))
+    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=said):
+        checkpoint.read(folder)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", tensors(1), files=2)
+    first, second = sorted(folder.glob("*.safetensors"))
+    both = load_file(first) | load_file(second)
+    save_file(both, second)
+    with pytest.raises(UserError, match=r"00001-of-00002\.safetensors and in model-00002"):
+        checkpoint.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"bits": 3}, "bits 3; can be one of 2, 4, 8"),
+        ({"bits": True}, "bits True"),
+        ({"bits": None}, "bits None"),
+    ],
+)
+def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        checkpoint.read(write(tmp_path / "in", tensors(1), **config))
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        checkpoint.read(tmp_path / "none")
+    with pytest.raises(UserError, match="is no GPTQ checkpoint"):
+        checkpoint.read(tmp_path)
+    folder = write(tmp_path / "in", tensors(1))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle"):
+        checkpoint.read(folder)
+    folder = write(tmp_path / "dense", {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
+    with pytest.raises(UserError, match="none of its 1 tensors is of a quantised MLP"):
+        checkpoint.read(folder)
+    (folder / "config.json").write_text("{" * 5000)
+    with pytest.raises(UserError, match=r"config\.json is no JSON"):
+        checkpoint.read(folder)
+
+
+def test_where_it_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checkpoint.read(write(tmp_path / "in", tensors(1)))
+    for out, said in (
+        (tmp_path / "in", "exists"),
+        (tmp_path / "in/out", "is inside"),
+        (tmp_path / "none/out", "is no folder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            checkpoint.run(found, out)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
+    with pytest.raises(StorageError, match="GB are needed"):
+        checkpoint.run(found, tmp_path / "out")
+
+
+def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checkpoint.read(write(tmp_path / "in", tensors(1)))
+    monkeypatch.setattr(
+        checkpoint, "fold", lambda mlp, tp: checkpoint.MLP(mlp.first, mlp.second.with_rows(mlp.second.order()))
+    )
+    with pytest.raises(UserError, match="folded it differs by"):
+        checkpoint.run(found, tmp_path / "out", check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, "quant", "fold", *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    folder, out, report = write(tmp_path / "in", tensors()), tmp_path / "out", tmp_path / "report.json"
+    done = command(folder, out, "--dry-run")
+    assert (done.returncode, done.stdout) == (0, "2 MLP(s) of 4 bits in 1 file(s) can be folded\n")
+    done = command(folder, out, "--check", "--report", report, "--tp", "4")
+    assert done.returncode == 0, done.stderr
+    assert "2 MLP(s) folded; tp can be 1, 2, 4, 8; largest relative difference" in done.stdout
+    assert "2 linear(s) outside of MLPs keep their activation order (model.layers.0.self_attn.q_proj" in done.stdout
+    assert [mlp["state"] for mlp in json.loads(report.read_text())["mlps"]] == ["folded"] * 2
+    done = command(folder, out)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    folder, out = write(tmp_path / "in", tensors(40)), tmp_path / "out"
+    code = (
+        "import sys, time\n"
+        "from megatron_flux.quant import checkpoint\n"
+        "copy = checkpoint._copy\n"
+        "def slow(*given):\n"
+        "    copy(*given); print('copied', flush=True); time.sleep(60)\n"
+        "checkpoint._copy = slow\n"
+        "from megatron_flux.cli.main import main\n"
+        "sys.argv = ['megatron-flux', 'quant', 'fold', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder), str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "copied\n"
+    assert len(list(tmp_path.iterdir())) == 2, "it is made beside"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; nothing was written" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_memory_is_that_of_one_mlp(tmp_path: Path) -> None:
+    """A checkpoint of 20 MLPs takes no more memory than one of two."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from megatron_flux.quant import checkpoint\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "checkpoint.run(checkpoint.read(Path(sys.argv[1])), Path(sys.argv[2]))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    grown = []
+    for layers in (2, 20):
+        folder = write(tmp_path / f"in{layers}", tensors(layers, hidden=256, ffn=1024), files=4)
+        words = [sys.executable, "-c", code, str(folder), str(tmp_path / f"out{layers}")]
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr
+        grown.append(int(done.stdout))
+    whole = sum(path.stat().st_size for path in (tmp_path / "in20").iterdir()) // 1024
+    assert grown[1] - grown[0] < whole // 3, (grown, whole)

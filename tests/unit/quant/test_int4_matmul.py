@@ -1,0 +1,53 @@
+"""torch's int4 kernels on the CPU against dequantised fp32, and what their layout cannot hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_flux.errors import UserError
+from megatron_flux.quant.gptq import pack, unpack
+from megatron_flux.quant.int4_matmul import int4_linear
+from tests.unit.quant.test_fold import linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("group", [32, 64])
+def test_it_multiplies_as_dequantised(group: int, order: bool, bias: bool) -> None:
+    made = linear(128, 48, order=order, bias=bias, group=group)
+    ran = int4_linear(made)
+    x = torch.randn(5, 128).to(torch.bfloat16)
+    expected = torch.nn.functional.linear(x.float(), made.dequantize(), made.bias)
+    assert (ran.order is None) is not order
+    assert float((ran(x).float() - expected).norm() / expected.norm()) < 6e-3
+    if order:
+        assert torch.equal(ran(x[:, ran.order], ordered=True), ran(x))
+
+
+def test_exactly_where_bf16_is_exact() -> None:
+    made = linear(64, 16, group=32)
+    scales = torch.full_like(made.scales, 0.5)
+    x = torch.randint(-1, 2, (4, 64)).to(torch.bfloat16)
+    exact = replace(made, scales=scales, qweight=pack(unpack(made.qweight, 4, 0).clamp(4, 8), 4, 0))
+    exact = replace(exact, qzeros=pack(torch.full((2, 16), 5, dtype=torch.uint8), 4, 1))
+    assert torch.equal(int4_linear(exact)(x).float(), x.float() @ exact.dequantize().t())
+
+
+def test_what_torchs_layout_cannot_hold() -> None:
+    with pytest.raises(UserError, match="linear cannot run as int4: groups of 16; can be 32, 64, 128, 256 rows"):
+        int4_linear(linear(64, 16, group=16))
+    with pytest.raises(UserError, match="n = 24; on cpu it must be a multiple of 16"):
+        int4_linear(linear(64, 24, group=32))
+    made = linear(64, 16, group=32)
+    eight = replace(
+        made, bits=8, qweight=torch.zeros(16, 16, dtype=torch.int32), qzeros=torch.zeros(2, 4, dtype=torch.int32)
+    )
+    with pytest.raises(UserError, match="8 bits; the matmul has 4"):
+        int4_linear(eight)
+    uneven = made.g_idx.clone()
+    uneven[int((uneven == 1).nonzero()[0])] = 0
+    with pytest.raises(UserError, match="groups of several sizes"):
+        int4_linear(replace(made, g_idx=uneven))

@@ -2,7 +2,7 @@
 
 As a decode step runs them, in CUDA graphs (on CPUs without): a graph holds :data:`CALLS` calls over as many MLPs as
 have more bytes than the L2 cache, as the layers of a model do. Arms take turns, in another order every round; a time is
-the slowest rank's, per MLP. Weights are random with an activation order, in 4 bits: times do not depend on their values.
+the slowest rank's, per MLP. Weights are random with an activation order, in 4 bits, whose values times do not depend on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,177 @@
+"""An operand of a GEMM in FP8: bytes, their format, and the scales that give the numbers back.
+
+Layout
+    ``data`` is uint8 ``[rows, k]``, contiguous: k-major, the only order FP8 ``wgmma`` takes. x has its own rows; a
+    weight is ``[n, k]``. For dgrad that is TransformerEngine's transposed weight data, not the weight read another way.
+    ``scale_inv`` is fp32; a number is its byte times the scale of its block. ``kb = ceil(k / 128)``.
+
+    ===========  ============================================  =====================================================
+    scaling      shape of ``scale_inv``                        TransformerEngine 2.11
+    ===========  ============================================  =====================================================
+    ``tensor``   1 element; after a gather 1 or ``shards``     Float8Tensor ``_scale_inv`` (delayed, current)
+    ``1x128``    ``[kb, ld]``, element (j, i) of row i,        Float8BlockwiseQTensor, not 2D, GEMM_READY, row-wise
+                 columns 128j to 128j+127; ld >= rows, a       (``ld``: rows rounded up to 4). For its
+                 multiple of 4; ``[shards, kb, ld]`` where     COMPACT ``[rows, kb]`` see :func:`gemm_ready`
+                 shards > 1, with the rows of one
+    ``128x128``  ``[ceil(rows / 128), ld]``; ld >= kb          Float8BlockwiseQTensor, 2D (``ld``: kb rounded up to 4)
+    ===========  ============================================  =====================================================
+
+    TransformerEngine's column-wise data and scales (GEMM_READY) are an operand of the transposed matrix, laid out as
+    above.
+
+Shards
+    What ranks gather is ``shards`` equal blocks of rows, one after the other; scales come by shard as well, so that
+    each travels as one piece. One scale for all is 1 element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_flux.errors import UserError
+
+BLOCK = 128
+"""Numbers that share a scale along k, and along the rows of a weight."""
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+Scaling = Literal["tensor", "1x128", "128x128"]
+SCALINGS: tuple[Scaling, ...] = ("tensor", "1x128", "128x128")
+
+
+def blocks_of(size: int) -> int:
+    """Blocks of ``size`` numbers."""
+    return -(-size // BLOCK)
+
+
+def padded(size: int) -> int:
+    """``size`` rounded up to 4, as TransformerEngine lays scales out."""
+    return -(-size // 4) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Operand:
+    """See the module. Raises UserError: tensors that do not fit each other."""
+
+    data: torch.Tensor  # uint8 [rows, k]
+    dtype: torch.dtype  # of the bytes: float8_e4m3fn or float8_e5m2
+    scale_inv: torch.Tensor  # fp32
+    scaling: Scaling = "tensor"
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        """Check."""
+        data, scales = self.data, self.scale_inv
+        if self.scaling not in SCALINGS:
+            raise UserError(f"Fp8Operand: unknown scaling {self.scaling!r}; use one of: {', '.join(SCALINGS)}")
+        if self.dtype not in FORMATS:
+            raise UserError(f"Fp8Operand: dtype must be float8_e4m3fn or float8_e5m2, got {self.dtype}")
+        if data.dim() != 2 or data.dtype != torch.uint8 or not data.is_contiguous():
+            raise UserError(
+                f"Fp8Operand: data must be contiguous uint8 [rows, k], got {data.dtype} {list(data.shape)} with "
+                f"strides {list(data.stride())}; pass .view(torch.uint8), flattened"
+            )
+        if scales.dtype != torch.float32 or scales.device != data.device or not scales.is_contiguous():
+            raise UserError(
+                f"Fp8Operand: scale_inv must be contiguous fp32 on {data.device}, got {scales.dtype} on {scales.device}"
+            )
+        if self.shards < 1 or data.shape[0] % self.shards:
+            raise UserError(f"Fp8Operand: {data.shape[0]} rows do not make {self.shards} equal shards")
+        if not self._fits():
+            raise UserError(
+                f"Fp8Operand: scale_inv {list(scales.shape)} does not fit data {list(data.shape)}, scaling "
+                f"{self.scaling}, shards {self.shards}; wanted: {self._wanted()}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of all shards."""
+        return self.data.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Columns."""
+        return self.data.shape[1]
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """``data`` as its own format, unscaled."""
+        return self.data.view(self.dtype)
+
+    def _fits(self) -> bool:
+        shape = self.scale_inv.shape
+        if self.scaling == "tensor":
+            return self.scale_inv.numel() in (1, self.shards)
+        if self.scaling == "128x128":
+            return self.shards == 1 and len(shape) == 2 and shape[0] == blocks_of(self.rows) and shape[1] >= self._kb
+        if self.shards > 1:
+            if len(shape) != 3 or shape[0] != self.shards:
+                return False
+            shape = shape[1:]
+        return len(shape) == 2 and shape[0] == self._kb and shape[1] >= self.rows // self.shards and shape[1] % 4 == 0
+
+    def _wanted(self) -> str:
+        if self.scaling == "tensor":
+            return "1 element" + (f" or {self.shards}" if self.shards > 1 else "")
+        if self.scaling == "128x128":
+            return f"[{blocks_of(self.rows)}, {padded(self._kb)}] and one shard"
+        lead = f"{self.shards}, " if self.shards > 1 else ""
+        return f"[{lead}{self._kb}, {padded(self.rows // self.shards)}]"
+
+    @property
+    def _kb(self) -> int:
+        return blocks_of(self.k)
+
+    def shard(self, number: int) -> Fp8Operand:
+        """The rows of one shard (of the rank of that number), as a view."""
+        rows = self.rows // self.shards
+        scales = self.scale_inv
+        if self.shards > 1 and scales.numel() > 1:
+            scales = scales.view(-1)[number : number + 1] if self.scaling == "tensor" else scales[number]
+        return Fp8Operand(self.data[number * rows : (number + 1) * rows], self.dtype, scales, self.scaling)
+
+    def dequantized(self) -> torch.Tensor:
+        """fp32 ``[rows, k]``: what the operand stands for. For references and tests."""
+        if self.shards > 1 and self.scale_inv.numel() > 1:
+            return torch.cat([self.shard(number).dequantized() for number in range(self.shards)])
+        numbers, scales = self.numbers.float(), self.scale_inv
+        if self.scaling == "tensor":
+            return numbers * scales.reshape(())
+        if self.scaling == "1x128":
+            by_block = scales[:, : self.rows].t()
+        else:
+            by_block = scales[:, : self._kb].repeat_interleave(BLOCK, 0)[: self.rows]
+        return numbers * by_block.repeat_interleave(BLOCK, 1)[:, : self.k]
+
+
+def gemm_ready(compact: torch.Tensor) -> torch.Tensor:
+    """Scales ``[rows, kb]`` of blocks of 1 x 128, as ``1x128`` wants them: ``[kb, rows rounded up to 4]``."""
+    rows, kb = compact.shape
+    scales = compact.new_zeros(kb, padded(rows))
+    scales[:, :rows] = compact.t()
+    return scales
+
+
+def quantized(x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = torch.float8_e4m3fn) -> Fp8Operand:
+    """``x`` ``[rows, k]`` in FP8, each block scaled to the largest number of the format, by a power of two in blocks.
+    For benchmarks and tests: training quantises by TransformerEngine.
+    """
+    (rows, k), top = x.shape, torch.finfo(dtype).max
+    if scaling == "tensor":
+        scale_inv = (x.abs().amax().float() / top).clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
+        return Fp8Operand((x.float() / scale_inv).to(dtype).view(torch.uint8), dtype, scale_inv)
+    high = 1 if scaling == "1x128" else BLOCK
+    kb, rb = blocks_of(k), -(-rows // high)
+    whole = x.new_zeros(rb * high, kb * BLOCK, dtype=torch.float32)
+    whole[:rows, :k] = x
+    tiles = whole.view(rb, high, kb, BLOCK)
+    scale = torch.exp2(torch.ceil(torch.log2(tiles.abs().amax((1, 3)).clamp_min(1e-30) / top)))
+    numbers = (tiles / scale[:, None, :, None]).reshape(rb * high, kb * BLOCK)[:rows, :k]
+    data = numbers.to(dtype).contiguous().view(torch.uint8)
+    if scaling == "1x128":
+        return Fp8Operand(data, dtype, gemm_ready(scale), scaling)
+    scales = scale.new_zeros(rb, padded(kb))
+    scales[:, :kb] = scale
+    return Fp8Operand(data, dtype, scales, scaling)

@@ -1,0 +1,82 @@
+"""Operands in FP8: what their bytes and scales stand for, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_flux.errors import UserError
+from megatron_flux.ops.fp8_operand import Fp8Operand, gemm_ready, quantized
+
+E4M3 = torch.float8_e4m3fn
+
+
+def numbers(rows: int, k: int) -> torch.Tensor:
+    """Very different in size from block to block."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.exp2(torch.randint(-6, 6, (rows, k // 8 + 1), generator=generator).float())
+    return torch.randn(rows, k, generator=generator) * sizes.repeat_interleave(8, 1)[:, :k]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "1x128", "128x128"])
+@pytest.mark.parametrize("shape", [(130, 300), (128, 128), (3, 17)])
+def test_dequantized_is_what_was_quantized(scaling: str, shape: tuple[int, int]) -> None:
+    x = numbers(*shape)
+    operand = quantized(x, scaling)
+    error = (operand.dequantized() - x).abs()
+    assert (error <= x.abs() / 16 + x.abs().max() * 2**-9).all()
+    assert operand.dequantized().ne(0).any()
+
+
+def test_scales_of_rows_lie_by_block_of_k_first() -> None:
+    data = torch.ones(6, 256).to(E4M3).view(torch.uint8)
+    scales = torch.arange(16.0).view(2, 8)
+    found = Fp8Operand(data, E4M3, scales, "1x128").dequantized()
+    assert found[3, 0] == 3
+    assert found[3, 127] == 3
+    assert found[3, 128] == 11
+    assert gemm_ready(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).tolist() == [[1, 3, 5, 0], [2, 4, 6, 0]]
+
+
+def test_scales_of_blocks_lie_by_row_first() -> None:
+    data = torch.ones(130, 130).to(E4M3).view(torch.uint8)
+    found = Fp8Operand(data, E4M3, torch.arange(8.0).view(2, 4), "128x128").dequantized()
+    assert [found[0, 0], found[0, 129], found[129, 0], found[129, 129]] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
+def test_shards_have_their_own_scales(scaling: str) -> None:
+    parts = [quantized(numbers(6, 256) * 10**r, scaling) for r in range(3)]
+    data = torch.cat([part.data for part in parts])
+    stacked = torch.stack([part.scale_inv for part in parts])
+    whole = Fp8Operand(data, E4M3, stacked, scaling, 3)
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
+    assert torch.equal(whole.shard(2).dequantized(), parts[2].dequantized())
+    assert whole.shard(1).data.data_ptr() == data[6:].data_ptr()
+
+
+def test_one_scale_is_that_of_every_shard() -> None:
+    whole = Fp8Operand(torch.full((4, 16), 0x38, dtype=torch.uint8), E4M3, torch.tensor([2.0]), "tensor", 2)
+    assert whole.shard(1).dequantized().eq(2).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": torch.zeros(4, 256)}, "uint8"),
+        ({"data": torch.zeros(256, 4, dtype=torch.uint8).t()}, "contiguous"),
+        ({"dtype": torch.uint8}, "float8_e5m2"),
+        ({"scale_inv": torch.ones(2, dtype=torch.float64)}, "fp32"),
+        ({"scale_inv": torch.ones(2)}, "1 element"),
+        ({"scaling": "rowwise"}, "1x128"),
+        ({"scaling": "1x128"}, r"wanted: \[2, 4\]"),
+        ({"scaling": "128x128"}, r"wanted: \[1, 4\]"),
+        ({"shards": 3}, "equal shards"),
+        ({"shards": 2, "scaling": "1x128"}, r"wanted: \[2, 2, 4\]"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(change: dict[str, object], said: str) -> None:
+    good = {"data": torch.zeros(4, 256, dtype=torch.uint8), "dtype": E4M3, "scale_inv": torch.ones(1)}
+    with pytest.raises(UserError, match=said) as error:
+        Fp8Operand(**good | change)
+    assert "\n" not in str(error.value)

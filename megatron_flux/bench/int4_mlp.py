@@ -1,8 +1,8 @@
 """Timing MLPs of few tokens in int4: folded, the plain tensor-parallel form, and bf16, on the ranks' real collectives.
 
 As a decode step runs them, in CUDA graphs (on CPUs without): a graph holds :data:`CALLS` calls over as many MLPs as
-have more bytes than the L2 cache, as the layers of a model do. Arms take turns, in another order every round; a time is
-the slowest rank's, per MLP. Weights are random with an activation order, in 4 bits, whose values times do not depend on.
+have more bytes than the L2 cache, as the layers of a model do. Arms take turns, in another order every round; a time
+is the slowest rank's, per MLP. Weights are random, in 4 bits with an activation order: times do not depend on values.
 """
 
 from __future__ import annotations

@@ -156,18 +156,18 @@ def look_inside(arm: Arm) -> None:
     """
     if arm.name in ("te", "local", "te_ub"):
         return
-    before, kept = ops.stats.calls.copy(), report()["kept_gathered"]["total"]
+    kept = report()["kept_gathered"]["total"]
+    ops.stats.reset()  # calls and fallbacks of this arm's step, not of what ran in this process before
     keep.forget_most()
     with arm.active():
         arm.step()
         seen = report()
-    calls = ops.stats.calls - before
     if not seen["active_layers"]:
         why = "; ".join(seen["fallbacks"]) or "patch() does not reach these layers"
         raise NotHereError(f"no layer ran flux: {why}")
     arm.facts |= {
         "flux_layers": seen["active_layers"],
-        "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(calls.items())},
+        "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(ops.stats.calls.items())},
         "flux_fallbacks": seen["fallbacks"],
         "flux_inputs_kept_per_step": seen["kept_gathered"]["total"] - kept,
         "flux_kept_bytes": seen["kept_gathered"]["peak_bytes"],

@@ -153,10 +153,15 @@ class OpsOptions(LinkOptions, Options):
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
 
-class TuneOptions(Options):
-    """Options of ``tune`` alone."""
+class TuneOptions(LinkOptions, Options):
+    """Options of ``tune`` alone; choices of a link and a wire are their own."""
 
     group: ClassVar[str] = "Measuring"
+
+    grad_wire: Wire | None = Field(
+        None,
+        description="The wire of dgrad, where it is something else. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire.",
+    )
 
     seconds_per_shape: float = Field(30.0, gt=0, description="Begin no further candidate after this long.")
     force: bool = Field(False, description="Measure again what is kept already.")
@@ -216,6 +221,8 @@ class TuneRun(Calls, TuneOptions):
     """A ``tune`` run, complete; what the ranks are started with."""
 
     command: Literal["tune"] = "tune"
+    wire: Wire = "exact"
+    grad_wire: Wire = "exact"
     cache: Path
 
 

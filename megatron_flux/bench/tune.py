@@ -22,6 +22,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.backends.tuned import link_name
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")
@@ -41,7 +42,7 @@ def run(
         OperatorError: an answer could not be kept, because the file cannot be read or written.
     """
     dtype = process_group.DTYPES[wanted.dtype]
-    device, link = process_group.checked(wanted.command, group, dtype, chunks=True)
+    device, _ = process_group.checked(wanted.command, group, dtype, chunks=True)
     tuned: Any = get_backend("tuned")
     tuned.most_m = math.inf
     done = []
@@ -53,9 +54,10 @@ def run(
         os.environ["MEGATRON_FLUX_TUNE"] = "full"
         for turn, case in enumerate(cases, 1):
             x, weight = ops.operands(case, group, dtype, device)
-            key = ops.tuning_key(case, x, group.size(), links.name(link))
+            wire = wanted.grad_wire if case.direction == "dgrad" else wanted.wire
+            key = ops.tuning_key(case, x, group.size(), link_name(group, device, wire))
             known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
-            ops.call(case, x, weight, group, "tuned")()
+            ops.call(case, x, weight, group, "tuned", wire)()
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
             collectives.first_rank(group, partial(_keep, wanted, key, answer))
@@ -87,6 +89,8 @@ def work(text: str) -> None:
     """Tune on this rank what a :class:`TuneRun` as JSON says; the first one prints the table."""
     wanted = TuneRun.model_validate_json(text)
     rank.set_environment()
+    rank.set_nccl_link(wanted.link)
+    links.want(links.Wanted(wanted.link))
     with process_group.opened() as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():

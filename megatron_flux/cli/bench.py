@@ -89,7 +89,9 @@ def tune(given: CallOptions, more: TuneOptions, show: Show = False, dry_run: Dry
         return
     if not dry_run:
         _ready_for_gpus("tune", "--show prints kept choices, --dry-run checks the options, on any machine")
-    run = TuneRun(**{**_calls(given), **more.model_dump(), "cache": cache.absolute()})
+    activations, gradients = Wires.of(more.wire, more.grad_wire)
+    wires = {"wire": activations, "grad_wire": gradients}
+    run = TuneRun(**{**_calls(given), **more.model_dump(), **wires, "cache": cache.absolute()})
     if not dry_run:
         _require_writable(cache)
     tuning_cache.load(cache)  # refuses a damaged one

@@ -44,7 +44,7 @@ class JobOptions(BaseModel):
     pp: int | None = Field(None, description="Pipeline-parallel size, instead of the job's.")
     link: str | None = Field(None, description="Weaker link than the profile's, for stock and flux: p2p, host or none.")
     wire: str | None = Field(
-        None, description="What flux may send over the link host, instead of the profile's: exact, fp8 or int8."
+        None, description="What flux may send over the link host or p2p, instead of the profile's: exact, fp8 or int8."
     )
     repetitions: int | None = Field(None, description="Repetitions of a comparison (array tasks).")
     retries: int | None = Field(

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.rates import DEVICES, Device
-from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
 from megatron_flux.settings import LINKS
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.config import resolve as resolve_run
@@ -51,6 +51,9 @@ class PlanOptions(ShapeOptions):
         description="Use no stronger link than this in a node. Default: that of --ops or --layers, else the GPU's.",
     )
     wire: Literal["exact", "fp8", "int8"] = Field("exact", description="What flux sends where the link is host.")
+    grad_wire: Literal["exact", "fp8", "int8"] | None = Field(
+        None, description="The same of gradients, where it is something else. Default: as --wire."
+    )
     keep_gathered: bool = Field(False, description="Where the link is host, keep what forward gathered for wgrad.")
     link_gb_per_s: float | None = Field(
         None, gt=0, description="Link in a node (of p2p, host and none: PCIe), one direction, instead of the table's."
@@ -79,6 +82,7 @@ class Job:
     link: str
     """Between the GPUs of a node, as far as stock and flux use it."""
     wire: str
+    grad_wire: str
     keep_gathered: bool
 
     @property
@@ -162,6 +166,7 @@ def resolve(options: PlanOptions, measured_on: Device | None = None, measured_ov
         device=gpu,
         link=link,
         wire=options.wire,
+        grad_wire=options.grad_wire or options.wire,
         keep_gathered=options.keep_gathered,
     )
 
@@ -171,10 +176,15 @@ def _check_link(options: PlanOptions, gpu: Device, link: str) -> None:
     if LINKS.index(link) > LINKS.index(gpu.link):
         allowed = ", ".join(LINKS[: LINKS.index(gpu.link) + 1])
         raise UserError(f"--link {link} is more than {gpu.key} has; use one of: {allowed}")
-    asked = f"--wire {options.wire}" if options.wire != "exact" else "--keep-gathered" * options.keep_gathered
+    wires = {"--wire": options.wire, "--grad-wire": options.grad_wire}
+    asked = [f"{name} {wire}" for name, wire in wires.items() if wire not in (None, EXACT)]
+    asked += ["--keep-gathered"] * options.keep_gathered
     if asked and link != "host":
-        raise UserError(f"{asked} is planned for the link host, this one is {link}; leave it out, or give --link host")
+        raise UserError(
+            f"{asked[0]} is planned for the link host, this one is {link}; leave it out, or give --link host"
+        )
     if options.overlap_efficiency is not None and link == "host":
         raise UserError("--overlap-efficiency is of fused kernels, chunks over the link host have none; leave it out")
-    if options.wire == "fp8" and gpu.capability < FP8_CAPABILITY:
-        raise UserError(f"--wire fp8 needs compute capability 8.9, {gpu.key} has {gpu.capability}; use --wire int8")
+    for name, wire in wires.items():
+        if wire == FP8 and gpu.capability < FP8_CAPABILITY:
+            raise UserError(f"{name} fp8 needs compute capability 8.9, {gpu.key} has {gpu.capability}; use {name} int8")

@@ -144,7 +144,8 @@ def linears(job: Job) -> list[dict[str, Any]]:
         call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
         if job.link == "host":
             pieces = pieces_of(rows, 2 * (case.k if gathers else case.n))
-            found.append(call | {"kernel": "chunked", "plan": f"{pieces} piece(s) a shard, wire {job.wire}"})
+            wire = job.grad_wire if case.direction == "dgrad" else job.wire
+            found.append(call | {"kernel": "chunked", "plan": f"{pieces} piece(s) a shard, wire {wire}"})
             continue
         plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
         found.append(call | {"kernel": "hopper" if hopper else "triton", "plan": plan})

@@ -54,6 +54,7 @@ def predict_options(options: PlanOptions) -> dict[str, Any]:
         kind=job.link if there else None,
         gpus=min(job.gpus_per_node, job.run.world_size),
         wire=job.wire if there else EXACT,
+        grad_wire=job.grad_wire if there else EXACT,
         keep_gathered=job.keep_gathered and there,
         network_gb_per_s=network,
         overlap=options.overlap_efficiency,
@@ -110,6 +111,7 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
             "device": job.device.key,
             "link": job.link,
             "wire": job.wire,
+            "grad_wire": job.grad_wire,
             "keep_gathered": job.keep_gathered,
             "shape": run.shape.model_dump(),
             "padded_vocab_size": run.padded_vocab_size,
@@ -149,7 +151,7 @@ def _choices(job: Job, rates: Rates) -> list[dict[str, Any]]:
     baseline, rows = add_up(job, rates, predict_stages(job, rates, "baseline"))["total"], []
     for bits, wire in ((16, EXACT), (8, INT8)):
         for keep in (False, True):
-            there = replace(rates, wire=wire, keep_gathered=keep)
+            there = replace(rates, wire=wire, grad_wire=wire, keep_gathered=keep)
             flux = add_up(job, there, predict_stages(job, there, "flux"))["total"]
             memory = predict_memory(replace(job, keep_gathered=keep), "flux")["total"]
             row = {"bits": bits, "keep_gathered": keep, "flux_ms": flux, "speedup": baseline / flux}

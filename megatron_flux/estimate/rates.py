@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,6 +166,7 @@ class Rates:
     kind: str | None = None  # of the link between the GPUs of a node: the device's, or a weaker one
     gpus: int = 8  # of a node, which share its host memory
     wire: str = EXACT  # that flux sends where the link is host
+    grad_wire: str | None = None  # the same of gradients; None: as ``wire``
     keep_gathered: bool = False  # of flux: x is not gathered again for wgrad
     clock: float = 1.0  # times that GEMMs are faster than at the power limit
     calibration: Calibration = Calibration()
@@ -266,8 +267,15 @@ class Rates:
 
     def host_ms(self, arm: str) -> float:
         """Host time to enqueue a layer of the arm ``baseline`` or ``flux``."""
-        over_host = arm == "flux" and self.chunks is not None
-        return self.host_ms_per_layer * (slow_links.CHUNKED_HOST[self.wire] if over_host else 1.0)
+        if arm != "flux" or self.chunks is None:
+            return self.host_ms_per_layer
+        wires = (self.wire, self.of_gradients.wire)
+        return self.host_ms_per_layer * sum(slow_links.CHUNKED_HOST[wire] for wire in wires) / len(wires)
+
+    @property
+    def of_gradients(self) -> Rates:
+        """The same where what is sent are gradients."""
+        return self if self.grad_wire in (None, self.wire) else replace(self, wire=self.grad_wire, grad_wire=None)
 
     def pair(self, case: Case, tp: int) -> Pair:
         """All times of one operator call. Measured times stand for themselves while link and overlap are the own."""
@@ -366,10 +374,14 @@ class MeasuredLayers:
                 found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
         return found
 
-    def ms(self, arm: str, shape: ModelShape, *sizes: int, wire: str = EXACT) -> float | None:
+    def ms(
+        self, arm: str, shape: ModelShape, *sizes: int, wire: str = EXACT, grad_wire: str | None = None
+    ) -> float | None:
         """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured; of flux with
-        this wire.
+        these wires (None: gradients' is the activations').
         """
+        if arm == "flux" and grad_wire not in (None, wire):
+            return None  # not told apart in the names of arms
         wanted, all_rows = (shape.layer, *sizes), self.workloads().items()
         rows = [arms for (name, *of), arms in all_rows if (LAYER_MODELS[name].layer, *of, self.tp) == wanted]
         suffix = f"_{wire}wire" if arm == "flux" and wire != EXACT else ""

@@ -118,7 +118,8 @@ def predict_layer(
 
 def _layer(rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int, tp: int, recompute: str) -> Layer:
     m = seq * micro_batch
-    dgrad = {case.layer: (case, rates.pair(case, tp)) for case in layer_cases("", shape, m, "dgrad", tp)}
+    back = rates.of_gradients
+    dgrad = {case.layer: (case, back.pair(case, tp)) for case in layer_cases("", shape, m, "dgrad", tp)}
     flops = 2 * seq * seq * shape.hidden_size * micro_batch / tp
     attention = 1e3 * flops / (rates.device.attention * rates.device.peak_flops)
     stream_forward, stream_backward = map(rates.streamed, streamed_bytes(shape, m, tp))
@@ -185,7 +186,8 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
 
 def _measured(one: Layer, layers: MeasuredLayers, arm: str, job: Job) -> Layer:
     """The measured layer, shared out between forward and backward as predicted; ``one`` if it was not measured."""
-    total, floor = layers.ms(arm, *job.sizes, wire=job.wire), layers.ms("floor", *job.sizes)
+    total = layers.ms(arm, *job.sizes, wire=job.wire, grad_wire=job.grad_wire)
+    floor = layers.ms("floor", *job.sizes)
     if total is None or (arm == "flux" and job.keep_gathered):  # benchmarks keep nothing
         return one
     compute = min(floor, total) if floor is not None else total * (1 - one.both.exposed / one.total)
@@ -208,7 +210,7 @@ def _output(job: Job, rates: Rates, arm: str) -> Layer:
     columns = job.run.padded_vocab_size // tp
     small = Phase(rates.streamed(BYTES_PER_LOGIT * m * columns) / 2 + rates.streamed(2 * m / tp * h * 5) / 2)
     logits = rates.pair(Case("all_gather_gemm", "", "output", "forward", m, columns, h), tp)
-    dgrad = rates.pair(Case("gemm_reduce_scatter", "", "output", "dgrad", m, h, columns), tp)
+    dgrad = rates.of_gradients.pair(Case("gemm_reduce_scatter", "", "output", "dgrad", m, h, columns), tp)
     backward = column_backward(rates, arm, m, columns, h, tp, dgrad)
     return Layer(pair_phase(rates, logits, arm) + small, backward + small)
 

@@ -96,15 +96,21 @@ class Resolved:
     @property
     def sends_fp8(self) -> bool:
         """Whether flux may send fp8."""
-        return self.through_host and FP8 in (self.run.wire, self.run.grad_wire)
+        return self._in_chunks(("host", "p2p")) and FP8 in (self.run.wire, self.run.grad_wire)
 
     @property
     def through_host(self) -> bool:
-        """Whether flux may send through host memory."""
+        """Whether flux may send through host memory, or must when peers' memory cannot be had."""
+        return self._in_chunks(("host",))
+
+    def _in_chunks(self, measured: tuple[str, ...]) -> bool:
+        """Whether a chunked backend may run within nodes: by name, or because the tuner measures it over the link."""
         run = self.run
         by_direction = (run.backend, run.forward_backend, run.dgrad_backend, run.wgrad_backend)
         names = {name for name in by_direction if name} | {choice.rpartition("=")[2] for choice in run.layer_backend}
-        used = any(name.startswith("chunked") or (self.link == "host" and name in ("auto", "tuned")) for name in names)
+        used = any(
+            name.startswith("chunked") or (self.link in measured and name in ("auto", "tuned")) for name in names
+        )
         return used and self.link != "none" and not self.spans and self.mode != "baseline" and self.job.tp > 1
 
 
@@ -184,9 +190,12 @@ def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Pr
         what = f"{name} {wire}"
         if wire in (None, EXACT):
             continue
-        if given.get("link") != "host" or job.tp == 1:
-            why = f"tp {job.tp} on nodes of {profile.processes_per_node}" if link == "host" else f"the link {link}"
-            raise UserError(f"{what} is for groups within a node over the link host, not for {why}; leave {name} out")
+        if given.get("link") not in ("host", "p2p") or job.tp == 1:
+            sizes = f"tp {job.tp} on nodes of {profile.processes_per_node}"
+            why = sizes if link in ("host", "p2p") else f"the link {link}"
+            raise UserError(
+                f"{what} is for groups within a node over the links p2p and host, not for {why}; leave {name} out"
+            )
         if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
             least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu.capability))
             raise UserError(

@@ -252,7 +252,7 @@ class Profile(FromYaml):
     """Between the GPUs of a node, and the strongest that stock and flux use: NVLink, peer access over PCIe, or host
     memory."""
     wire: Wire = "exact"
-    """What flux may send where the link is host."""
+    """What flux may send where the link is host or p2p."""
     gpu: Gpu | None = None
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 

@@ -38,8 +38,8 @@ class LinkOptions(_Options):
     )
     wire: Wire | None = _option(
         None,
-        "What flux may send where the link is host: exact, or also fp8 or int8, whose results differ. Default: "
-        "MEGATRON_FLUX_WIRE, else exact.",
+        "What flux may send where the link is host, or p2p asked for: exact, or also fp8 or int8, whose results differ. "
+        "Default: MEGATRON_FLUX_WIRE, else exact.",
     )
 
 

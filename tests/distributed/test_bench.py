@@ -228,7 +228,8 @@ def test_force_measures_again_and_keeps_what_it_does_not_touch(world2: WorkerPoo
     assert json.loads(cache.read_text()) == {**kept, "another machine's": stale}
 
 
-def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
+@contextmanager
+def over_host(cache: Path) -> Iterator[None]:
     """The real link through host memory and the real chunked backends; only times are made up."""
     times = TIMES | {"chunked": 2.5, "chunked_int8": 2.25}
 
@@ -249,12 +250,36 @@ def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
         patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
         patch.setattr(ops, "timed", timed)
         times |= {"reference": 3.0}
+        patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")  # so that what tuning sets is undone
+        patch.setenv("MEGATRON_FLUX_TUNE", "short")
         tuner.links.want(tuner.links.Wanted(link="host"))
         try:
-            wanted = run_of(out).model_copy(update={"link": "host", "wire": "int8"})
-            return ops.run(wanted, CASES, dist.group.WORLD, lambda _: None)
+            yield
         finally:
             tuner.links.want(tuner.links.Wanted())
+
+
+def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:
+    with over_host(cache):
+        wanted = run_of(out).model_copy(update={"link": "host", "wire": "int8"})
+        return ops.run(wanted, CASES, dist.group.WORLD, lambda _: None)
+
+
+def tune_over_host(cache: Path) -> list[tuple[str, str, str]]:
+    calls = run_of(cache).model_dump(include={"models", "tokens", "layers", "directions", "tp", "dtype"})
+    wanted = TuneRun(**calls, cache=cache, link="host", wire="int8")
+    with over_host(cache):
+        registry.get_backend("tuned").decisions(dist.group.WORLD).answers.clear()  # of the test before
+        done = tune.run(wanted, CASES, dist.group.WORLD, lambda _: None)
+    return [(case.direction, key, report.chosen(answer)) for case, key, answer in done]
+
+
+def test_tuning_over_a_link_with_wires_of_their_own(world2: WorkerPool, tmp_path: Path) -> None:
+    done, other = world2.run(tune_over_host, tmp_path / "tuned.json")
+    assert done == other
+    assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
+    found = {(way, "wire=int8" in key, chosen) for way, key, chosen in done}
+    assert found == {("forward", True, "chunked_int8 x1"), ("dgrad", False, "chunked x1")}
 
 
 def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:

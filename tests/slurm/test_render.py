@@ -112,6 +112,8 @@ def options_of(text: str) -> set[str]:
     [
         ("nvlink-h100", {}, "flux", {"--link=nvlink"}),  # of the pre-flight alone: training takes what there is
         ("pcie-a100", {}, "flux", {"--link=p2p"}),
+        ("pcie-a100", {"wire": "int8"}, "compare", {"--link=p2p", "--wire=int8"}),
+        ("nvlink-h100", {"link": "p2p", "wire": "fp8"}, "flux", {"--link=p2p", "--wire=fp8", "--needs-fp8"}),
         ("host-l40s", {}, "baseline", {"--link=host"}),
         ("host-l40s", {"wire": "int8"}, "baseline", {"--link=host"}),
         ("host-l40s", {"wire": "fp8"}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8", "--needs-fp8"}),
@@ -139,13 +141,12 @@ def test_wires_of_gradients_are_checked_as_those_of_activations() -> None:
     assert "wire exact, fp8 of gradients.\n" in text
     assert {"--host-tp=8", "--needs-fp8"} <= options_of(text)
     assert "--grad-wire=fp8" in text
-    for cluster, said in (
-        ("pcie-a100", "not for the link p2p; leave grad_wire out"),
-        ("nvlink-h100", "the link nvlink"),
-    ):
-        with pytest.raises(UserError, match=f"grad_wire int8 is for groups within a node .* {said}"):
-            job.resolve(small, Profile.load(cluster), "flux", {"grad_wire": "int8"})
-        job.resolve(small, Profile.load(cluster), "baseline", {"grad_wire": "int8"})
+    over_pcie = job.job_script(job.resolve(small, Profile.load("pcie-a100"), "flux", {"grad_wire": "int8"}), "a test")
+    assert options_of(over_pcie) == {"--link=p2p"}
+    assert "--grad-wire=int8" in over_pcie
+    with pytest.raises(UserError, match=r"grad_wire int8 is for groups within a node .* the link nvlink; leave grad_"):
+        job.resolve(small, Profile.load("nvlink-h100"), "flux", {"grad_wire": "int8"})
+    job.resolve(small, Profile.load("nvlink-h100"), "baseline", {"grad_wire": "int8"})
 
 
 def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:
@@ -171,7 +172,13 @@ def test_chunks_over_peer_access_go_through_host_memory_too() -> None:
             {"link": "nvlink"},
             "link nvlink of job tiny is more than profile pcie-a100 has; use one of: none",
         ),
-        ("pcie-a100", {"wire": "fp8"}, "wire fp8 is for groups within a node over the link host, not for the link p2p"),
+        ("pcie-a100", {"wire": "fp8"}, "wire fp8 needs compute capability 8.9, the A100 of .* has 8.0; use int8"),
+        ("pcie-a100", {"wire": "int8", "tp": 16, "nodes": 2, "pp": 1}, "links p2p and host, not for tp 16 on nodes of"),
+        (
+            "nvlink-h100",
+            {"wire": "fp8"},
+            "wire fp8 is for groups within a node over the links p2p and host, not for the",
+        ),
         ("host-l40s", {"wire": "fp8", "tp": 8, "nodes": 1, "pp": 1}, None),
         (
             "pcie-a100",

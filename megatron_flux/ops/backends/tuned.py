@@ -133,12 +133,12 @@ def _operator(call: OperatorCall) -> str:
 
 
 def _key(call: OperatorCall, *, captured: bool) -> str:
-    link = _link(call.group, call.x.device, call.wire)
+    link = link_name(call.group, call.x.device, call.wire)
     shape = (_operator(call), call.m, call.n, call.k, call.x, call.transposed, call.group.size())
     return describe(*shape, link, captured=captured)
 
 
-def _link(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
+def link_name(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
     """The link as a key has it: with the wire that may be used there, where that is not ``exact``."""
     link = links.probe(group, device)
     return f"{links.name(link)} wire={wire}" if links.by_chunks(link) and wire != EXACT else links.name(link)
@@ -383,7 +383,7 @@ class TunedBackend:
         self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
     ) -> dict[str, Any] | None:
         """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
-        link = _link(group, x.device, wire)
+        link = link_name(group, x.device, wire)
         key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
         return self.decisions(group).answers.get(key)
 

@@ -245,6 +245,11 @@ def test_weaker_links_cost_stock_time() -> None:
         ({"wire": "fp8"}, "--wire fp8 is planned for the link host, this one is nvlink; leave it out, or give --link"),
         ({"link": "p2p", "keep_gathered": True}, "--keep-gathered is planned for the link host, this one is p2p"),
         ({"device": "a100-pcie", "link": "host", "wire": "fp8"}, "--wire fp8 needs compute capability 8.9, a100-pcie"),
+        ({"grad_wire": "int8"}, "--grad-wire int8 is planned for the link host, this one is nvlink"),
+        (
+            {"device": "a100-pcie", "link": "host", "grad_wire": "fp8"},
+            "--grad-wire fp8 needs compute capability 8.9, a100-pcie has .*; use --grad-wire int8",
+        ),
         ({"link": "host", "overlap_efficiency": 0.5}, "--overlap-efficiency is of fused kernels"),
     ],
 )
@@ -258,6 +263,9 @@ def test_the_layout_over_host_memory_is_chunked() -> None:
     job = resolve(PlanOptions(device="h200", link="host", wire="int8"))
     assert {call["kernel"] for call in linears(job)} == {"chunked"}
     assert {call["plan"] for call in linears(job)} == {"2 piece(s) a shard, wire int8"}
+    job = resolve(PlanOptions(device="h200", link="host", wire="int8", grad_wire="exact"))
+    wires = {(call["direction"], call["plan"].rpartition(" ")[2]) for call in linears(job)}
+    assert wires == {("forward", "int8"), ("dgrad", "exact")}
 
 
 # --- from measured files
@@ -318,3 +326,21 @@ def test_layers_over_host_memory_are_validated_by_arm_and_wire(tmp_path: Path) -
         assert found[arm]["predicted_ms"] == predict_layer(rates(4, wire=wire), "flux", shape, 2048, 4, 4).total
         assert layers.ms("flux", shape, 2048, 4, 4, wire=wire) == arms[arm]
     assert layers.ms("baseline", shape, 2048, 4, 4, wire="fp8") == 81.5
+    assert layers.ms("flux", shape, 2048, 4, 4, wire="fp8", grad_wire="exact") is None
+
+
+def test_gradients_on_a_wire_of_their_own() -> None:
+    """What gradients' wire saves is saved in backward, and the rest in what is of activations."""
+    shape, wires = LAYER_MODELS["gpt3-175b"], [(a, b) for a in ("exact", "fp8") for b in ("exact", "fp8")]
+    found = {(a, b): predict_layer(rates(4, wire=a, grad_wire=b), "flux", shape, 2048, 4, 4) for a, b in wires}
+    assert found["exact", "exact"] == predict_layer(rates(4), "flux", shape, 2048, 4, 4)
+    assert found["fp8", "fp8"] == predict_layer(rates(4, wire="fp8"), "flux", shape, 2048, 4, 4)
+    own = found["exact", "fp8"]
+    assert found["fp8", "fp8"].total < own.total < found["exact", "exact"].total
+    assert found["fp8", "exact"].forward.total < own.forward.total
+    assert own.backward.total < found["exact", "exact"].backward.total
+    exact, mixed = (rates(4, grad_wire=wire, host_ms_per_layer=4.0) for wire in ("exact", "fp8"))
+    assert mixed.host_ms("flux") > exact.host_ms("flux")
+    said = {kind: plan(device="h200", link="host", gpus=8, pp=1, tp=8, grad_wire=kind) for kind in ("exact", "fp8")}
+    assert said["fp8"]["job"]["grad_wire"] == "fp8"
+    assert said["fp8"]["speedup"] > said["exact"]["speedup"]

@@ -38,7 +38,7 @@ class LinkOptions(_Options):
     )
     wire: Wire | None = _option(
         None,
-        "What flux may send where the link is host, or p2p asked for: exact, or also fp8 or int8, whose results differ. "
+        "What flux may send where the link is host, or p2p by request: exact, or also fp8 or int8, with other results. "
         "Default: MEGATRON_FLUX_WIRE, else exact.",
     )
 

@@ -13,6 +13,10 @@ With a norm before the column layer's gather, as in TransformerEngine's LayerNor
 autograd function, which spares the host the second one's bookkeeping. The norm is computed once, on the rank's own
 rows. Saved for backward: the norm's input and statistics, and its output (the rank's rows; nothing gathered). The
 norm's arithmetic is the caller's (:class:`Norm`), so that a patched layer runs the kernels that the stock one runs.
+
+Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd
+function, nothing saved, kept or registered. What an earlier layer has registered ends all the same: the first pass of
+recomputed layers is such a forward, and no pair reaches across it.
 """
 
 from __future__ import annotations
@@ -237,8 +241,15 @@ def column_parallel_linear(
         keep_gathered: likewise.
         keep_gathered_bytes: likewise.
     """
+    backends = Backends.of(backend)
+    if not torch.is_grad_enabled():
+        prefetch.take(group)
+        if norm is not None:
+            x = norm[0].forward(x.contiguous().view(-1, x.shape[-1]), *norm[1:])[0].view(x.shape)
+        how: dict[str, Any] = {"backend": backends.forward, "wire": wires.activations}
+        return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, **how)
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), wires, autocast_of(x))
+    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x))
     linear.kept = keep.reserve(x, weight, group, linear.backends, wires, keep_gathered, keep_gathered_bytes)
     if norm is None:
         return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
@@ -261,6 +272,10 @@ def row_parallel_linear(
     ``x`` is ``[s, b, k]`` and ``weight`` ``[n, k]``, the rank's columns of both; the options are those of
     :func:`column_parallel_linear`. The bias is the caller's: it is added once, after the sum.
     """
+    backends = Backends.of(backend)
+    if not torch.is_grad_enabled():
+        prefetch.take(group)
+        return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward, wire=wires.activations)
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = LinearState(weight, main_grad, overwrite_main_grad, group, Backends.of(backend), wires, autocast_of(x))
+    linear = LinearState(weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x))
     return _RowParallelLinear.apply(x, weight, linear)

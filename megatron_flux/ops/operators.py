@@ -12,8 +12,9 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -228,8 +229,9 @@ def gemm_all_reduce(
         stats.count("gemm_all_reduce", "none", 0)
     else:
         call = call._replace(x=_matrix(x))
-        chosen = able(select(backend, call.x, weight, group), "gemm_all_reduce")
-        pending = call_events.run(call, chosen)
+        with _lasting() if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            chosen = able(select(backend, call.x, weight, group), "gemm_all_reduce")
+            pending = call_events.run(call, chosen)
         stats.count("gemm_all_reduce", chosen.name, received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *shape))
@@ -277,6 +279,9 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
     """What the backend returns of a call that is not prepared, and have it prepared for the next time. The result has
     ``shape``, and this rank receives ``nbytes`` for it, unless the backend sends fewer.
     """
+    if torch.is_inference_mode_enabled():
+        with _lasting():
+            return _run(call, backend, key, shape, nbytes)
     if call.wire not in WIRES:
         raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     x = _matrix(call.x)
@@ -287,6 +292,15 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
         nbytes = chosen.bytes_received(call, nbytes)
     stats.count(call.operator, chosen.name, nbytes)
     return result
+
+
+@contextlib.contextmanager
+def _lasting() -> Iterator[None]:
+    """Around a call in inference mode that may make what outlives it: an inference tensor could not be written to by
+    calls of a training later.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,212 @@
+"""Layers where no gradient is wanted: the operator alone, and nothing left behind that a later training would meet.
+
+Covered, for tp 2 and 4, under ``torch.inference_mode()`` and ``torch.no_grad()``: no autograd function, nothing kept,
+nothing registered, and the operators that run, by counts; results equal to the bit to those of a training's forward;
+GPTModel's losses, gradients and operators after inference as before it; workspaces that calls in inference mode have
+made, written to by a training (every backend that runs on CPUs); the pair of a column and a row layer that such a
+forward comes between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, ops
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.layers import column_parallel_linear, keep, linears, prefetch, row_parallel_linear
+from megatron_flux.ops.backends import registry
+from tests.distributed.data import normals
+from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_fused_twin import TINY, twin
+from tests.distributed.test_norm_column import LayerNorm, operands
+
+pytestmark = pytest.mark.distributed
+
+MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
+FUNCTIONS = (linears._ColumnParallelLinear, linears._NormColumnParallelLinear, linears._RowParallelLinear)
+
+
+@contextlib.contextmanager
+def bookkeeping() -> Iterator[Counter[str]]:
+    """Counts what a training's forward does beside its operator."""
+    seen: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str, what: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[what] += 1
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for function in FUNCTIONS:
+            stack.enter_context(counted(function, "apply", "function"))
+        stack.enter_context(counted(keep, "reserve", "keep"))
+        stack.enter_context(counted(prefetch, "register", "register"))
+        yield seen
+
+
+class Layers:
+    """A norm with a column layer, a column layer and a row layer, with the group's gathered inputs kept."""
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+        self.o: dict[str, Any] = operands("LayerNorm", True)
+        self.other = normals(8, 6, seed=70).requires_grad_()
+        self.row = normals(5, 8, seed=80 + dist.get_rank()).requires_grad_()
+
+    def forward(self) -> list[torch.Tensor]:
+        o, how = self.o, {"backend": "reference", "keep_gathered": True}
+        norm = LayerNorm(), o["norm_weight"], o["norm_bias"]
+        first = column_parallel_linear(o["x"], o["weight"], o["bias"], self.group, norm=norm, **how)
+        own = first.chunk(dist.get_world_size())[dist.get_rank()]
+        second = column_parallel_linear(own.tanh(), self.other, None, self.group, **how)
+        return [first, second, row_parallel_linear(second.tanh(), self.row, self.group, backend="reference")]
+
+
+def rank_counts(mode: str) -> None:
+    layers = Layers()
+    ops.stats.reset()
+    with bookkeeping() as seen:
+        expected = layers.forward()
+    assert seen == {"function": 3, "keep": 2, "register": 2}, "nothing is counted: nothing could be seen"
+    forward = dict(ops.stats.calls)
+    total, gathers = keep.report()["total"], ops.all_gathers_begun(layers.group)
+    del expected[1:]
+    ops.stats.reset()
+    with MODES[mode](), bookkeeping() as seen:
+        found = layers.forward()
+    assert seen == {}
+    assert (
+        dict(ops.stats.calls)
+        == forward
+        == {("all_gather_gemm", "reference"): 2, ("gemm_reduce_scatter", "reference"): 1}
+    )
+    assert keep.report()["total"] == total
+    assert ops.all_gathers_begun(layers.group) == gathers
+    assert state_of(layers.group).column is None
+    assert not any(y.requires_grad for y in found)
+    with torch.enable_grad():
+        for one, other in zip(found, layers.forward(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_operator_alone(world: WorkerPool, mode: str) -> None:
+    world.run(rank_counts, mode)
+
+
+def rank_between(mode: str) -> None:
+    """As the first pass of recomputed layers: a row layer behind it has no partner."""
+    layers = Layers()
+    with torch.enable_grad():
+        kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
+    assert state_of(layers.group).column is not None, "nothing was registered: nothing can be ended"
+    with MODES[mode]():
+        row_parallel_linear(kept, layers.row, layers.group)
+    assert prefetch.take(layers.group) is None
+    kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
+    with MODES[mode]():
+        column_parallel_linear(normals(2, 2, 6, seed=1), layers.other, None, layers.group)
+    assert prefetch.take(layers.group) is None
+    del kept
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_ends_a_pair(world2: WorkerPool, mode: str) -> None:
+    world2.run(rank_between, mode)
+
+
+def rank_gpt(family: str) -> dict[str, int]:
+    """Operators of an inference pass. Losses and gradients of steps around it are those of steps without it."""
+    with megatron(tp=dist.get_world_size()):
+        model = gpt_model(family)
+        config = FluxConfig(strict=True, backend="reference", keep_gathered=True)
+        with flux(config) as before:
+            loss, gradients = loss_and_gradients(model)
+        with flux(config):
+            for mode in MODES.values():
+                ops.stats.reset()
+                with mode(), bookkeeping() as seen:
+                    assert torch.equal(model(**batch()), loss)
+                assert seen == {}
+                calls = {operator: n for (operator, _), n in ops.stats.calls.items()}
+                ops.stats.reset()
+                found, after = loss_and_gradients(model)
+                assert torch.equal(found, loss)
+                assert after.keys() == gradients.keys()
+                for name, gradient in gradients.items():
+                    assert torch.equal(after[name], gradient), name
+                assert {f"{operator}/{name}": n for (operator, name), n in ops.stats.calls.items()} == before.calls
+        return calls
+
+
+@pytest.mark.parametrize("family", ["gpt3", "llama"])
+def test_training_goes_on_unchanged(world: WorkerPool, family: str) -> None:
+    for calls in world.run(rank_gpt, family):
+        # Two layers of four linears, and the output layer, which gathers too.
+        assert calls == {"all_gather_gemm": 5, "gemm_reduce_scatter": 4}
+
+
+def rank_workspaces(backend: str) -> None:
+    """All that a group's calls need is made in inference mode; a training writes to it."""
+    group, registered = dist.new_group(list(range(dist.get_world_size()))), backend == "twin"
+    if registered:
+        made = twin()
+        from megatron_flux.ops.kernel_config import KernelConfig
+
+        made.config = KernelConfig(**TINY)
+        ops.register_backend(made)
+    rank, dtype = group.rank(), torch.bfloat16
+    x, columns = normals(16, 32, seed=1 + rank, dtype=dtype), normals(32, 32, seed=20 + rank, dtype=dtype)
+    rows = normals(32, 32, seed=30 + rank, dtype=dtype)
+
+    def results(grad: bool) -> list[torch.Tensor]:
+        weights = [columns.clone().requires_grad_(grad), rows.clone().requires_grad_(grad)]
+        own = x.clone().requires_grad_(grad)
+        hidden = column_parallel_linear(own, weights[0], None, group, backend=backend).tanh()
+        y = row_parallel_linear(hidden, weights[1], group, backend=backend)
+        whole = ops.gemm_all_reduce(hidden, weights[1], group, backend=backend)
+        if grad:
+            y.float().square().sum().backward()
+        return [y.detach(), whole, *(t.grad for t in (own, *weights) if grad)]
+
+    try:
+        with torch.inference_mode():
+            first = results(False)
+            for _ in range(2):  # both halves of the workspace that wgrad's gathers have
+                ops.all_gather(x, group, backend=backend).wait()
+        steps = [results(True) for _ in range(3)]
+        with torch.inference_mode():
+            last = results(False)
+        for found in (*steps[1:], first, last):
+            for one, other in zip(found, steps[0], strict=False):
+                assert torch.equal(one, other)
+        assert len(steps[0]) == 5
+        assert all(gradient.any() for gradient in steps[0][2:])
+    finally:
+        if registered:
+            del registry._backends["twin"]
+        dist.destroy_process_group(group)
+
+
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.mark.parametrize(
+    "backend", ["reference", "chunked", "chunked_int8", "auto", pytest.param("twin", marks=NEEDS_TRITON)]
+)
+def test_workspaces_made_in_inference_mode_serve_a_training(world2: WorkerPool, backend: str) -> None:
+    world2.run(rank_workspaces, backend)

@@ -17,7 +17,9 @@ from megatron_flux.errors import OperatorError
 
 MAP_BYTES = 128  # size of a ``CUtensorMap``
 
-_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ``CUtensorMapDataType``
+_MAP_TYPES = {  # ``CUtensorMapDataType``; FP8 is bytes
+    torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
+}  # fmt: skip
 _L2_PROMOTION_128B = 2
 _INVALID_CONTEXT = 201
 _ANYWHERE = 4  # ``CU_MEMORYTYPE_UNIFIED``
@@ -159,9 +161,9 @@ def tensor_map(
 ) -> ctypes.Array:
     """A ``CUtensorMap`` for TMA's tiled copies, as Triton makes them: out of bounds is zero.
 
-    ``address`` is that of the first element on the device, a multiple of 16; ``dtype`` bf16, fp16 or fp32. ``shape``,
-    ``strides`` (the last is 1) and ``box`` (of a copy) are in elements, the contiguous dimension last. ``swizzle`` is a
-    ``CUtensorMapSwizzle``.
+    ``address`` is that of the first element on the device, a multiple of 16; ``dtype`` bf16, fp16, fp32 or FP8.
+    ``shape``, ``strides`` (the last is 1) and ``box`` (of a copy) are in elements, the contiguous dimension last.
+    ``swizzle`` is a ``CUtensorMapSwizzle``.
     """
     rank = len(shape)
     numbers, words = _U64 * rank, ctypes.c_uint32 * rank

@@ -64,6 +64,7 @@ class Copy(NamedTuple):
     rows: int
     pitch: int
     flag: int  # the peer's word that says it has arrived
+    scales: int = 0  # where the shard's scales go before; 0: they do not
 
 
 class Push(NamedTuple):
@@ -71,19 +72,24 @@ class Push(NamedTuple):
 
     copies: list[Copy]
     epoch: int
+    scale_bytes: int = 0  # of a shard in FP8 that has scales in blocks
 
-    def enqueue(self, source: int, stream: int) -> None:
-        """Put the copies of x, which lies at ``source``, into ``stream`` (a handle)."""
-        for target, offset, width, rows, pitch, flag in self.copies:
+    def enqueue(self, source: int, stream: int, scales: int = 0) -> None:
+        """Put the copies of x, which lies at ``source``, into ``stream`` (a handle); its scales lie at ``scales``."""
+        for target, offset, width, rows, pitch, flag, scales_to in self.copies:
+            if scales_to:
+                driver.copy(scales_to, scales, self.scale_bytes, stream)
             if width == pitch:
                 driver.copy(target, source + offset, width * rows, stream)
             else:
                 driver.copy_rows(target, source + offset, width, rows, pitch, stream)
             driver.copy(flag, self.epoch, 4, stream)
 
-    def by_processor(self, source: int) -> None:
+    def by_processor(self, source: int, scales: int = 0) -> None:
         """Copy now, in the same order."""
-        for target, offset, width, rows, pitch, flag in self.copies:
+        for target, offset, width, rows, pitch, flag, scales_to in self.copies:
+            if scales_to:
+                ctypes.memmove(scales_to, scales, self.scale_bytes)
             for row in range(rows):
                 ctypes.memmove(target + row * pitch, source + offset + row * pitch, width)
             ctypes.memmove(flag, self.epoch, 4)
@@ -104,36 +110,48 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     return [(step, piece, pieces[step][piece]) for step, piece in turns]
 
 
-def push_of(work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges) -> Push:
-    """What :func:`push` enqueues for shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab."""
+def push_of(
+    work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
+) -> Push:
+    """What :func:`push` enqueues for shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab; ``scales``: the shape of
+    a shard's fp32 scales, which travel with its first piece.
+    """
 
     def make() -> Push:
         rank, tp, size = work.rank, work.tp, dtype.itemsize
-        pitch, copies = k * size, []
+        pitch, copies, places = k * size, [], None
+        if scales is not None:
+            places = work.scale_buffers(half, tp * mp * pitch, scales)
         for step, piece, columns in order(tp, k, edges):
             peer = (rank - step) % tp
             word = half * FLAG_WORDS + ENTER_WORDS + rank * edges.flags + piece
             offset, width = columns.start * size, (columns.stop - columns.start) * size
             target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
             flag = work.flags[peer].data_ptr() + 4 * word
-            copies.append(Copy(target, offset, width, mp, pitch, flag))
-        return Push(copies, work.epochs.data_ptr() + 4 * half)
+            scales_to = 0 if places is None or piece else places[peer][rank].data_ptr()
+            copies.append(Copy(target, offset, width, mp, pitch, flag, scales_to))
+        return Push(copies, work.epochs.data_ptr() + 4 * half, 0 if scales is None else 4 * scales.numel())
 
-    return kept(work.pushes, (half, mp, k, dtype, edges), make)
+    return kept(work.pushes, (half, mp, k, dtype, edges, scales), make)
 
 
-def push(x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE) -> Callable[[], None]:
-    """Enqueue the copies of shard x ``[mp, k]`` behind the current stream; returns what makes it wait for them."""
-    found = push_of(work, half, *x.shape, x.dtype, edges)
+def push(
+    x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE, scales: torch.Tensor | None = None
+) -> Callable[[], None]:
+    """Enqueue the copies of shard x ``[mp, k]``, and of its ``scales``, behind the current stream; returns what makes
+    it wait for them.
+    """
+    found = push_of(work, half, *x.shape, x.dtype, edges, None if scales is None else scales.shape)
+    addresses = x.data_ptr(), 0 if scales is None else scales.data_ptr()
     if not x.is_cuda:
-        found.by_processor(x.data_ptr())
+        found.by_processor(*addresses)
         return lambda: None
     if work.side is None:
         work.side = CopyStream(torch.cuda.Stream(x.device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
     side, before, after = work.side
     before.record()
     side.wait_event(before)
-    found.enqueue(x.data_ptr(), side.cuda_stream)
+    found.enqueue(addresses[0], side.cuda_stream, addresses[1])
     after.record(side)
     return after.wait
 

@@ -64,9 +64,10 @@ Source: design of FLUX (arXiv 2406.06858) for flags; the epoch protocol is descr
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -85,6 +86,8 @@ FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 own tiles of 8 sources, 16 ti
 ENTER_WORDS = 64  # the first words of a half's flags tell that a rank has begun a call
 CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # what is left of a half's flags for the data of a call
 MIB = 1 << 20
+SCALES_AT = 128
+"""Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
 
 
 class CopyStream(NamedTuple):
@@ -232,6 +235,23 @@ class Slab:
             (half, m, k, dtype),
             lambda: [self.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(self.tp)],
         )
+
+    def scale_buffers(self, half: int, nbytes: int, shape: Sequence[int]) -> list[torch.Tensor]:
+        """fp32 ``[tp, *shape]`` of every rank: scales of all shards, behind a gather buffer of ``nbytes``."""
+        at = -(-nbytes // SCALES_AT) * SCALES_AT
+        size = 4 * self.tp * math.prod(shape)
+
+        def make() -> list[torch.Tensor]:
+            return [
+                self.half(half, r)[at : at + size].view(torch.float32).view(self.tp, *shape) for r in range(self.tp)
+            ]
+
+        return kept(self.buffers, ("scales", half, at, *shape), make)
+
+
+def scale_bytes(shape: tuple[int, ...], tp: int) -> int:
+    """What fp32 scales ``shape`` of every rank take in a half, behind a gather buffer."""
+    return 4 * math.prod(shape) * tp + SCALES_AT
 
 
 def kept(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
+from megatron_flux.ops.fp8_operand import Fp8Pair
 
 ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 
@@ -40,6 +41,7 @@ class OperatorCall(NamedTuple):
     return_gathered: bool = True  # without it the rank's own rows of the gathered x may be missing: they are not read
     async_op: bool = False  # a result that is not finished will do
     wire: str = "exact"  # what the tuner may send over a host link, beside the numbers as they are
+    fp8: Fp8Pair | None = None  # of which ``x`` and ``weight`` are the numbers, unscaled
 
     @property
     def k(self) -> int:
@@ -56,6 +58,16 @@ class OperatorCall(NamedTuple):
     def n(self) -> int:
         """Columns of the result of a GEMM, 0 for all_gather."""
         return 0 if self.weight is None else self.weight.shape[1 if self.transposed else 0]
+
+    @property
+    def out(self) -> torch.dtype:
+        """Of the result of a GEMM."""
+        return self.x.dtype if self.fp8 is None else self.fp8.out
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is multiplied, beside shapes: the dtype of x, or all about FP8 operands."""
+        return (self.x.dtype,) if self.fp8 is None else self.fp8.kind
 
     def run(self, backend: Any, **options: Any) -> Any:
         """Make the call on ``backend``; ``options``: what only this backend takes."""
@@ -108,11 +120,12 @@ def compare_calls(call: OperatorCall) -> None:
     """Check that all ranks of the group are about to make ``call``; collective the first time only. Raises UserError:
     they are not (all ranks raise), or the first call of its kind is being captured in a CUDA graph.
     """
-    kind, group = (call.operator, call.m, call.n, call.k, call.x.dtype, call.transposed), call.group
+    kind, group = (call.operator, call.m, call.n, call.k, call.kind, call.transposed), call.group
     compared = state_of(group).compared
     if kind in compared:
         return
-    words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind)
+    of = " ".join(map(str, call.kind))
+    words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind[:4], of, kind[5])
     if call.x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
     calls = of_all_ranks(words, group)

@@ -242,7 +242,7 @@ def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: 
     gathered = [whole.view(-1, *x.shape[1:]) for whole in buffers]
     if config is not None and config.comm:
         return PreparedAllGatherGemm(work, kernels, shape, gathered)
-    pushes = [work.pushes.get((half, call.m // work.tp, call.k, x.dtype, edges)) for half in halves]
+    pushes = [work.pushes.get((half, call.m // work.tp, call.k, x.dtype, edges, None)) for half in halves]
     copies = work.side
     assert copies is not None, "the call has been made"  # noqa: S101
     side = Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)

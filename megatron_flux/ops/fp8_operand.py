@@ -27,7 +27,7 @@ Shards
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -144,6 +144,32 @@ class Fp8Operand:
         else:
             by_block = scales[:, : self._kb].repeat_interleave(BLOCK, 0)[: self.rows]
         return numbers * by_block.repeat_interleave(BLOCK, 1)[:, : self.k]
+
+
+class Fp8Pair(NamedTuple):
+    """Both operands of a GEMM, and how it adds up."""
+
+    x: Fp8Operand
+    weight: Fp8Operand
+    out: torch.dtype = torch.bfloat16  # of the result
+    split: bool = False
+    """Sums of the tensor core go to fp32 every 128 of k, as with TransformerEngine's split accumulator; in blocks that
+    is so without it, for their scales are multiplied there."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether blocks of numbers have scales of their own."""
+        return self.x.scaling != "tensor"
+
+    @property
+    def promoted(self) -> bool:
+        """Whether sums go to fp32 every 128 of k."""
+        return self.split or self.blocks
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All but shapes and addresses."""
+        return (self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)
 
 
 def gemm_ready(compact: torch.Tensor) -> torch.Tensor:

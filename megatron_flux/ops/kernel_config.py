@@ -51,6 +51,9 @@ class KernelConfig:
     ws: bool = False  # the warp-specialised kernels (Hopper only)
     ring: int = 2  # ``ws``: pieces of 64 columns that wait to be stored
     spread: int = 0  # gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent
+    teams: int = (
+        1  # ``ws``: 2 halves of a tile's rows are multiplied by 4 warps each, which need not wait for each other
+    )
 
     def __post_init__(self) -> None:
         """Hash once: a configuration is part of the key of every call."""

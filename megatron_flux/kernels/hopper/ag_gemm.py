@@ -47,6 +47,7 @@ from megatron_flux.kernels.hopper.pieces import (
     rings,
     wait_flags,
 )
+from megatron_flux.kernels.hopper.scaled import scaled_tile
 
 
 @gluon.jit
@@ -149,11 +150,12 @@ def _store(
 def _push(
     x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank,
     BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
-    KEEP: gl.constexpr, CTAS: gl.constexpr, DTYPE: gl.constexpr,
+    KEEP: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    dtype: gl.constexpr = x.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([128 // dtype.primitive_bitwidth], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, WIDTH, layout=layout)
-    mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(DTYPE)) + buf_off, 16)
+    mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(dtype)) + buf_off, 16)
     if PUSH or KEEP:
         for unit in range(gl.program_id(0), own * KCH * BM, CTAS):
             row = (unit // (KCH * BM)) * BM + unit % BM
@@ -165,7 +167,7 @@ def _push(
                 value = gl.load(from_row + at + lane, mask=at + lane < end)
                 if PUSH:
                     for step in gl.static_range(1, TP):
-                        theirs = gl.load(data_table + (rank + TP - step) % TP).to(gl.pointer_type(DTYPE)) + buf_off
+                        theirs = gl.load(data_table + (rank + TP - step) % TP).to(gl.pointer_type(dtype)) + buf_off
                         theirs = gl.multiple_of(theirs, 16)
                         gl.store(theirs + to_row + at + lane, value, mask=at + lane < end)
                 if KEEP:
@@ -180,10 +182,11 @@ def _push(
 
 @gluon.jit
 def _multiply(
-    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank,
+    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, gs, ld, ws, ldw, n, rank,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
     SPAN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr, DTYPE: gl.constexpr,
+    BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
+    TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -191,46 +194,81 @@ def _multiply(
     phase_d = 0
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         col = 0
-        if BIAS:
-            _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+        if BIAS or SCALES == "blocks":
+            src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
             col = pn * BN
-        acc, slot, phase = multiply_tile(
-            sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS
-        )
-        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
+        if SCALES is None:
+            acc, slot, phase = multiply_tile(
+                sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS,
+                TEAM, TEAMS,
+            )  # fmt: skip
+        else:
+            by_row = xs
+            by_block = ws
+            if SCALES == "blocks":
+                if src != rank:
+                    by_row = gs + src * kt * ld
+                by_row += rb * BM
+                by_block += pn * ldw
+            acc, slot, phase = scaled_tile(
+                sa, sb, full, empty, slot, phase, kt, by_row, ld, BM, by_block, bias, col, n, BM, BN, STAGES, SCALES,
+                PROMOTE, BIAS, TEAM, TEAMS,
+            )  # fmt: skip
+        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
 
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def hopper_ag_gemm_kernel(
-    a, xd, b, c, x, bias, data_table, flag_table, flags, ctrl, epochs, err, limit, slot, next_slot,
-    flag_off, buf_off, n, k, mp, chunk_k, rank,
+    a, xd, b, c, x, bias, xs, gs, ws, data_table, flag_table, flags, ctrl, epochs, err, limit, slot, next_slot,
+    flag_off, buf_off, n, k, mp, chunk_k, ld, ldw, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr, DTYPE: gl.constexpr,
+    BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read."""
+    """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read,
+    without ``SCALES`` (None) no scales.
+    """
     epoch = gl.load(epochs + slot)
     own = mp // BM
     npn = gl.cdiv(n, BN)
     kt = gl.cdiv(k, BK)
-    sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
-    sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
+    sa = gl.allocate_shared_memory(a.dtype, [STAGES, BM, BK], a.layout)
+    sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], c.layout)
-    full, empty = rings(STAGES)
-    ready, free = rings(RING)
-    gl.warp_specialize(
-        [
-            (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, n, rank, BM, BN, GROUP, TP,
-                         PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE)),
-            (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
-                     mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES,
-                     TRANSPOSED)),
-            (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
-            (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
-                     TP, PUSH, KEEP, CTAS, DTYPE)),
-        ],
-        [1, 1, 2],
-        [80, 80, 80],
-    )  # fmt: skip
+    full, empty = rings(STAGES, 1, TEAMS)
+    ready, free = rings(RING, TEAMS, 1)
+    if TEAMS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, gs, ld, ws, ldw, n, rank,
+                             BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
+                             PROMOTE, 1, 0)),
+                (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
+                         mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES, TRANSPOSED)),
+                (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
+                (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
+                         TP, PUSH, KEEP, CTAS)),
+            ],
+            [1, 1, 2],
+            [80, 80, 80],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, gs, ld, ws, ldw, n, rank,
+                             BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
+                             PROMOTE, 2, 0)),
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, gs, ld, ws, ldw, n, rank,
+                             BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
+                             PROMOTE, 2, 1)),
+                (_load, (a, xd, b, sa, sb, full, empty, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK,
+                         mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES, TRANSPOSED)),
+                (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
+                (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
+                         TP, PUSH, KEEP, CTAS)),
+            ],
+            [4, 1, 1, 2],
+            [216, 80, 80, 80],
+        )  # fmt: skip
     leave(ctrl, epochs, epoch, next_slot, CTAS)

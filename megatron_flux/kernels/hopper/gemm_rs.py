@@ -38,6 +38,7 @@ from megatron_flux.kernels.hopper.pieces import (
     rings,
     wait_flags,
 )
+from megatron_flux.kernels.hopper.scaled import scaled_tile
 
 
 @gluon.jit
@@ -126,19 +127,33 @@ def _reduce(
 @gluon.jit
 def _multiply(
     sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-    nrb, npn, kt, mp, n,
-    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr,
-    RING: gl.constexpr, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
+    xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
+    SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     slot_d = 0
     phase_d = 0
-    for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
-        acc, slot, phase = multiply_tile(
-            sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, TRANSPOSED, False
-        )
-        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING)
+    for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
+        if SCALES is None:
+            acc, slot, phase = multiply_tile(
+                sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, TRANSPOSED, False, TEAM,
+                TEAMS,
+            )  # fmt: skip
+        else:
+            row = t * 0
+            by_block = ws
+            if SCALES == "blocks":
+                step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
+                row = ((rank + 1 + step) % TP) * mp + rb * BM
+                by_block += pn * ldw
+            acc, slot, phase = scaled_tile(
+                sa, sb, full, empty, slot, phase, kt, xs + row, ld, mp * TP - row, by_block, None, 0, n, BM, BN, STAGES,
+                SCALES, PROMOTE, False, TEAM, TEAMS,
+            )  # fmt: skip
+        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
     _reduce(
         flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 4096, 50,
         DTYPE,
@@ -147,34 +162,56 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
 def hopper_gemm_rs_kernel(
-    a, b, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
+    a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, flag_table, flags, recv, out, ctrl, epochs, err, limit,
+    slot, next_slot, flag_off, row_off, n, kt, mp, ld, ldw, rank, spread,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
-    DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP)."""
+    """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
+    Without ``SCALES`` (None) no scales are read.
+    """
     epoch = gl.load(epochs + slot)
     nrb = gl.cdiv(mp, BM)
     npn = gl.cdiv(n, BN)
-    sa = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], a.layout)
-    sb = gl.allocate_shared_memory(DTYPE, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
+    sa = gl.allocate_shared_memory(a.dtype, [STAGES, BM, BK], a.layout)
+    sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)
-    full, empty = rings(STAGES)
-    ready, free = rings(RING)
-    gl.warp_specialize(
-        [
-            (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                         limit, row_off, nrb, npn, kt, mp, n, BM, BN, TP, CTAS, STAGES, RING, TRANSPOSED, PIECES,
-                         DTYPE)),
-            (_load, (a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
-                     TRANSPOSED)),
-            (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
-                      rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
-            (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
-                       PIECES, 1024, 500, DTYPE)),
-        ],
-        [1, 1, 2],
-        [80, 80, 80],
-    )  # fmt: skip
+    full, empty = rings(STAGES, 1, TEAMS)
+    ready, free = rings(RING, TEAMS, 1)
+    if TEAMS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
+                             limit, row_off, xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 1, 0)),
+                (_load, (a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
+                         TRANSPOSED)),
+                (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
+                          rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
+                (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
+                           PIECES, 1024, 500, DTYPE)),
+            ],
+            [1, 1, 2],
+            [80, 80, 80],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
+                             limit, row_off, xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 0)),
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
+                             limit, row_off, xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 1)),
+                (_load, (a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
+                         TRANSPOSED)),
+                (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
+                          rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
+                (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
+                           PIECES, 1024, 500, DTYPE)),
+            ],
+            [4, 1, 1, 2],
+            [216, 80, 80, 80],
+        )  # fmt: skip
     leave(ctrl, epochs, epoch, next_slot, CTAS)

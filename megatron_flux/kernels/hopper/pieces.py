@@ -3,7 +3,9 @@
 Contract
     One CTA per SM, four kinds of warps:
 
-    * *multiply* (8 warps, the default partition): wgmma on what *load* brought, then the tile goes to shared memory.
+    * *multiply* (8 warps, the default partition): wgmma on what *load* brought, then the tile goes to shared memory. As
+      two TEAMS it is 4 warps of the default partition and 4 beside, each with half a tile's rows: one multiplies while
+      the other does arithmetic.
     * *load* (1 warp): TMA loads of both operands, ``STAGES`` ahead, across tiles. It alone waits for data of peers.
     * *store* (1 warp): TMA stores of finished tiles, ``PIECE`` columns at a time, and what must follow a store.
     * *aux* (4 warps): what the operator does beside the product (copying, pushing, adding), on registers.
@@ -97,13 +99,13 @@ def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, 
 
 
 @gluon.jit
-def rings(SLOTS: gl.constexpr):
-    """Two mbarriers for each slot of a ring: filled, and free again."""
+def rings(SLOTS: gl.constexpr, FILLING: gl.constexpr = 1, READING: gl.constexpr = 1):
+    """Two mbarriers for each slot of a ring: filled, and free again, when so many partitions have said so."""
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(filled.index(i), count=FILLING)
+        mbarrier.init(free.index(i), count=READING)
     return filled, free
 
 
@@ -116,7 +118,7 @@ def load_blocks(
     for ki in range(first, last):
         mbarrier.wait(empty.index(slot), phase)
         loaded, to_a, to_b = full.index(slot), sa.index(slot), sb.index(slot)
-        mbarrier.expect(loaded, (BM + BN) * BK * 2)
+        mbarrier.expect(loaded, (BM + BN) * BK * (sa.dtype.primitive_bitwidth // 8))
         copy_in(a, [row, ki * BK], loaded, to_a)
         if TRANSPOSED:
             copy_in(b, [ki * BK, col], loaded, to_b)
@@ -127,27 +129,42 @@ def load_blocks(
 
 
 @gluon.jit
-def _before(slot, STAGES: gl.constexpr):
+def slot_before(slot, STAGES: gl.constexpr):
     """The slot before; not a variable carried through the loop, because one that begins as an alias is not carried."""
     return gl.where(slot == 0, STAGES - 1, slot - 1)
+
+
+@gluon.constexpr_function
+def tile_layout(bn, deep, teams):
+    """Of a team's part of a tile, with ``deep`` numbers along k in an instruction."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8 // teams, 1], instr_shape=[16, bn, deep])
+
+
+@gluon.jit
+def team_rows(tile, BM: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):
+    """The team's rows of a tile in shared memory."""
+    if TEAMS == 1:
+        return tile
+    else:  # noqa: RET505 - Gluon compiles one of the two
+        return tile.slice(TEAM * (BM // TEAMS), BM // TEAMS)
 
 
 @gluon.jit
 def multiply_tile(
     sa, sb, full, empty, slot, phase, kt, bias, col, n, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr = 0, TEAMS: gl.constexpr = 1,
 ):  # fmt: skip
-    """One tile's product over ``kt`` k blocks; returns it with the ring's next slot and phase. With ``BIAS`` the sum
-    begins with ``bias[col:col+BN]``, which then needs no registers of its own.
+    """One tile's product over ``kt`` k blocks, of the team's rows; returns it with the ring's next slot and phase. With
+    ``BIAS`` the sum begins with ``bias[col:col+BN]``, which then needs no registers of its own.
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
-    acc = gl.zeros((BM, BN), gl.float32, layout=mma)
+    mma: gl.constexpr = tile_layout(BN, 256 // sa.dtype.primitive_bitwidth, TEAMS)
+    acc = gl.zeros((BM // TEAMS, BN), gl.float32, layout=mma)
     if BIAS:
         cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
         acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)
     for ki in range(kt):
         mbarrier.wait(full.index(slot), phase)
-        x = sa.index(slot)
+        x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
         if TRANSPOSED:
             y = sb.index(slot)
         else:
@@ -155,18 +172,21 @@ def multiply_tile(
         acc = warpgroup_mma(x, y, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=ki > 0)
+        mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1, pred=ki > 0)
         slot, phase = advance(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     barrier()
-    mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
+    mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1)
     return acc, slot, phase
 
 
 @gluon.jit
-def _hand_over(value, pieces, ready, free, slot, phase, DTYPE: gl.constexpr, RING: gl.constexpr):
+def _hand_over(
+    value, pieces, ready, free, slot, phase, BM: gl.constexpr, DTYPE: gl.constexpr, RING: gl.constexpr,
+    TEAM: gl.constexpr, TEAMS: gl.constexpr,
+):  # fmt: skip
     mbarrier.wait(free.index(slot), phase ^ 1)
-    pieces.index(slot).store(value.to(DTYPE))
+    team_rows(pieces.index(slot), BM, TEAM, TEAMS).store(value.to(DTYPE))
     fence_async_shared()
     barrier()
     mbarrier.arrive(ready.index(slot), count=1)
@@ -176,13 +196,14 @@ def _hand_over(value, pieces, ready, free, slot, phase, DTYPE: gl.constexpr, RIN
 
 @gluon.jit
 def hand_over_tile(
-    acc, pieces, ready, free, slot, phase, BM: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, RING: gl.constexpr
-):
-    """Give a finished tile to *store*, in pieces of ``PIECE`` columns, left to right."""
+    acc, pieces, ready, free, slot, phase, BM: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, RING: gl.constexpr,
+    TEAM: gl.constexpr = 0, TEAMS: gl.constexpr = 1,
+):  # fmt: skip
+    """Give the team's rows of a finished tile to *store*, in pieces of ``PIECE`` columns, left to right."""
     if BN == PIECE:
-        slot, phase = _hand_over(acc, pieces, ready, free, slot, phase, DTYPE, RING)
+        slot, phase = _hand_over(acc, pieces, ready, free, slot, phase, BM, DTYPE, RING, TEAM, TEAMS)
     else:
-        left, right = gl.split(gl.permute(gl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-        slot, phase = hand_over_tile(left, pieces, ready, free, slot, phase, BM, BN // 2, DTYPE, RING)
-        slot, phase = hand_over_tile(right, pieces, ready, free, slot, phase, BM, BN // 2, DTYPE, RING)
+        left, right = gl.split(gl.permute(gl.reshape(acc, (BM // TEAMS, 2, BN // 2)), (0, 2, 1)))
+        slot, phase = hand_over_tile(left, pieces, ready, free, slot, phase, BM, BN // 2, DTYPE, RING, TEAM, TEAMS)
+        slot, phase = hand_over_tile(right, pieces, ready, free, slot, phase, BM, BN // 2, DTYPE, RING, TEAM, TEAMS)
     return slot, phase

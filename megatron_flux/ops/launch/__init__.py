@@ -22,7 +22,10 @@ from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 from megatron_flux.settings import sm_margin
 
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # Triton's and Gluon's
+DTYPES = {  # Triton's and Gluon's
+    torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
+}  # fmt: skip
 CPU_CTAS = 3
 
 
@@ -41,8 +44,12 @@ class SlabCall:
         """The constants that all kernels have."""
         made, config = self.made, self.config
         tile = {"BM": config.bm, "BN": config.bn, "BK": config.bk}
-        dtype = DTYPES[made.x.dtype]
-        return {"TP": self.work.tp, **tile, "CTAS": self.sms, "TRANSPOSED": made.transposed, "DTYPE": dtype}
+        fp8 = made.fp8
+        scales = None if fp8 is None else "blocks" if fp8.blocks else "tensor"
+        return {
+            "TP": self.work.tp, **tile, "CTAS": self.sms, "TRANSPOSED": made.transposed, "DTYPE": DTYPES[made.out],
+            "SCALES": scales, "PROMOTE": fp8 is not None and fp8.promoted,
+        }  # fmt: skip
 
     def weight_box(self) -> tuple[int, int]:
         """Rows and columns of the weight that a tile multiplies at a time."""
@@ -51,7 +58,7 @@ class SlabCall:
 
     def workspaces(self) -> list[torch.Tensor]:
         """The partials of a gemm_reduce_scatter on every rank: both halves, ``[rows, bn]``."""
-        work, bn, dtype = self.work, self.config.bn, self.made.x.dtype
+        work, bn, dtype = self.work, self.config.bn, self.made.out
         rows = 2 * work.half_bytes // (bn * dtype.itemsize)
         key = ("partials", bn, dtype)
         return kept(work.descriptors, key, lambda: [data.view(dtype).view(rows, bn) for data in work.data])
@@ -65,13 +72,14 @@ def all_gather_gemm(
     into the second result. The plain one reads them there, and copies them in any case.
     """
     x, m, k = made.x, made.m, made.k
-    sms, out = sm_count(x.device), torch.empty((m, made.n), dtype=x.dtype, device=x.device)
+    sms, out = sm_count(x.device), torch.empty((m, made.n), dtype=made.out, device=x.device)
+    scales = sent_scales(made)
     with unbroken(work, "all_gather_gemm"):
         turn = work.begin()
         gathered = work.gather_buffers(turn.half, m, k, x.dtype)[work.rank]
         finish = None
         if not (config.ws and config.comm):  # before the kernel: see the copy engine's hazards
-            finish = push(x, work, turn.half, config.edges(k) if config.ws else WHOLE)
+            finish = push(x, work, turn.half, config.edges(k) if config.ws else WHOLE, scales)
         kernels.all_gather_gemm(SlabCall(made, out, work, turn, config, sms), gathered)
         if finish is not None:
             finish()
@@ -85,7 +93,7 @@ def gemm_reduce_scatter(made: OperatorCall, work: Slab, config: KernelConfig, ke
     sms = sm_count(x.device)
     if rs_tiles(mp, n, config) * work.tp > CALL_FLAGS:
         raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {config.label()}")
-    out = torch.empty((mp, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((mp, n), dtype=made.out, device=x.device)
     with unbroken(work, "gemm_reduce_scatter"):
         call = SlabCall(made, out, work, work.begin(), config, sms)
         kernels.gemm_reduce_scatter(call)
@@ -93,9 +101,23 @@ def gemm_reduce_scatter(made: OperatorCall, work: Slab, config: KernelConfig, ke
     return out
 
 
+def sent_scales(made: OperatorCall) -> torch.Tensor | None:
+    """The scales that travel with x of an all_gather_gemm: of blocks. One scale for all is the same on all ranks."""
+    return made.fp8.x.scale_inv if made.fp8 is not None and made.fp8.blocks else None
+
+
+def gathered_scales(call: SlabCall) -> torch.Tensor | None:
+    """``[tp, kb, ld]`` of this rank, where :func:`sent_scales` arrive."""
+    scales, work = sent_scales(call.made), call.work
+    if scales is None:
+        return None
+    buffers = work.scale_buffers(call.turn.half, call.made.m * call.made.k, scales.shape)
+    return buffers[work.rank]
+
+
 def kernel_key(made: OperatorCall, half: int, config: KernelConfig, sms: int) -> tuple[object, ...]:
     """Of a kernel that has been launched on a slab: everything but the operands' addresses."""
-    kind = (made.operator, made.m, made.n, made.k, made.x.dtype, made.transposed)
+    kind = (made.operator, made.m, made.n, made.k, *made.kind, made.transposed)
     return (*kind, half, config, sms, made.bias is not None, made.return_gathered)
 
 

@@ -18,8 +18,9 @@ from megatron_flux.comm.slab import kept
 from megatron_flux.kernels import launch as kernel_launch
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
+from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.kernel_config import cdiv
-from megatron_flux.ops.launch import DTYPES, SlabCall, kernel_key
+from megatron_flux.ops.launch import DTYPES, SlabCall, gathered_scales, kernel_key
 
 PIECE = 64
 SM_FLOP_PER_NS = 5300  # what one SM of an H200 multiplies in a nanosecond, in the long run
@@ -31,7 +32,10 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
     """
     made, work, turn, config = call.made, call.work, call.turn, call.config
     x, weight, bias = made.x, made.weight, made.bias
-    (mp, k), n = x.shape, made.n
+    (mp, k), n, scales = x.shape, made.n, _Scales(call)
+    arrived = gathered_scales(call)
+    if arrived is not None and made.return_gathered:
+        arrived[work.rank].copy_(scales.x)
 
     def launch() -> kernel_launch.Launch:
         pushes, edges = config.comm > 0, config.edges(k)
@@ -41,25 +45,29 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
             _descriptor(x, config.bm, config.bk),
             _descriptor(weight, *call.weight_box()),
             _descriptor(call.out, config.bm, PIECE),
-            x, x if bias is None else bias, work.data_table, work.flag_table, work.flags[work.rank],
+            x.view(torch.uint8) if made.fp8 else x, x if bias is None else bias,
+            scales.x, scales.x if arrived is None else arrived, scales.weight,
+            work.data_table, work.flag_table, work.flags[work.rank],
             *work.arguments(turn), turn.half * (work.half_bytes // x.element_size()),
-            n, k, mp, chunk_k, work.rank,
+            n, k, mp, chunk_k, *scales.strides, work.rank,
         )  # fmt: skip
         constants = call.constants() | {
             "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "PUSH": pushes, "SPAN": config.span,
             "EARLY": edges.early, "LATE": edges.late, "KEEP": made.return_gathered, "STAGES": config.stages,
-            "RING": config.ring, "BIAS": bias is not None,
+            "RING": config.ring, "BIAS": bias is not None, "TEAMS": config.teams,
         }  # fmt: skip
-        return kernel_launch.by_triton(hopper_ag_gemm_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
+        warps = 8 // config.teams
+        compiled = kernel_launch.by_triton(hopper_ag_gemm_kernel, call.sms, *arguments, **constants, num_warps=warps)
+        return compiled, arguments
 
     operands = {"xd": x, "b": weight, "c": call.out, "x": x} | ({} if bias is None else {"bias": bias})
-    _launch(call, launch, operands)
+    _launch(call, launch, operands | scales.operands)
 
 
 def gemm_reduce_scatter(call: SlabCall) -> None:
     """As :func:`all_gather_gemm`, of any number of rows."""
     made, work, turn, config = call.made, call.work, call.turn, call.config
-    x, weight = made.x, made.weight
+    x, weight, scales = made.x, made.weight, _Scales(call)
     (mp, n), k = call.out.shape, x.shape[1]
 
     def launch() -> kernel_launch.Launch:
@@ -67,17 +75,37 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
         arguments = (
             _descriptor(x, config.bm, config.bk),
             _descriptor(weight, *call.weight_box()),
-            *_sinks(call),
+            *_sinks(call), scales.x, scales.weight,
             work.flag_table, work.flags[work.rank], space, call.out,
             *work.arguments(turn), turn.half * (space.shape[0] // 2),
-            n, cdiv(k, config.bk), mp, work.rank,
-            2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS),
+            n, cdiv(k, config.bk), mp, *scales.strides, work.rank,
+            2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if made.fp8 else 1)),
         )  # fmt: skip
-        own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4}
-        constants = call.constants() | own
-        return kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=8), arguments
+        own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4, "TEAMS": config.teams}
+        constants, warps = call.constants() | own, 8 // config.teams
+        compiled = kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=warps)
+        return compiled, arguments
 
-    _launch(call, launch, {"a": x, "b": weight, "out": call.out})
+    _launch(call, launch, {"a": x, "b": weight, "out": call.out} | scales.operands)
+
+
+class _Scales:
+    """What a kernel takes of the scales of FP8 operands; without any something that is not read."""
+
+    def __init__(self, call: SlabCall) -> None:
+        made = call.made
+        self.x = self.weight = made.x
+        self.strides = (0, 0)
+        self.operands: dict[str, torch.Tensor] = {}
+        if made.fp8 is not None:
+            self.x, self.weight = made.fp8.x.scale_inv, made.fp8.weight.scale_inv
+            self.strides = _stride(made.fp8.x), _stride(made.fp8.weight)
+            self.operands = {"xs": self.x, "ws": self.weight}
+
+
+def _stride(operand: Fp8Operand) -> int:
+    """Between the rows of its scales."""
+    return 0 if operand.scaling == "tensor" else operand.scale_inv.shape[-1]
 
 
 def _launch(call: SlabCall, first: Callable[[], kernel_launch.Launch], operands: dict[str, torch.Tensor]) -> None:
@@ -94,9 +122,7 @@ def _sinks(call: SlabCall) -> list[Any]:
         spaces = call.workspaces()
         return [_descriptor(spaces[(work.rank + 1 + step) % tp], config.bm, PIECE) for step in range(tp)]
 
-    return kept(work.descriptors, ("partials by step", config.bm, config.bn, call.made.x.dtype), make) + [None] * (
-        8 - tp
-    )
+    return kept(work.descriptors, ("partials by step", config.bm, config.bn, call.made.out), make) + [None] * (8 - tp)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -43,11 +43,18 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
         {"TP": 8, "TRANSPOSED": 1, "KCH": 4, "EARLY": 1, "LATE": 1, "SPAN": 2, "BIAS": 1},
     ),
     "pushed": ("ag_gemm", {"PUSH": 1, "KCH": 8, "BIAS": 1}),
+    "fp8 gathered": ("ag_gemm", {"FP8": 1, "BIAS": 1, "KCH": 4, "EARLY": 1}),
+    "fp8 sums": ("gemm_rs", {"FP8": 1}),
+    "fp8 gathered, promoted": ("ag_gemm", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 6}),
+    "fp8 sums, promoted": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
+    "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 6, "BIAS": 1}),
+    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
 }
 PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
 
 POINTERS = {
     **dict.fromkeys(("a", "b", "c", "bias", "x", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"),
+    **dict.fromkeys(("xs", "gs", "ws"), "*fp32"),
     **dict.fromkeys(("data_table", "flag_table"), "*i64"),
     **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
     "limit": "i64",
@@ -108,16 +115,25 @@ def plain(capability: int, op: str, tma: bool) -> Any:
 def hopper(op: str, given: dict[str, int]) -> Any:
     """A warp-specialised kernel."""
 
-    def tile(rows: int, cols: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
-        return f"tensordesc<bf16[{rows}, {cols}],{layout!r}>"
+    def tile(rows: int, cols: int, kind: str = "bf16") -> str:
+        dtype = {"bf16": gl.bfloat16, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5}[kind]
+        layout = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
+        return f"tensordesc<{kind}[{rows}, {cols}],{layout!r}>"
 
     tp, bn, transposed = given.get("TP", 4), given.get("BN", 256), bool(given.get("TRANSPOSED", 0))
-    constants = {"TP": tp, "BM": 128, "BN": bn, "BK": 64, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16}
-    weight = tile(64, bn) if transposed else tile(bn, 64)
-    types = {**POINTERS, "a": tile(128, 64), "xd": tile(128, 64), "b": weight, "c": tile(128, 64)}
+    fp8, bm = given.get("FP8", 0), given.get("BM", 128)
+    bk, kinds = (128, ("fp8e5", "fp8e4nv")) if fp8 else (64, ("bf16", "bf16"))
+    constants = {
+        "TP": tp, "BM": bm, "BN": bn, "BK": bk, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16,
+        "SCALES": (None, "tensor", "blocks")[fp8], "PROMOTE": bool(given.get("PROMOTE", 0)),
+        "TEAMS": (teams := given.get("TEAMS", 1 + given.get("PROMOTE", 0))),
+    }  # fmt: skip
+    weight = tile(bk, bn, kinds[1]) if transposed else tile(bn, bk, kinds[1])
+    types = {**POINTERS, "a": tile(bm, bk, kinds[0]), "xd": tile(bm, bk, kinds[0]), "b": weight, "c": tile(bm, 64)}
+    if fp8:
+        types["x"] = "*u8"
     if op == "gemm_rs":
-        types |= {f"d{i}": tile(128, 64) for i in range(tp)}
+        types |= {f"d{i}": tile(bm, 64) for i in range(tp)}
         constants |= {f"d{i}": None for i in range(tp, 8)}
         constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
     else:
@@ -125,7 +141,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,
                       "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
-    return compiled(GluonASTSource, kernel, types, constants, 90, num_warps=8)
+    return compiled(GluonASTSource, kernel, types, constants, 90, num_warps=8 // teams)
 
 
 class Recorded:
@@ -158,7 +174,7 @@ class Recorded:
         )
 
 
-def relaunched(compiled: Any, op: str, bias: bool) -> int:
+def relaunched(compiled: Any, op: str, bias: bool, fp8: bool) -> int:
     """How many parameters there are: they come where the compiled kernel has them, and only operands change."""
     recorded = Recorded()
     relaunch.driver = recorded
@@ -173,13 +189,15 @@ def relaunched(compiled: Any, op: str, bias: bool) -> int:
         if kind == "constexpr":
             arguments.append(None)
         elif kind.startswith("tensordesc"):
-            base = torch.empty(64, 256, dtype=torch.bfloat16)
+            dtype = torch.float8_e4m3fn if "fp8" in kind.split("[")[0] else torch.bfloat16
+            base = torch.empty(64, 256, dtype=dtype)
             arguments.append(SimpleNamespace(base=base, shape=[64, 256], strides=[256, 1]))
         elif kind.startswith("*"):
             arguments.append(torch.empty(4))
         else:
             arguments.append(1000 + position if name != "limit" else 1 << 40)
     operands = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x", *(["bias"] if bias else [])]}[op]
+    operands += ["xs", "ws"] if fp8 else []
     again = relaunch.Relaunch(about, 132, arguments, operands)
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
@@ -194,7 +212,8 @@ def relaunched(compiled: Any, op: str, bias: bool) -> int:
     return len(one)
 
 
-def spilled(ptx: str) -> int:
+def assembled(ptx: str) -> tuple[int, bool]:
+    """Bytes that are spilled, and whether ptxas says that it puts products one behind the other (C7510 to C7519)."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
@@ -202,7 +221,7 @@ def spilled(ptx: str) -> int:
             [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
-    return int(re.search(r"(\d+) bytes spill stores", said)[1])
+    return int(re.search(r"(\d+) bytes spill stores", said)[1]), re.search(r"\(C751\d\)", said) is not None
 
 
 def main() -> None:
@@ -213,13 +232,15 @@ def main() -> None:
     for name, (op, given) in HOPPER.items():
         kernel = hopper(op, given)
         ptx, gathers = kernel.asm["ptx"], op == "ag_gemm"
+        spilled, waits = assembled(ptx)
         found[name] = {
             "missing": missing_fences(ptx, loads=gathers, pushes="PUSH" in given, stores=not gathers),
             "shared": kernel.metadata.shared,
-            "spilled": spilled(ptx),
+            "spilled": spilled,
+            "waits": waits,
             "wgmma": ptx.count("wgmma.mma_async"),
             "wide_stores": ptx.count("st.global.v4"),
-            "relaunched": relaunched(kernel, op, "BIAS" in given),
+            "relaunched": relaunched(kernel, op, "BIAS" in given, "FP8" in given),
         }
     print(json.dumps(found))
 

@@ -4,9 +4,10 @@
     python scripts/first_step_delay.py --out delay.json -- --nproc 2 --preset gpt3-6.7b --num-layers 2
 
 What follows ``--`` goes to every ``megatron-flux train``. Arms: stock (``--no-flux``), flux as it is by default (plans
-that ship, and a short list), and flux with ``MEGATRON_FLUX_TUNE=full``, which measures every candidate. Each begins
-with empty caches of plans and of kernels, as on a new machine; ``again`` is the default once more, with what the first
-one has left. Tokenized text is not part of it: let a training have made it before.
+that ship, and a short list), flux that measures ``later``, between steps, and flux that measures every candidate
+(``full``), by ``MEGATRON_FLUX_TUNE``. Each begins with empty caches of plans and of kernels, as on a new machine;
+``again`` is the default once more, with what the first one has left. Tokenized text is not
+part of it: let a training have made it before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 STEPS = 3
 STEP = re.compile(rf"step (\d)/{STEPS}\b")
-ARMS = ("stock", "default", "again", "full")
+ARMS = ("stock", "default", "again", "later", "full")
 
 
 def main() -> int:
@@ -54,8 +55,8 @@ def measured(arm: str, caches: Path, out: Path, train: list[str], limit: float) 
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
     environment.pop("MEGATRON_FLUX_TUNE", None)
-    if arm == "full":
-        environment["MEGATRON_FLUX_TUNE"] = "full"
+    if arm in ("later", "full"):
+        environment["MEGATRON_FLUX_TUNE"] = arm
     command = [
         sys.executable,
         "-u",

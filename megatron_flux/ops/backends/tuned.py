@@ -12,6 +12,8 @@ Contract
     * Where a group's link is ``host``, or ``p2p`` where that was asked for, candidates are ``reference`` and
       ``chunked``, and of the 8-bit wires the one that the call may use (``OperatorCall.wire``); plain gathers are
       measured and decided as well.
+    * With ``MEGATRON_FLUX_TUNE=later`` a new call for which plans ship runs at once, with the first one that they
+      suggest, and is measured between later steps (:mod:`ops.backends.waiting`). Has not run on GPUs.
     * All ranks of a group decide together: times are reduced by maximum over the group, and the group's first rank
       reads what is kept, or lists the candidates, and broadcasts that. A few collectives per new shape, none after.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
@@ -38,7 +40,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,6 +61,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.backends.tuning_cache import describe, plan_of
+from megatron_flux.ops.backends.waiting import Waiting
 from megatron_flux.ops.backends.wrapped_calls import CALLS, beside_wgrad, in_graphs
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
@@ -66,7 +69,7 @@ from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
 from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits
 from megatron_flux.ops.shipped_plans import Shape
-from megatron_flux.settings import sm_margin, tunes_fully
+from megatron_flux.settings import sm_margin, tunes_fully, tunes_later
 
 logger = logging.getLogger("megatron_flux")
 
@@ -93,6 +96,7 @@ class Decisions:
     choices: dict[tuple[Any, ...], Choice] = field(default_factory=dict)  # by what calls with one choice have in common
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
     """Answers that this process has measured, by the same without m, and by m."""
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 def ranked(ms: dict[str, float]) -> list[str]:
@@ -107,8 +111,12 @@ def finalists(ms: dict[str, float]) -> list[str]:
 
 
 def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str, Any] | None:
-    """The first answer that there is and that such a call can run."""
-    return next((a for a in answers if a is not None and not (captured and a["backend"] == "pipelined")), None)
+    """The first answer that there is and that such a call can run; a graph's call waits for none."""
+
+    def holds(answer: dict[str, Any]) -> bool:
+        return not (captured and (answer["backend"] == "pipelined" or "waiting" in answer))
+
+    return next((a for a in answers if a is not None and holds(a)), None)
 
 
 def _seconds() -> float:
@@ -184,6 +192,19 @@ def _listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
         near = shipped_plans.suggested(_shape(call), shipped_plans.entries())
     plans = dict.fromkeys([*near, *found[:1]]) if near else found
     return "short" if near else "full", [asdict(plan) for plan in plans]  # a plan's hash holds in its process alone
+
+
+def _choice_of(found: dict[str, Any]) -> Choice:
+    name = "unmeasured" if "unmeasured" in found else found["backend"]
+    return Choice(name, plan_of(found["plan"]) if found["plan"] is not None else None, found.get("pieces"))
+
+
+def _suggested_first(call: OperatorCall) -> dict[str, Any] | None:
+    """Where calls may wait for their measurement, the plan that they run meanwhile."""
+    if not tunes_later() or _seconds() <= 0 or not shipped_plans.suggests_for(_gpu(call)):
+        return None
+    near = shipped_plans.suggested(_shape(call), shipped_plans.entries())
+    return asdict(near[0]) if near else None
 
 
 def _shipped(call: OperatorCall) -> dict[str, Any] | None:
@@ -295,24 +316,50 @@ class TunedBackend:
             return None
         if call.weight is None:
             return None if _by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
-        config = self.decisions(call.group).choices.get(_kind(call), Choice("")).config
-        return None if config is None else self.fused.prepare(call, shape, config)
+        decisions = self.decisions(call.group)
+        config = decisions.choices.get(_kind(call), Choice("")).config
+        return None if config is None or decisions.waiting.calls else self.fused.prepare(call, shape, config)
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
         return self.pipelined is not None and call.bias is None
 
     def _choice(self, call: OperatorCall) -> Choice:
-        """For this call; measured if that is new."""
-        kind, choices = _kind(call), self.decisions(call.group).choices
+        """For this call; measured if that is new, or waits if it may."""
+        decisions = self.decisions(call.group)
+        kind, choices = _kind(call), decisions.choices
+        if decisions.waiting.calls and not capturing(call.x):
+            due = decisions.waiting.turn(call)
+            if due is not None:
+                self._measure_waiting(due, decisions)
         choice = choices.get(kind)
         if choice is None:
             found = self._find(call)
-            name = "unmeasured" if "unmeasured" in found else found["backend"]
-            config = plan_of(found["plan"]) if found["plan"] is not None else None
-            choice = Choice(name, config, found.get("pieces"))
-            if not torch.cuda.is_current_stream_capturing():
+            choice = _choice_of(found)
+            # As many values of m wait as are measured; what is beyond them asks again.
+            waits_in_vain = "waiting" in found and kind not in decisions.waiting.calls
+            if not waits_in_vain and not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
+
+    def _measure_waiting(self, kind: Hashable, decisions: Decisions) -> None:
+        """Measure the calls of ``kind``, which wait. Collective."""
+        operands = decisions.waiting.calls.pop(kind)
+        began, call = time.monotonic(), operands.call_with_random_numbers()
+        with torch.no_grad():
+            found = self._measured_and_kept(call, _key(call, captured=False))
+        decisions.choices[kind] = _choice_of(found)
+        left = len(decisions.waiting.calls)
+        if call.group.rank() == 0:
+            ms = found["ms"]
+            best = tuning_cache.label(found)
+            times = f"{min(ms.values()):.3f} ms, stock {ms['reference']:.3f} ms, " if "reference" in ms else ""
+            logger.info(
+                "megatron_flux: tuned while training runs, %d of %d: %s: %s, %smeasured in %.1f s",
+                decisions.waiting.seen - left, decisions.waiting.seen, _words(call), best, times,
+                time.monotonic() - began,
+            )  # fmt: skip
+        if not left:
+            state_of(call.group).prepared.clear()  # those that were asked for in vain are asked for again
 
     def _find(self, call: OperatorCall) -> dict[str, Any]:
         """``{"backend", "plan", "pieces", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in
@@ -338,16 +385,42 @@ class TunedBackend:
             found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
         if found is None:
             found = self._nearest(call)
+        if found is None and not captured:
+            found = self._while_waiting(call)
         if found is None:
-            found = self._measure(call)
-            if found["ms"]:
-                self._measured(call)[call.m] = found
-                collectives.first_rank(group, lambda: tuning_cache.keep(keys[0], found))
-            used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
-            if self._may_pipeline(call) and found["ms"] and not used and not _by_chunks(call.x, group):
-                self.pipelined.release(group)
-        answers[keys[0]] = found
+            return self._measured_and_kept(call, keys[0])
+        if "waiting" not in found or _kind(call) in self.decisions(group).waiting.calls:
+            answers[keys[0]] = found
         return found
+
+    def _measured_and_kept(self, call: OperatorCall, key: str) -> dict[str, Any]:
+        """A measurement of ``call``, kept in the file if there was one."""
+        group, answers = call.group, self.decisions(call.group).answers
+        found = self._measure(call)
+        if found["ms"]:
+            self._measured(call)[call.m] = found
+            collectives.first_rank(group, lambda: tuning_cache.keep(key, found))
+        used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
+        if self._may_pipeline(call) and found["ms"] and not used and not _by_chunks(call.x, group):
+            self.pipelined.release(group)
+        answers[key] = found
+        return found
+
+    def _while_waiting(self, call: OperatorCall) -> dict[str, Any] | None:
+        """What such a call runs until it is measured, None if it is to be measured at once. Collective."""
+        waits = call.operator != "gemm_all_reduce" and call.weight is not None and not _by_chunks(call.x, call.group)
+        plan = collectives.first_rank(call.group, lambda: _suggested_first(call)) if waits else None
+        if plan is None:
+            return None
+        config = plan_of(plan)
+        if self._tried(call, f"fused {config.label()}", functools.partial(call.run, self.fused, config=config)) is None:
+            return None  # another one may run here
+        decisions, kind = self.decisions(call.group), _kind(call)
+        operator, _, *others = kind
+        alike = [other for other in decisions.waiting.calls if (other[0], *other[2:]) == (operator, *others)]
+        if len(alike) + len(self._measured(call)) < self.most_m:
+            decisions.waiting.add(kind, call)
+        return {"backend": "fused", "plan": plan, "ms": {}, "waiting": True}
 
     def _measured(self, call: OperatorCall) -> dict[int, dict[str, Any]]:
         operator, _, *others = _kind(call)

@@ -4,15 +4,15 @@
 #   ./scripts/measure.sh [--dry-run] OUT [STAGE...]
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
-# default: checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
-# compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity. Uses the active
-# environment and all GPUs of this host (2, 4 or 8), of which two emulate eight in stand_in_*. host_* leave NVLink unused;
-# their checks go by the other links too. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+# default: checks groups tests ops layer inference connections graphs stand_in_checks stand_in_ops stand_in_layer parity
+# parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity. Uses the
+# active environment and all GPUs of this host (2, 4 or 8), of which two emulate eight in stand_in_*. host_* leave NVLink
+# unused; their checks go by the other links too. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-STAGES=(checks groups tests ops layer connections graphs stand_in_checks stand_in_ops stand_in_layer parity parity_dp
-    compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity)
+STAGES=(checks groups tests ops layer inference connections graphs stand_in_checks stand_in_ops stand_in_layer parity
+    parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity)
 DRY=0
 if [[ ${1:-} == --dry-run ]]; then
     DRY=1
@@ -92,6 +92,7 @@ for stage in "${STAGES[@]}"; do
             limited 600 "${FLUX[@]}" bench layer --nproc "$GPUS" --rounds 7 \
                 --arms te,local,te_ub,flux_local,flux_te,floor,busy_floor --out "$to"
             ;;
+        inference) limited 590 "${FLUX[@]}" bench inference --tp "$GPUS" --seconds 540 --out "$to" ;;
         connections) # to be laid beside the same rows of layer, which has one connection
             CUDA_DEVICE_MAX_CONNECTIONS=8 limited 200 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b \
                 --arms te,local,flux_local,flux_te --rounds 7 --no-trace --out "$to"

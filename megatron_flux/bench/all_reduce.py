@@ -3,7 +3,7 @@
 A decode step is a CUDA graph, in which a call costs what the GPU takes for it and no host time. So a graph of
 :data:`CALLS` calls is captured of every arm, and the graphs are replayed in turns, in an order that changes every round
 (:func:`megatron_flux.ops.timing.rounds`); a time is the slowest rank's. The calls of a graph read different weights, of
-more bytes than the L2 cache holds, as the layers of a model do.
+more bytes than the L2 cache holds, as the layers of a model do. On CPUs the calls are made one by one.
 
 Arms: ``reference`` (cuBLAS, NCCL), ``gemm`` (cuBLAS alone: what no all-reduce can beat with that GEMM), ``auto`` (what
 the tuner chose for calls in graphs), and configurations by their labels.
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.bench.shapes import MODELS
+from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
@@ -46,8 +46,8 @@ class Layer(NamedTuple):
 
 
 def layers(models: Sequence[str], tp: int) -> list[Layer]:
-    """The projection and FC2 of ``models``, names of :data:`megatron_flux.bench.shapes.MODELS`."""
-    shapes = [(name, MODELS[name]) for name in models]
+    """The projection and FC2 of ``models``, names of :data:`megatron_flux.bench.layer_config.LAYER_MODELS`."""
+    shapes = [(name, LAYER_MODELS[name]) for name in models]
     return [
         Layer(name, layer, shape.hidden_size, width // tp)
         for name, shape in shapes
@@ -79,7 +79,8 @@ def rows(
     found: list[dict[str, Any]] = []
     for layer in layers(models, group.size()):
         generator = torch.Generator(device=device).manual_seed(group.rank())
-        count = max(2, -(-COLD_BYTES // (layer.n * layer.k * dtype.itemsize)))
+        cold = COLD_BYTES if device.type == "cuda" else 0
+        count = max(2, -(-cold // (layer.n * layer.k * dtype.itemsize)))
         weights = [
             torch.empty(layer.n, layer.k, dtype=dtype, device=device).normal_(generator=generator)
             for _ in range(min(count, CALLS))
@@ -124,7 +125,7 @@ def _case(
             calls[label] = lambda w, config=config: call._replace(weight=w).run(fused, config=config)
     with torch.no_grad():
         ways = {label: in_graph(one, weights) for label, one in calls.items()}
-        samples = timing.rounds(ways, group, device, rounds, REPLAYS)
+        samples = timing.rounds(ways, group, device, rounds, REPLAYS if device.type == "cuda" else 1)
     by_arm = {label: [ms / CALLS for ms in found.ms] for label, found in samples.items()}
     stock = statistics.median(by_arm["reference"])
     return [
@@ -134,14 +135,21 @@ def _case(
             "ms": round(statistics.median(ms), 5),
             "speedup_vs_stock": round(stock / statistics.median(ms), 4),
             "rounds_ms": [round(one, 5) for one in ms],
-            "chosen": chosen(call) if label == "auto" else None,
+            "chosen": chosen(call) if label == "auto" and x.is_cuda else None,
         }
         for label, ms in by_arm.items()
     ]
 
 
 def in_graph(call: Callable[[torch.Tensor], Any], weights: Sequence[torch.Tensor]) -> Way:
-    """The replay of a graph of :data:`CALLS` of ``call``, each with the next of ``weights``."""
+    """The replay of a graph of :data:`CALLS` of ``call``, each with the next of ``weights``; on CPUs the calls."""
+    if not weights[0].is_cuda:
+
+        def calls() -> None:
+            for turn in range(CALLS):
+                timing.finish(call(weights[turn % len(weights)]))
+
+        return calls
     with captured_calls():
         for turn in range(3):  # both halves of a workspace, and what a library allocates on its first calls
             timing.finish(call(weights[turn % len(weights)]))

@@ -25,15 +25,15 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.bench import process_group, report
-from megatron_flux.bench.layer_config import LayerConfig, check_graphs
+from megatron_flux.bench.layer_config import LayerConfig, Workload, check_graphs
 from megatron_flux.bench.layer_workload import WorkloadBench
 from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
@@ -41,6 +41,70 @@ from megatron_flux.run import rank
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")
+_T = TypeVar("_T")
+
+
+class Ranks(NamedTuple):
+    """Where a benchmark of layers runs."""
+
+    device: torch.device
+    group: dist.ProcessGroup
+    """The tensor-parallel one."""
+    ranks: dist.ProcessGroup
+    """All of them, for what hosts tell each other."""
+    link: links.Link
+    say: Callable[[str], None]
+    """Of the first rank, for people; nothing on the others."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes files."""
+        return self.ranks.rank() == 0
+
+
+def ranks_of(config: LayerConfig, log: Callable[[str], None]) -> Ranks:
+    """With torch.distributed and Megatron's parallel state initialised; collective.
+
+    Raises:
+        UserError: a GPU run without a CUDA device, or a link that is not there.
+    """
+    from megatron.core import parallel_state
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench layer measures GPUs; no CUDA device is visible here")
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    group = parallel_state.get_tensor_model_parallel_group()
+    # gloo, because a barrier of NCCL is a kernel: it would show in traces and in the first step timed after it.
+    ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
+    links.want(links.Wanted(config.link))  # as all arms do, so that none changes what is known of the group
+    return Ranks(device, group, ranks, links.probe(group, device), log if ranks.rank() == 0 else lambda _: None)
+
+
+def in_time(items: Sequence[_T], seconds: float | None, here: Ranks) -> Iterator[tuple[_T, float | None]]:
+    """``items``, each with the :func:`time.monotonic` at which it is to end; collective.
+
+    Those that would begin after ``seconds`` by the first rank's clock are left out.
+    """
+    began = time.monotonic()
+    for index, item in enumerate(items):
+        if seconds is None:
+            yield item, None
+            continue
+        late = time.monotonic() - began > seconds
+        if collectives.of_all_ranks(late, here.ranks)[0]:
+            here.say(f"stopped after {seconds:g} s, {len(items) - index} of {len(items)} left out")
+            return
+        # An equal share of the time for each; what one leaves over is the next one's.
+        yield item, began + seconds * (index + 1) / len(items)
+
+
+def bench_of(kind: type[WorkloadBench], workload: Workload, config: LayerConfig, here: Ranks) -> WorkloadBench:
+    """The benchmark of one workload, which says what it does with its label ahead."""
+
+    def say(text: str) -> None:
+        here.say(f"{workload.label} {text}")
+
+    return kind(workload, config, here.group, here.ranks, here.device, here.link.kind, say)
 
 
 def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -52,21 +116,10 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
     Raises:
         UserError: a GPU run without a CUDA device, a link that is not there, or CUDA graphs over one that has none.
     """
-    from megatron.core import parallel_state
-
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("bench layer measures GPUs; no CUDA device is visible here")
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    group = parallel_state.get_tensor_model_parallel_group()
-    # gloo, because a barrier of NCCL is a kernel: it would show in traces and in the first step timed after it.
-    ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
-    first = ranks.rank() == 0
-    say = log if first else lambda _: None
-    links.want(links.Wanted(config.link))  # as all arms do, so that none changes what is known of the group
-    link = links.probe(group, device)
-    check_graphs(config.cuda_graphs, link.kind)
+    here = ranks_of(config, log)
+    check_graphs(config.cuda_graphs, here.link.kind)
     summary: dict[str, Any] = {
-        **process_group.machine(group, link),
+        **process_group.machine(here.group, here.link),
         "wire": config.wire,
         "grad_wire": config.grad_wire,
         "config": config.model_dump(mode="json"),
@@ -74,33 +127,25 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
         "skipped": [],
     }
     raw: list[dict[str, Any]] = []
-    began = time.monotonic()
     with gradient_accumulation_fusion():
-        for index, workload in enumerate(config.workloads):
-            deadline = None
-            if config.seconds is not None:
-                late = time.monotonic() - began > config.seconds
-                if collectives.of_all_ranks(late, ranks)[0]:
-                    say(f"stopped after {config.seconds:g} s, before {workload.label}")
-                    break
-                # An equal share of the time for each; what one leaves over is the next one's.
-                deadline = began + config.seconds * (index + 1) / len(config.workloads)
-            say(f"{workload.label}: {workload.layers} layers, tp {group.size()}")
-            bench = WorkloadBench(
-                workload, config, group, ranks, device, link.kind, lambda text, of=workload: say(f"{of.label} {text}")
-            )
-            rows, skipped, rounds = bench.run(deadline)
+        for workload, deadline in in_time(config.workloads, config.seconds, here):
+            here.say(f"{workload.label}: {workload.layers} layers, tp {here.group.size()}")
+            rows, skipped, rounds = bench_of(WorkloadBench, workload, config, here).run(deadline)
             summary["rows"] += rows
             summary["skipped"] += skipped
             raw += rounds
-            if first:
+            if here.first:
                 process_group.write(config.out, summary, raw, report.layers_svg(summary))
     return summary
 
 
 def work(text: str) -> None:
     """Measure on this rank what a :class:`LayerConfig` as JSON says; the first one prints the table."""
-    config = LayerConfig.model_validate_json(text)
+    on_rank(LayerConfig.model_validate_json(text), run, report.show_layers)
+
+
+def on_rank(config: LayerConfig, run: Callable[..., dict[str, Any]], show: Callable[..., None]) -> None:
+    """Call ``run(config, log=...)`` with process groups and a log; the first rank shows its summary."""
     rank.set_environment()
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
@@ -110,4 +155,4 @@ def work(text: str) -> None:
     with process_group.logged_to(log), cpu_shims(), process_groups(config):
         summary = run(config, log=logger.info)
         if rank.is_first():
-            process_group.show(report.show_layers, summary, log)
+            process_group.show(show, summary, log)

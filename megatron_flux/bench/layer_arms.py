@@ -52,8 +52,10 @@ from megatron_flux.train.measurements import workspace_bytes
 
 BlockKind = Literal["te", "te_ub", "local"]
 
-Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``."""
+Step = Callable[[], tuple[torch.Tensor, ...]]
+"""Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``; of inference
+it runs forward and returns the output.
+"""
 
 
 @dataclass
@@ -110,13 +112,15 @@ def make(
     arm: str,
     block: torch.nn.Module,
     x: torch.Tensor,
-    dy: torch.Tensor,
+    dy: torch.Tensor | None,
     backend: str,
     link: str | None = None,
     keep_gathered: bool | None = None,
     keep_bytes: int | None = None,
 ) -> Arm:
     """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
+
+    Without ``dy`` steps are of inference, and ``x`` is any tensor.
 
     ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use, ``keep_gathered``
     whether they keep gathered inputs, of up to ``keep_bytes``.
@@ -126,7 +130,10 @@ def make(
         forward, dgrad = ("chunked" if wire == "exact" else f"chunked_{wire}" for wire in wires)
         backends = Backends(forward, dgrad, forward)
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
+    def step() -> tuple[torch.Tensor, ...]:
+        if dy is None:
+            with torch.inference_mode():
+                return (block(hidden_states=x, attention_mask=None),)
         x.grad = None
         y = block(hidden_states=x, attention_mask=None)
         y.backward(dy)
@@ -225,7 +232,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
         init_method_std=shape.hidden_size**-0.5,
         output_layer_init_method=init_method_normal(shape.hidden_size**-0.5),
         tensor_model_parallel_size=tp,
-        sequence_parallel=True,
+        sequence_parallel=workload.sequence_parallel,
         params_dtype=dtype_of(device),
         bf16=device.type == "cuda",
         hidden_dropout=0.0,

@@ -61,6 +61,11 @@ class Workload(Options):
         return self.seq * self.micro_batch
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks hold their rows of the sequence between linears, or all of them the same rows."""
+        return True
+
+    @property
     def label(self) -> str:
         """For people, and for file names."""
         return f"{self.model}-{self.seq}x{self.micro_batch}"

@@ -128,7 +128,7 @@ def capture(step: Step) -> Step:
         result = step()
     torch.cuda.synchronize()
 
-    def replay() -> tuple[torch.Tensor, torch.Tensor]:
+    def replay() -> tuple[torch.Tensor, ...]:
         graph.replay()
         return result
 

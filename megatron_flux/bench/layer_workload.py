@@ -45,7 +45,7 @@ TOLERANCE = {"exact": 0.05, "int8": 0.05, "fp8": 0.2}
 
 Result = list[torch.Tensor]
 """What one step left on this rank: output and input gradient without the residual's share, then one product per weight
-gradient."""
+gradient; of inference the output alone."""
 
 
 @dataclass
@@ -65,6 +65,20 @@ class WorkloadBench:
     """Those that all arms share."""
     _userbuffer_bytes: int = 0
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured in CUDA graphs."""
+        return self.config.cuda_graphs
+
+    @property
+    def burst(self) -> int:
+        """Back-to-back steps per arm and round."""
+        return self.config.burst
+
+    def complete(self, rows: list[dict[str, Any]]) -> None:
+        """See :func:`complete`."""
+        complete(rows)
+
     def run(self, deadline: float | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
         """Time the arms until the :func:`time.monotonic` of ``deadline``: rows, skipped arms, the raw rounds."""
         self._seed()
@@ -73,15 +87,15 @@ class WorkloadBench:
         with ExitStack() as stack:
             arms = self._arms(stack)
             results = {arm.name: self._observe(arm) for arm in arms}
-            if self.config.cuda_graphs:
+            if self.captures:
                 for arm in arms:
                     self._capture(arm, results[arm.name])
             samples = interleave(
                 {arm.name: (arm.step, arm.active) for arm in arms}, self.group, self.ranks, self.device,
-                rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=gpu,
+                rounds=self.config.rounds, burst=self.burst, deadline=deadline, gpu=gpu,
             )  # fmt: skip
             rows = [self._row(arm, samples[arm.name], results) for arm in arms]
-            complete(rows)
+            self.complete(rows)
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
             arms.clear()
@@ -145,8 +159,16 @@ class WorkloadBench:
         if self.weights:
             layer_arms.share(block, self.weights)
         else:
-            self.weights = layer_arms.prepare_gradients(block)
+            self.weights = self._own_weights(block)
         return block
+
+    def _own_weights(self, block: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        """The weights of the first block, ready to be shared."""
+        return layer_arms.prepare_gradients(block)
+
+    def _weight_bytes(self) -> int:
+        """What all arms hold together."""
+        return sum(p.nbytes + p.main_grad.nbytes for p in self.weights.values())
 
     def _warm_up(self, arm: Arm) -> None:
         """First steps, and what they tell: does flux run in it, and how much memory does one step take."""
@@ -163,7 +185,7 @@ class WorkloadBench:
         layer_arms.look_inside(arm)
         self._synchronize()
         if on_gpu:
-            held = sum(p.nbytes + p.main_grad.nbytes for p in self.weights.values())
+            held = self._weight_bytes()
             torch.cuda.reset_peak_memory_stats()
             with arm.active():
                 arm.step()
@@ -216,10 +238,12 @@ class WorkloadBench:
         """
         differences = self._norms([a - b for a, b in zip(result, reference, strict=True)])
         norms = self._norms(reference)
-        y, dx, *wgrads = (d / norm if norm else math.nan for d, norm in zip(differences, norms, strict=True))
-        # max() would pass over a NaN.
-        wgrad = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
-        found = {"y": y, "dx": dx, "wgrad": wgrad}
+        y, *gradients = (d / norm if norm else math.nan for d, norm in zip(differences, norms, strict=True))
+        found = {"y": y}
+        if gradients:
+            dx, *wgrads = gradients
+            # max() would pass over a NaN.
+            found |= {"dx": dx, "wgrad": math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)}
         ok = all(value <= max(map(TOLERANCE.__getitem__, wires)) for value in found.values())
         # JSON has no NaN.
         return {**{name: float(f"{v:.3g}") if math.isfinite(v) else None for name, v in found.items()}, "ok": ok}
@@ -233,11 +257,11 @@ class WorkloadBench:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(1)
-        graphs = self.config.cuda_graphs and self.device.type == "cuda"
+        graphs = self.captures and self.device.type == "cuda"
         options = {"use_cudagraphable_rng": True, "force_reset_rng": True} if graphs else {}
         model_parallel_cuda_manual_seed(1, **options)
 
-    def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _input(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rank's part of the input, and a gradient of the output small enough for many accumulations."""
         w, tp = self.workload, self.group.size()
         generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())

@@ -51,6 +51,10 @@ class NoCommunication(ReferenceBackend):
         """``[m/tp, n]``: the own rows of the own product."""
         return Pending(self._scattered(gemm(call.x, call.weight, transposed=call.transposed), call.group))
 
+    def gemm_all_reduce(self, call: OperatorCall) -> Pending:
+        """``[m, n]``: the own product."""
+        return Pending(gemm(call.x, call.weight, transposed=call.transposed))
+
     def all_gather(self, call: OperatorCall) -> Pending:
         """Made-up ``[m, k]``."""
         return Pending(self._gathered(call.x, call.group))

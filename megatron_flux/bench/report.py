@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 Cells = Iterable[Sequence[str | Text]]
 
 
-def _print_table(title: str, head: Sequence[str], rows: Cells, *notes: str, file: IO[str] | None = None) -> None:
+def print_table(title: str, head: Sequence[str], rows: Cells, *notes: str, file: IO[str] | None = None) -> None:
     """Print ``rows`` under ``title``, each on one line however narrow the terminal: no figure is cut or folded.
 
     A column whose name in ``head`` begins with ``<`` is aligned left, others right.
@@ -44,7 +44,7 @@ def _print_table(title: str, head: Sequence[str], rows: Cells, *notes: str, file
         console.print(note, soft_wrap=True)
 
 
-_PICTURES = Environment(
+PICTURES = Environment(
     loader=PackageLoader("megatron_flux.bench"), autoescape=True, trim_blocks=True, undefined=StrictUndefined
 )
 
@@ -105,7 +105,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
         ]
 
     queues = connections(summary.get("environment"))
-    _print_table(
+    print_table(
         f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {len(rows)} call(s)",
         (*CALL, *names.values(), *(f"E {names[name]}" for name in coloured), "<choice"),
         map(cells, rows),
@@ -129,7 +129,7 @@ def show_async_tp(summary: Row, file: IO[str] | None = None) -> None:
             found.append(number(efficiency(one, "async_tp"), ".0%"))
         return found
 
-    _print_table(
+    print_table(
         f"async-TP, CUDA_DEVICE_MAX_CONNECTIONS {here} (with all methods) and {there} (by itself, afterwards)",
         (*CALL, *(f"{name}, {queues}" for queues in (here, there) for name in columns)),
         map(cells, summary["rows"]),
@@ -150,7 +150,7 @@ def ops_svg(summary: Row) -> str:
     for row in rows:
         call = f"{row['op'].split('_')[0]} {row['model']} {row['layer']} {row['direction']} m={row['m']}"
         calls.append((call, [(COLOURS[name], efficiency(row, name)) for name in shown]))
-    return _PICTURES.get_template("ops.svg.j2").render(
+    return PICTURES.get_template("ops.svg.j2").render(
         summary,
         calls=calls,
         methods={({**NAMES, **HOST})[name]: COLOURS[name] for name in shown},
@@ -187,7 +187,7 @@ def show_choices(
         machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
         tables.setdefault(machine, []).append([*([name] if calls else []), *_choice(key, answers[key])])
     for machine, rows in tables.items():
-        _print_table(
+        print_table(
             f"{machine}: {len(rows)} call(s)",
             (*(["<call"] if calls else []), "<op", "<setting", "m x n x k", "reference", "pipelined", "best fused",
              "choice", "gain", "<chosen"),
@@ -264,7 +264,7 @@ def show_layers(summary: Row, file: IO[str] | None = None) -> None:
             for row in rows
             for reason, calls in row.get("flux_fallbacks", {}).items()
         ]
-        _print_table(title, LAYER_HEAD, map(_layer_cells, rows), *stock, file=file)
+        print_table(title, LAYER_HEAD, map(_layer_cells, rows), *stock, file=file)
     for skipped in summary["skipped"]:
         print(f"{_title(skipped)}: {skipped['arm']} skipped: {skipped['reason']}", file=file)
     print(EXPLANATION, file=file)
@@ -280,7 +280,7 @@ def layers_svg(summary: Row) -> str:
     """Bars of ms per layer, one group per workload; the hatched part is exposed communication (rank 0's trace)."""
     note = f"exposed communication (one traced step; {WITHOUT_WAITS}). Whiskers: quartiles. "
     note += "floor skips all communication: not a training run."
-    return _PICTURES.get_template("layers.svg.j2").render(
+    return PICTURES.get_template("layers.svg.j2").render(
         summary,
         link=link(summary),
         workloads=_by_workload(summary),

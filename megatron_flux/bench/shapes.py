@@ -52,8 +52,8 @@ class Case:
         return (tp - 1) * (self.m // tp) * width * element
 
 
-def check_divides(name: str, shape: ModelShape, tp: int, **more: int) -> None:
-    """Refuse sizes of ``shape``, and ``more`` of them by their names, that ``tp`` does not divide."""
+def check_divides(name: str, shape: ModelShape, tp: int, *, option: str = "--nproc", **more: int) -> None:
+    """Refuse sizes of ``shape``, and ``more`` of them by their names, that ``tp`` (``option``) does not divide."""
     sizes = {
         "heads": shape.num_attention_heads,
         "key/value heads": shape.num_query_groups,
@@ -61,7 +61,7 @@ def check_divides(name: str, shape: ModelShape, tp: int, **more: int) -> None:
     }
     for what, size in {**sizes, **more}.items():
         if size % tp:
-            raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another --nproc")
+            raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another {option}")
 
 
 def cases(models: list[str], tokens: list[int], directions: list[str], tp: int) -> list[Case]:

@@ -1,4 +1,4 @@
-"""The commands that measure: ``bench ops``, ``bench layer``, ``bench metrics``, and ``tune``."""
+"""The commands that measure: ``bench ops``, ``layer``, ``inference``, ``metrics``, and ``tune``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions
+from megatron_flux.bench.inference_config import resolve as inference_resolved
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
 from megatron_flux.bench.metrics_cost import CostOptions
 from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun
@@ -190,6 +192,45 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
         module,
         f"tp {config.tp}",
         config.tp,
+        describe=describe,
+        argument=lambda out: to(out).model_dump_json(),
+        out=given.out,
+        overwrite=given.overwrite,
+        dry_run=dry_run,
+    )
+
+
+@bench.command(cls=Command)
+@with_options_or_file
+def inference(given: InferenceOptions, dry_run: DryRun = False) -> None:
+    """Time passes without gradients: prefill and decode of layers, gemm_all_reduce, int4 MLPs; stock, flux, floor."""
+    from megatron_flux.bench import inference as module
+    from megatron_flux.patch.megatron_core import checked_versions
+
+    rank.quiet_megatron()
+    checked_versions()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    tp = launcher.world_size(given.tp, gpus=gpus, otherwise=2, option="--tp")
+    config = inference_resolved(given, tp, "cuda" if gpus else "cpu")
+
+    def to(out: Path) -> InferenceConfig:
+        return config.model_copy(update={"out": out})
+
+    def describe(out: Path) -> dict[str, Any]:
+        return {
+            "config": to(out).model_dump(mode="json"),
+            "note": None if gpus else module.NO_MEASURE,
+            "started": folder.started(),
+            "command": folder.command_line(),
+        }
+
+    if not dry_run:
+        rank.set_environment()
+    start.benchmark(
+        "bench inference",
+        module,
+        f"tp {tp}" if gpus else f"tp {tp}, {module.NO_MEASURE}",
+        tp,
         describe=describe,
         argument=lambda out: to(out).model_dump_json(),
         out=given.out,

@@ -38,8 +38,9 @@ def started() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if launched() else None
 
 
-def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
-    """How many ranks a command runs on: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
+def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "--nproc") -> int:
+    """How many ranks a command runs on: what a launcher has started, else ``nproc`` (``option``), one per GPU or
+    ``otherwise``.
 
     A UserError where ``nproc`` does not fit that, or an earlier session's launcher has left variables in the
     environment: ranks would wait for peers.
@@ -48,11 +49,11 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int) -> int:
         _check_variables()
     if (there := started()) is not None:
         if nproc not in (None, there):
-            raise UserError(f"--nproc {nproc} under a launcher that started {there} processes; leave it out")
+            raise UserError(f"{option} {nproc} under a launcher that started {there} processes; leave it out")
         return there
     wanted = nproc or gpus or otherwise
     if gpus and wanted > gpus:
-        raise UserError(f"--nproc {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")
+        raise UserError(f"{option} {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")
     return wanted
 
 

@@ -352,6 +352,7 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "tests",
         "ops",
         "layer",
+        "inference",
         "connections",
         "graphs",
         "stand_in_checks",

@@ -24,8 +24,9 @@ from megatron_flux import FluxConfig, ops
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, keep, linears, prefetch, row_parallel_linear
 from megatron_flux.ops.backends import registry
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import normals
-from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron, on_gpu
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, twin
 from tests.distributed.test_norm_column import LayerNorm, operands
@@ -160,45 +161,59 @@ def test_training_goes_on_unchanged(world: WorkerPool, family: str) -> None:
         assert calls == {"all_gather_gemm": 5, "gemm_reduce_scatter": 4}
 
 
-def rank_workspaces(backend: str) -> None:
-    """All that a group's calls need is made in inference mode; a training writes to it."""
-    group, registered = dist.new_group(list(range(dist.get_world_size()))), backend == "twin"
-    if registered:
-        made = twin()
-        from megatron_flux.ops.kernel_config import KernelConfig
+class Pair:
+    """A column and a row layer in bf16 on a group, on GPUs where the ranks have some."""
 
+    def __init__(self, group: Any, backend: str, rows: int = 16, width: int = 32) -> None:
+        self.group, self.backend, rank = group, backend, dist.get_rank()
+        self.x = self.made(rows, width, seed=1 + rank)
+        self.weights = [self.made(width, width, seed=20 + rank), self.made(width, width, seed=30 + rank)]
+
+    def made(self, *shape: int, seed: int) -> torch.Tensor:
+        made = normals(*shape, seed=seed, dtype=torch.bfloat16)
+        return made.cuda() if on_gpu() else made
+
+    def forward(self, x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = column_parallel_linear(x, weights[0], None, self.group, backend=self.backend).tanh()
+        y = row_parallel_linear(hidden, weights[1], self.group, backend=self.backend)
+        return y, ops.gemm_all_reduce(hidden, weights[1], self.group, backend=self.backend)
+
+    def inference(self) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return list(self.forward(self.x, self.weights))
+
+    def training(self) -> list[torch.Tensor]:
+        """As :meth:`inference`, and all gradients."""
+        x, *weights = leaves = [t.clone().requires_grad_() for t in (self.x, *self.weights)]
+        y, whole = self.forward(x, weights)
+        y.float().square().sum().backward()
+        return [y.detach(), whole, *(leaf.grad for leaf in leaves)]
+
+
+def check_workspaces(pair: Pair) -> None:
+    """All that calls of the group need is made in inference mode; a training writes to it."""
+    first = pair.inference()
+    with torch.inference_mode():
+        for _ in range(2):  # both halves of the workspace that wgrad's gathers have
+            ops.all_gather(pair.x, pair.group, backend=pair.backend).wait()
+    steps = [pair.training() for _ in range(3)]
+    for found in (*steps[1:], first, pair.inference()):
+        for one, other in zip(found, steps[0], strict=False):
+            assert torch.equal(one, other)
+    assert len(steps[0]) == 5
+    assert all(gradient.any() for gradient in steps[0][2:])
+
+
+def rank_workspaces(backend: str) -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    if backend == "twin":
+        made = twin()
         made.config = KernelConfig(**TINY)
         ops.register_backend(made)
-    rank, dtype = group.rank(), torch.bfloat16
-    x, columns = normals(16, 32, seed=1 + rank, dtype=dtype), normals(32, 32, seed=20 + rank, dtype=dtype)
-    rows = normals(32, 32, seed=30 + rank, dtype=dtype)
-
-    def results(grad: bool) -> list[torch.Tensor]:
-        weights = [columns.clone().requires_grad_(grad), rows.clone().requires_grad_(grad)]
-        own = x.clone().requires_grad_(grad)
-        hidden = column_parallel_linear(own, weights[0], None, group, backend=backend).tanh()
-        y = row_parallel_linear(hidden, weights[1], group, backend=backend)
-        whole = ops.gemm_all_reduce(hidden, weights[1], group, backend=backend)
-        if grad:
-            y.float().square().sum().backward()
-        return [y.detach(), whole, *(t.grad for t in (own, *weights) if grad)]
-
     try:
-        with torch.inference_mode():
-            first = results(False)
-            for _ in range(2):  # both halves of the workspace that wgrad's gathers have
-                ops.all_gather(x, group, backend=backend).wait()
-        steps = [results(True) for _ in range(3)]
-        with torch.inference_mode():
-            last = results(False)
-        for found in (*steps[1:], first, last):
-            for one, other in zip(found, steps[0], strict=False):
-                assert torch.equal(one, other)
-        assert len(steps[0]) == 5
-        assert all(gradient.any() for gradient in steps[0][2:])
+        check_workspaces(Pair(group, backend))
     finally:
-        if registered:
-            del registry._backends["twin"]
+        registry._backends.pop("twin", None)
         dist.destroy_process_group(group)
 
 

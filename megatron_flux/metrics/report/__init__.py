@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.report import benchmarks, plans, render, training
+from megatron_flux.metrics.report import benchmarks, inference, plans, render, training
 from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import Run, different_models, load, load_all, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
@@ -56,6 +56,7 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """The chapters about these runs, and a title for the whole."""
     runs = with_pairs(runs)
     makers = {"operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
+    makers["inference"] = inference.inference_chapter
     makers["plan"] = lambda run, id_: plans.chapter(run.summary, id_, run.name)
     chapters = [makers.get(run.kind, training.chapter)(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
@@ -83,7 +84,8 @@ def _overview(runs: Sequence[Run]) -> Chapter:
         table = _differences(trained)
         caption = "" if table else "None: the runs were asked for the same, on the same devices and versions."
         parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
-    kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark", "plan": "plan"}
+    kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark"}
+    kinds |= {"inference": "inference benchmark", "plan": "plan"}
     counts = Counter(run.kind for run in runs)
     title = ", ".join(counted(counts[kind], noun) for kind, noun in kinds.items() if counts[kind])
     return Chapter("all", title, title, "megatron-flux", parts)

@@ -65,7 +65,7 @@ def operators_chapter(run: Run, id_: str) -> Chapter:
             parts.append(Part(f"ms-{op}", f"{title}: milliseconds", table=Table(times, head), caption=caption))
     if not rows:
         parts.append(Part("empty", "Calls", caption="No call has been measured."))
-    return _chapter(run, id_, "operators", parts)
+    return chapter_of(run, id_, "operators", parts)
 
 
 def _efficiency(row: Row, method: str) -> float | None:
@@ -115,7 +115,7 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
     skipped = [(f"{_workload(s)}: {s['arm']}", s["reason"]) for s in run.summary.get("skipped", [])]
     if skipped:
         parts.append(Part("skipped", "Not measured", table=Table(skipped)))
-    return _chapter(run, id_, "layers, forward and backward", parts)
+    return chapter_of(run, id_, "layers, forward and backward", parts)
 
 
 def _workload(row: Row) -> str:
@@ -127,7 +127,7 @@ def _environment(run: Run) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _chapter(run: Run, id_: str, what: str, parts: list[Part]) -> Chapter:
+def chapter_of(run: Run, id_: str, what: str, parts: list[Part]) -> Chapter:
     """With the conditions of the benchmark as subtitle, and its damage and settings behind its own parts."""
     summary, environment = run.summary, _environment(run)
     userbuffers = any(row.get("arm") == "te_ub" for row in summary["rows"])

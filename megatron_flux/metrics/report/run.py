@@ -1,8 +1,8 @@
 """A run folder as the report sees it: what is there, in words what is not, and how it differs from another.
 
 Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``),
-``layers`` (``bench layer``) or ``plan`` (``slurm plan``). Damage is no reason to show nothing: it is listed in
-:attr:`Run.problems`.
+``layers`` (``bench layer``), ``inference`` (``bench inference``) or ``plan`` (``slurm plan``). Damage is no reason to
+show nothing: it is listed in :attr:`Run.problems`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
 from megatron_flux.metrics.table import UNKNOWN
 
-Kind = Literal["training", "operators", "layers", "plan"]
+Kind = Literal["training", "operators", "layers", "inference", "plan"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Run:
         if self.kind == "plan":
             return plans.speedup(self.summary)
         if self.kind != "training":
-            noun = "operator calls" if self.kind == "operators" else "layer timings"
+            noun = {"operators": "operator calls", "inference": "inference timings"}.get(self.kind, "layer timings")
             device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
             return f"{len(self.summary['rows'])} {noun}, {device}, tp {tp}"
         if not any(self.arms.values()):
@@ -149,6 +149,8 @@ _COLUMNS: dict[Kind, dict[str, Any]] = {
     "operators": {"op": str, "m": int, "n": int, "k": int, "gemm_ms": int | float, "serial_ms": int | float},
     "layers": {"arm": str, "model": str, "seq": int, "micro_batch": int, "layers": int, "breakdown": dict}
     | dict.fromkeys(("ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"), int | float),
+    "inference": {"kind": str, "model": str, "m": int, "arm": str}
+    | dict.fromkeys(("ms", "ms_low", "ms_high"), int | float),
 }
 """What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
 
@@ -158,7 +160,8 @@ def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
     rows = summary.get("rows")
     if not isinstance(rows, list):
         return None
-    kind: Kind = "layers" if any(isinstance(row, dict) and "ms_per_layer" in row for row in rows) else "operators"
+    columns = {name for row in rows if isinstance(row, dict) for name in row}
+    kind: Kind = "inference" if "kind" in columns else "layers" if "ms_per_layer" in columns else "operators"
     for number, row in enumerate(rows, 1):
         for name, types in _COLUMNS[kind].items():
             if not isinstance(row, dict) or not isinstance(row.get(name), types):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -10,6 +11,7 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report import figures, write_reports
 from megatron_flux.metrics.report.benchmarks import layers_chapter, operators_chapter
+from megatron_flux.metrics.report.inference import inference_chapter
 from megatron_flux.metrics.report.render import Chapter, Part, escaped
 from megatron_flux.metrics.report.run import load, load_all, with_pairs
 from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
@@ -201,6 +203,49 @@ def test_layer_benchmarks() -> None:
         run.summary["rows"][0]["breakdown"]["span_ms"], 1e-3
     )
     assert bars["fused operators"]["te"] == 0
+
+
+INFERENCE = [
+    {"kind": kind, "model": "gpt3-175b", **what, "m": m, "arm": arm, "ms": ms, "ms_low": ms, "ms_high": 2 * ms,
+     "speedup_vs_stock": 0.5 / ms, "ms_per_layer": ms}
+    for kind, what, arms in (
+        ("decode", {"layers": 1}, ("te", "flux_te", "floor")),
+        ("gemm_all_reduce", {"layer": "fc2"}, ("stock", "flux")),
+    )
+    for m in (1, 8)
+    for arm, ms in zip(arms, (0.5, 0.4, 0.25), strict=False)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("note", [None, "no measure of speed"])
+def test_inference_benchmarks(tmp_path: Path, note: str | None) -> None:
+    skipped = [{"kind": "decode", "model": "gpt3-175b", "arm": "local", "reason": "it <fell> over"}] * 2
+    summary = {"device": "H200", "tp": 2, "link": "nvlink", "note": note, "rows": INFERENCE, "skipped": skipped}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    run = load(tmp_path)
+    assert (run.kind, run.verdict) == ("inference", "10 inference timings, H200, tp 2")
+    shown = parts(inference_chapter(run, "run1"))
+    figures = [name for name, part in shown.items() if part.figure]
+    assert figures == ([] if note else ["speed-up-decode", "speed-up-gemm_all_reduce"])
+    table = shown["ms-decode"].table
+    assert table.rows[1][:3] == ("gpt3-175b, 1 layer(s), m 1", "flux_te", "0.4000 (0.4000\u20260.8000)")
+    assert shown["skipped"].table.rows == [("decode gpt3-175b local", "it <fell> over")]
+    if note:
+        assert len(table.head) == len(table.rows[0]) == 3
+        assert shown["ms-decode"].caption.startswith(note)
+    else:
+        assert table.rows[1][3] == "1.250\u00d7"
+        traces = {trace["name"]: trace for trace in shown["speed-up-decode"].figure["data"]}
+        assert traces.keys() == {"te", "flux_te", "floor"}
+        assert traces["floor"]["x"] == [2.0, 2.0]
+    page, _ = write_reports([tmp_path], tmp_path / "out")
+    assert "it &lt;fell&gt; over" in page.read_text()
+
+
+def test_damaged_inference_benchmarks_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"rows": [{**INFERENCE[0], "ms": "fast"}]}))
+    with pytest.raises(UserError, match="row 1 has no usable 'ms'"):
+        load(tmp_path)
 
 
 def test_several_runs(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ LOOKS = {  # colour and marker of an arm; of any other one those of the last
 }
 CAPTION = (
     "Median over rounds of the slowest rank (quartiles), all arms interleaved in one run. Against stock: over the "
-    "faster of te and local, over cuBLAS with NCCL, or over the plain int4 form. The floor leaves communication out: its "
-    "numbers are wrong. Attention sees the tokens of the pass alone: there is no cache of keys and values."
+    "faster of te and local, over cuBLAS with NCCL, or over the plain int4 form. The floor leaves communication out: "
+    "its numbers are wrong. Attention sees the tokens of the pass alone: there is no cache of keys and values."
 )
 
 

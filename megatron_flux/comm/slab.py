@@ -249,9 +249,9 @@ class Slab:
         return kept(self.buffers, ("scales", half, at, *shape), make)
 
 
-def scale_bytes(shape: tuple[int, ...], tp: int) -> int:
-    """What fp32 scales ``shape`` of every rank take in a half, behind a gather buffer."""
-    return 4 * math.prod(shape) * tp + SCALES_AT
+def scale_bytes(shape: Sequence[int]) -> int:
+    """What a source's fp32 scales ``shape`` take in a half at most, behind a gather buffer."""
+    return 4 * math.prod(shape) + SCALES_AT
 
 
 def kept(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:

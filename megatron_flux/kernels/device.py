@@ -188,11 +188,16 @@ def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def multiply(
     acc, a, b, row, col, kt, row_end, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, CPU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, CPU: tl.constexpr, xs=None, ld=0, left=0, ws=None, ldw=0,
+    SCALES: tl.constexpr = None, PROMOTE: tl.constexpr = False,
 ):  # fmt: skip
     """``acc += a[row:row+BM, :] @ b[:, col:col+BN]`` over ``kt`` blocks of k. With ``TMA`` a and b are descriptors,
     else pointers to contiguous ``[row_end, k]`` and ``[n, k]`` (``[k, n]`` if ``TRANSPOSED``); what lies outside reads
     as zero.
+
+    FP8: with ``PROMOTE`` sums of BK, at most 128, products go to fp32. With ``SCALES`` "blocks" those are scaled by
+    ``xs[block * ld + r]``, of which there are ``left`` rows from the tile's first, and ``ws[column // 128 * ldw +
+    block]``, where a block is 128 of k.
     """
     for ki in range(0, kt):
         if TMA:
@@ -225,7 +230,17 @@ def multiply(
         if CPU:  # the interpreter multiplies bf16 by its bits
             x = x.to(tl.float32)
             y = y.to(tl.float32)
-        acc = tl.dot(x, y, acc)
+        if SCALES == "blocks":
+            block = ki * BK // 128
+            lane = tl.arange(0, BM)
+            scaled = col + tl.arange(0, BN)
+            by_row = tl.load(xs + block.to(tl.int64) * ld + lane, mask=lane < left, other=0.0, cache_modifier=".cg")
+            by_column = tl.load(ws + scaled // 128 * ldw + block, mask=scaled < n, other=0.0)
+            acc += tl.dot(x, y) * by_row[:, None] * by_column[None, :]
+        elif PROMOTE:
+            acc = tl.dot(x, y, acc, max_num_imprecise_acc=BK)
+        else:
+            acc = tl.dot(x, y, acc)
     return acc
 
 

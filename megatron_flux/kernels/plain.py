@@ -70,15 +70,23 @@ from megatron_flux.kernels.device import (
 )
 
 
+@triton.jit
+def _row_of(bias, col, n, BN: tl.constexpr):
+    """``bias[col:col+BN]`` as a row."""
+    cols = col + tl.arange(0, BN)
+    return tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def ag_gemm_kernel(
-    a, b, c, bias, flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, m, n, k, mp, rank,
+    a, b, c, bias, xs, ws, flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, m, n, k, mp, ld, ldw, rank,
     TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, CTAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr, MASK_ROWS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
-    CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr,
+    CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr, SCALES: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``bias`` ``[n]`` is added before rounding, if ``BIAS``. With ``TMA`` ``a`` and ``b`` are
-    descriptors, else pointers; so is ``c``, but a pointer with ``MASK_ROWS``.
+    descriptors, else pointers; so is ``c``, but a pointer with ``MASK_ROWS``. ``SCALES`` of FP8 operands: None,
+    "tensor" (``xs[0] * ws[0]``) or "blocks": ``xs`` ``[tp, ceil(k / 128), ld]``, ``ws`` ``[ceil(n / 128), ldw]``.
     """
     epoch = tl.load(epochs + slot)
     nrb = tl.cdiv(mp, BM)
@@ -89,12 +97,21 @@ def ag_gemm_kernel(
         pm, pn = raster(t % (nrb * npn), nrb, npn, GROUP)
         row = src * mp + pm * BM
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        if BIAS:
-            cols = pn * BN + tl.arange(0, BN)
-            acc += tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+        if BIAS and SCALES is None:
+            acc += _row_of(bias, pn * BN, n, BN)
         if src != rank:
             wait_flags(flags + flag_off + src, 1, 1, epoch, err, limit, OP_AG, src, 0, CPU, THREADS)
-        acc = multiply(acc, a, b, row, pn * BN, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
+        by_row = xs
+        if SCALES == "blocks":
+            by_row += src * tl.cdiv(k, 128) * ld + pm * BM
+        acc = multiply(
+            acc, a, b, row, pn * BN, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU, by_row, ld, mp - pm * BM, ws, ldw,
+            SCALES, PROMOTE,
+        )  # fmt: skip
+        if SCALES == "tensor":
+            acc *= tl.load(xs) * tl.load(ws)
+        if BIAS and SCALES is not None:
+            acc += _row_of(bias, pn * BN, n, BN)
         if TMA and not MASK_ROWS:
             if SPLIT:
                 left, right = split_columns(acc, BM, BN)
@@ -122,13 +139,16 @@ def _send(desc, acc, row, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexp
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def gemm_rs_kernel(
-    a, b, d0, d1, d2, d3, d4, d5, d6, d7, data_table, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, m, n, k, mp, rank, gemm_ctas,
+    a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, data_table, flag_table, flags, recv, out, ctrl, epochs, err, limit,
+    slot, next_slot, flag_off, row_off, m, n, k, mp, ld, ldw, rank, gemm_ctas,
     TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, CTAS: tl.constexpr,
     CHUNK: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
-    JOIN: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr,
+    JOIN: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr, SCALES: tl.constexpr,
+    PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step (repeated beyond TP)."""
+    """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step (repeated beyond TP). ``SCALES``
+    as of :func:`ag_gemm_kernel`, with ``xs`` ``[ceil(k / 128), ld]``.
+    """
     pid = tl.program_id(0)
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     epoch = tl.load(epochs + slot)
@@ -147,7 +167,16 @@ def gemm_rs_kernel(
         dst = (rank + 1 + step) % TP
         next_owner = tl.load(flag_table + dst)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = multiply(acc, a, b, dst * mp + rb * BM, pn * BN, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
+        first_row = dst * mp + rb * BM
+        by_row = xs
+        if SCALES == "blocks":
+            by_row += first_row
+        acc = multiply(
+            acc, a, b, first_row, pn * BN, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU, by_row, ld, m - first_row, ws,
+            ldw, SCALES, PROMOTE,
+        )  # fmt: skip
+        if SCALES == "tensor":
+            acc *= tl.load(xs) * tl.load(ws)
         if flag1 >= 0:
             bulk_stores_done(CPU, THREADS)
             tl.debug_barrier()

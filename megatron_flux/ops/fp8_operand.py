@@ -26,7 +26,7 @@ Shards
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -132,6 +132,25 @@ class Fp8Operand:
             scales = scales.view(-1)[number : number + 1] if self.scaling == "tensor" else scales[number]
         return Fp8Operand(self.data[number * rows : (number + 1) * rows], self.dtype, scales, self.scaling)
 
+    def one_shard(self) -> Fp8Operand:
+        """The same rows with their scales as those of one shard: no copy where there is one."""
+        scales = self.scale_inv
+        if self.shards == 1 or (self.scaling == "tensor" and scales.numel() == 1):
+            return self if self.shards == 1 else Fp8Operand(self.data, self.dtype, scales, self.scaling)
+        if self.scaling == "tensor":
+            raise UserError(f"Fp8Operand: {self.shards} shards with scales of their own have no common one")
+        rows = self.rows // self.shards
+        whole = scales.new_zeros(self._kb, padded(self.rows))
+        whole[:, : self.rows] = scales[:, :, :rows].transpose(0, 1).reshape(self._kb, self.rows)
+        return Fp8Operand(self.data, self.dtype, whole, self.scaling)
+
+    def repeated(self, times: int) -> Fp8Operand:
+        """The rows so many times over, as shards."""
+        scales = self.scale_inv
+        if self.scaling == "1x128":
+            scales = scales.expand(times, *scales.shape).contiguous()
+        return Fp8Operand(self.data.repeat(times, 1), self.dtype, scales, self.scaling, times)
+
     def dequantized(self) -> torch.Tensor:
         """fp32 ``[rows, k]``: what the operand stands for. For references and tests."""
         if self.shards > 1 and self.scale_inv.numel() > 1:
@@ -155,6 +174,15 @@ class Fp8Pair(NamedTuple):
     split: bool = False
     """Sums of the tensor core go to fp32 every 128 of k, as with TransformerEngine's split accumulator; in blocks that
     is so without it, for their scales are multiplied there."""
+
+    def with_aligned_scales(self) -> Fp8Pair:
+        """Copies of scales that do not begin at a multiple of 16 bytes."""
+        x, weight = self.x, self.weight
+        if x.scale_inv.data_ptr() % 16:
+            x = replace(x, scale_inv=x.scale_inv.clone())
+        if weight.scale_inv.data_ptr() % 16:
+            weight = replace(weight, scale_inv=weight.scale_inv.clone())
+        return self if x is self.x and weight is self.weight else self._replace(x=x, weight=weight)
 
     @property
     def blocks(self) -> bool:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events, fast_path
+from megatron_flux.ops import call_events, fast_path, fp8_operators
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import able, select
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.settings import WIRES
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -60,10 +61,22 @@ def all_gather_gemm(
     epilogue_bias: bool = False, transposed: bool = False, return_gathered: Literal[True], backend: str = "auto",
     wire: str = "exact",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def all_gather_gemm(
+    x: Fp8Operand, weight: Fp8Operand, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False, return_gathered: Literal[False] = False, backend: str = "auto",
+    split_accumulator: bool = False, out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def all_gather_gemm(
+    x: Fp8Operand, weight: Fp8Operand, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    epilogue_bias: bool = False, return_gathered: Literal[True], backend: str = "auto", split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, Fp8Operand]: ...  # fmt: skip
 @_without_grad
 def all_gather_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Fp8Operand,
+    weight: torch.Tensor | Fp8Operand,
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -72,11 +85,15 @@ def all_gather_gemm(
     return_gathered: bool = False,
     backend: str = "auto",
     wire: str = "exact",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
     """Gather ``x`` over ``group`` and multiply: ``all_gather(x) @ weight.T (+ bias)``.
 
     Args:
-        x: ``[m/tp, k]`` or ``[s/tp, ..., k]``; fp32, bf16 or fp16.
+        x: ``[m/tp, k]`` or ``[s/tp, ..., k]``; fp32, bf16 or fp16. Or an
+            :class:`~megatron_flux.ops.fp8_operand.Fp8Operand` ``[m/tp, k]``, as the weight then: both scaled as a
+            whole, x alike on all ranks, or x in blocks of 1x128 and the weight of 128x128.
         weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Copied only
             where it does not begin at a multiple of 16 bytes.
         group: process group of ``tp`` ranks; None is the default group.
@@ -88,16 +105,25 @@ def all_gather_gemm(
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
         backend: ``auto`` or a name from :func:`backend_names`.
-        wire: what the tuner may send over a ``host`` link: ``exact``, or also ``fp8`` or ``int8``.
+        wire: what the tuner may send over a ``host`` link: ``exact``, or also ``fp8`` or ``int8``. Not with FP8.
+        split_accumulator: of FP8: the tensor core's sums, of 14 bits on Hopper, go to fp32 every 128 of k.
+            TransformerEngine's recipes ask for it in dgrad and wgrad. Blocks always do so.
+        out_dtype: of the result of FP8 operands, and of their bias: bf16, fp16 or fp32.
 
     Returns:
-        ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``.
+        ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``, of FP8 with ``tp``
+        shards.
 
     Raises:
         UserError: shapes, dtypes or devices that do not fit, or an unusable backend.
         OperatorError: the communication failed; names rank, peers and shape.
     """
     group = _group(group)
+    if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
+        pair = _fp8("all_gather_gemm", x, weight, out_dtype, split_accumulator, transposed, wire)
+        return fp8_operators.all_gather_gemm(
+            pair, group, bias, epilogue_bias=epilogue_bias, return_gathered=return_gathered, backend=backend
+        )
     inside = None
     if epilogue_bias and bias is not None:
         inside, bias = aligned(bias), None
@@ -135,10 +161,22 @@ def gemm_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
     transposed: bool = False, async_op: Literal[True], backend: str = "auto", wire: str = "exact",
 ) -> Pending: ...  # fmt: skip
+@overload
+def gemm_reduce_scatter(
+    x: Fp8Operand, weight: Fp8Operand, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    async_op: Literal[False] = False, backend: str = "auto", split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gemm_reduce_scatter(
+    x: Fp8Operand, weight: Fp8Operand, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    async_op: Literal[True], backend: str = "auto", split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Pending: ...  # fmt: skip
 @_without_grad
 def gemm_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Fp8Operand,
+    weight: torch.Tensor | Fp8Operand,
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -146,6 +184,8 @@ def gemm_reduce_scatter(
     async_op: bool = False,
     backend: str = "auto",
     wire: str = "exact",
+    split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor | Pending:
     """Multiply and scatter the sum over ``group``: ``reduce_scatter(x @ weight.T) (+ bias)``.
 
@@ -161,6 +201,9 @@ def gemm_reduce_scatter(
     group = _group(group)
     if async_op and bias is not None:
         raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
+    if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
+        pair = _fp8("gemm_reduce_scatter", x, weight, out_dtype, split_accumulator, transposed, wire)
+        return fp8_operators.gemm_reduce_scatter(pair, group, bias, async_op=async_op, backend=backend)
     state = state_of(group)
     key = fast_path.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed, wire=wire)
     found = fast_path.find(state, key, x, weight)
@@ -273,6 +316,22 @@ def all_gather(
 def all_gathers_begun(group: dist.ProcessGroup) -> int:
     """How many :func:`all_gather` of ``group`` have begun: whether a gathered tensor is still valid."""
     return state_of(group).gathers_begun
+
+
+def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, transposed: bool, wire: str) -> Fp8Pair:
+    """Both operands. Raises UserError: one is no FP8, or an option does not go with it."""
+    if not (isinstance(x, Fp8Operand) and isinstance(weight, Fp8Operand)):
+        raise UserError(
+            f"{operator}: x is {type(x).__name__} and weight {type(weight).__name__}; both must be Fp8Operand, or none"
+        )
+    if transposed:
+        raise UserError(
+            f"{operator}: FP8 operands are [rows, k], both; leave transposed out, pass TransformerEngine's transposed "
+            "data of the weight"
+        )
+    if wire != "exact":
+        raise UserError(f"{operator}: wire={wire!r} does not go with FP8 operands; leave it out")
+    return Fp8Pair(x, weight, out, split)
 
 
 def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:

@@ -177,7 +177,7 @@ def kernel(case: Case, split: bool, config: KernelConfig) -> Callable[[], torch.
     own = own or Fp8Operand(x.data[:mp], x.dtype, x.scale_inv[:, :mp].contiguous(), x.scaling)
     pair = Fp8Pair(own, w, split=split)
     made = OperatorCall(case.operator, own.numbers, w.numbers, Ranks(TP), return_gathered=False, fp8=pair)
-    work = slab_of(case.operator, 0, m * k + slab.scale_bytes(tuple(own.scale_inv.shape), TP))
+    work = slab_of(case.operator, 0, m * k + TP * slab.scale_bytes(own.scale_inv.shape))
     buffers = [work.gather_buffers(half, m, k, x.dtype)[0] for half in (0, 1)]
     for half, buffer in enumerate(buffers):
         buffer.view(torch.uint8).copy_(x.data)

@@ -37,6 +37,7 @@ from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.checks import OperatorCall, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.fp8_operand import FORMATS
 
 PIECE_BYTES = 12 << 20
 """A shard is cut into pieces of about this size unless the tuner knows better: smaller ones hide more, make GEMMs of
@@ -72,6 +73,8 @@ class ChunkedBackend:
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet."""
+        if x.dtype in FORMATS:
+            return "it does not gather FP8 operands"
         if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"

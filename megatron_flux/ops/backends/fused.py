@@ -7,8 +7,9 @@ Contract: that of :mod:`megatron_flux.ops.backends.registry`; all ranks of a gro
 order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
 all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors, bitwise reproducible.
 
-Limits, said by :meth:`FusedBackend.why_not`: bf16 or fp16 on CUDA, one host with peer access, 2, 4 or 8 ranks. Anything
-TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on pointers.
+Limits, said by :meth:`FusedBackend.why_not`: bf16, fp16 or FP8 on CUDA, one host with peer access, 2, 4 or 8
+ranks. Anything TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on
+pointers.
 
 Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
 waits for *its* peers at the same time (NCCL of data parallelism) can hold SMs while it waits for a rank whose SMs are
@@ -39,13 +40,15 @@ from megatron_flux.comm import copy_engine, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import ALL_REDUCE, all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
-from megatron_flux.comm.slab import Slab
+from megatron_flux.comm.slab import Slab, scale_bytes
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, all_reduce_config
 from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
-from megatron_flux.ops.kernel_config import KernelConfig, ag_config, rs_config, rs_tiles, within_flags
+from megatron_flux.ops.fp8_operand import FORMATS
+from megatron_flux.ops.kernel_config import KernelConfig, ag_config, for_fp8, rs_config, rs_tiles, within_flags
 from megatron_flux.settings import one_queue, sm_margin
 
 OFF_NVLINK = (
@@ -147,6 +150,8 @@ class FusedBackend:
         from megatron_flux.ops.launch import plain
 
         call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
+        if call.fp8 is not None:
+            call = call._replace(fp8=call.fp8.with_aligned_scales())
         compare_calls(call)
         work, config = self._placed(call, config, capturing(call.x))
         kernels: ModuleType = plain
@@ -166,12 +171,16 @@ class FusedBackend:
             config = choose(m // tp, n, k, tp, sms, hopper)
         elif config.ws and not hopper:
             config = replace(config, ws=False)
+        if call.fp8 is not None:
+            config = for_fp8(config, promoted=call.fp8.promoted)
         if operator == "all_gather_gemm":
             config = within_flags(config, m)
-            elements = x.numel()
+            nbytes = x.numel() * x.element_size()
+            if call.fp8 is not None and call.fp8.blocks:
+                nbytes += scale_bytes(call.fp8.x.scale_inv.shape)
         else:
-            elements = rs_tiles(m // tp, n, config) * config.bm * config.bn
-        return self._slab(call, elements * x.element_size(), config, captured), config
+            nbytes = rs_tiles(m // tp, n, config) * config.bm * config.bn * call.out.itemsize
+        return self._slab(call, nbytes, config, captured), config
 
     def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> Slab:
         """The slab of a call in which one source sends ``nbytes``; ``config``: None of an all_gather."""
@@ -205,8 +214,8 @@ def limit(
     ``shielded``: whether other process groups' kernels cannot block these; None decides by this process's settings as
     of CUDA's start (:mod:`megatron_flux.settings`).
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bf16 or fp16, x is {dtype}"
+    if dtype not in (torch.bfloat16, torch.float16, *FORMATS):
+        return f"it needs bf16, fp16 or FP8, x is {dtype}"
     if size not in (2, 4, 8):
         return f"it needs a group of 2, 4 or 8 ranks, not {size}"
     others = beside.others or size < (world or dist.get_world_size())
@@ -216,8 +225,9 @@ def limit(
             return reason
     elif others and not shielded:
         return _MANY_QUEUES
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    least = FP8_CAPABILITY if dtype in FORMATS else (8, 0)
+    if capability < least:
+        return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
     return None
 
 

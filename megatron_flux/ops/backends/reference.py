@@ -24,7 +24,10 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,6 +36,48 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
     """
     wt = weight if transposed else weight.t()
     return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
+
+
+def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T (+ bias)`` of FP8 operands: cuBLASLt's where it takes them, else fp32 products of the dequantised
+    numbers, rounded once.
+    """
+    x, weight = pair.x.one_shard(), pair.weight
+    if cublas_takes(x, weight):
+        if pair.blocks:
+            by = x.scale_inv.t(), weight.scale_inv.t()[: blocks_of(weight.k)]
+        else:
+            by = x.scale_inv.view(()), weight.scale_inv.view(())
+        return torch._scaled_mm(
+            x.numbers, weight.numbers.t(), scale_a=by[0], scale_b=by[1], bias=bias, out_dtype=pair.out,
+            use_fast_accum=not pair.promoted,
+        )  # fmt: skip
+    if x.data.is_cuda:
+        stats.degraded["an fp32 GEMM of dequantised FP8 operands that cuBLASLt does not take"] += 1
+    y = x.dequantized() @ weight.dequantized().t()
+    return (y if bias is None else y.add_(bias)).to(pair.out)
+
+
+def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:
+    """Whether ``torch._scaled_mm`` multiplies these: k and n multiples of 16; blocks on Hopper, from CUDA 12.9, and
+    rows that are a multiple of 4.
+    """
+    if not x.data.is_cuda or x.k % 16 or weight.rows % 16:
+        return False
+    capability = torch.cuda.get_device_capability(x.data.device)
+    if x.scaling == "tensor":
+        return capability >= FP8_CAPABILITY
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return capability == (9, 0) and cuda >= (12, 9) and x.rows == x.scale_inv.shape[1]
+
+
+def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
+    """The operand of all ranks, in so many shards. One scale for all is the same on all ranks and does not travel."""
+    data = collectives.all_gather(x.data, group).wait()
+    scales = x.scale_inv
+    if x.scaling != "tensor":
+        scales = collectives.all_gather(scales, group).wait().view(group.size(), *scales.shape)
+    return Fp8Operand(data, x.dtype, scales, x.scaling, group.size())
 
 
 class ReferenceBackend:
@@ -46,14 +91,17 @@ class ReferenceBackend:
         """Nothing is refused."""
         return None
 
-    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        if call.fp8 is not None:
+            operand = gathered_operand(call.fp8.x, call.group)
+            return fp8_gemm(call.fp8._replace(x=operand), call.bias), operand
         gathered = collectives.all_gather(call.x, call.group).wait()
         return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        partial = gemm(call.x, call.weight, transposed=call.transposed)
+        partial = _partial(call)
         return collectives.reduce_scatter(partial, call.group, async_op=call.async_op)
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
@@ -66,14 +114,26 @@ class ReferenceBackend:
         return collectives.all_gather(call.x, call.group, async_op=True)
 
 
+def _partial(call: OperatorCall) -> torch.Tensor:
+    return gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
+
+
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
     """The GEMM of ``call`` alone, for measuring: of this rank's rows, repeated to the gathered size; None where memory
     is short.
     """
-    x = call.x
+    x, tp = call.x, call.group.size()
+    if call.fp8 is not None:
+        pair, bias = call.fp8, call.bias
+        if call.operator == "all_gather_gemm":
+            try:
+                pair = pair._replace(x=pair.x.repeated(tp))
+            except torch.OutOfMemoryError:
+                return None
+        return lambda: fp8_gemm(pair, bias)
     if call.operator == "all_gather_gemm":
         try:
-            x = x.repeat(call.group.size(), 1)
+            x = x.repeat(tp, 1)
         except torch.OutOfMemoryError:
             return None
     return lambda: gemm(x, call.weight, transposed=call.transposed, bias=call.bias)

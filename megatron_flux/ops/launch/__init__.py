@@ -19,6 +19,7 @@ from megatron_flux.comm.copy_engine import WHOLE, push
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, Turn, kept, unbroken
 from megatron_flux.errors import UserError
 from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 from megatron_flux.settings import sm_margin
 
@@ -66,7 +67,7 @@ class SlabCall:
 
 def all_gather_gemm(
     made: OperatorCall, work: Slab, config: KernelConfig, kernels: ModuleType
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
     """``([m, n], gathered x [m, k])``; ``kernels``: those for ``config``, :mod:`ops.launch.plain` or ``hopper``.
     Without ``return_gathered`` the warp-specialised kernel, which reads the rank's own rows from x, does not copy them
     into the second result. The plain one reads them there, and copies them in any case.
@@ -84,7 +85,10 @@ def all_gather_gemm(
         if finish is not None:
             finish()
         work.end()
-    return out, gathered
+    if made.fp8 is None:
+        return out, gathered
+    found = made.fp8.x.scale_inv if scales is None else work.scale_buffers(turn.half, m * k, scales.shape)[work.rank]
+    return out, Fp8Operand(gathered.view(torch.uint8), x.dtype, found, made.fp8.x.scaling, work.tp)
 
 
 def gemm_reduce_scatter(made: OperatorCall, work: Slab, config: KernelConfig, kernels: ModuleType) -> torch.Tensor:
@@ -99,6 +103,21 @@ def gemm_reduce_scatter(made: OperatorCall, work: Slab, config: KernelConfig, ke
         kernels.gemm_reduce_scatter(call)
         work.end()
     return out
+
+
+class Scales:
+    """What a kernel takes of the scales of FP8 operands; without any something that is not read."""
+
+    def __init__(self, made: OperatorCall) -> None:
+        """``strides``: between the rows of both operands' scales."""
+        self.x = self.weight = made.x
+        self.strides = (0, 0)
+        self.operands: dict[str, torch.Tensor] = {}
+        if made.fp8 is not None:
+            self.x, self.weight = made.fp8.x.scale_inv, made.fp8.weight.scale_inv
+            self.operands = {"xs": self.x, "ws": self.weight}
+            if made.fp8.blocks:
+                self.strides = self.x.shape[-1], self.weight.shape[-1]
 
 
 def sent_scales(made: OperatorCall) -> torch.Tensor | None:

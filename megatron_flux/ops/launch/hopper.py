@@ -18,9 +18,8 @@ from megatron_flux.comm.slab import kept
 from megatron_flux.kernels import launch as kernel_launch
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
-from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.kernel_config import cdiv
-from megatron_flux.ops.launch import DTYPES, SlabCall, gathered_scales, kernel_key
+from megatron_flux.ops.launch import DTYPES, Scales, SlabCall, gathered_scales, kernel_key
 
 PIECE = 64
 SM_FLOP_PER_NS = 5300  # what one SM of an H200 multiplies in a nanosecond, in the long run
@@ -32,7 +31,7 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
     """
     made, work, turn, config = call.made, call.work, call.turn, call.config
     x, weight, bias = made.x, made.weight, made.bias
-    (mp, k), n, scales = x.shape, made.n, _Scales(call)
+    (mp, k), n, scales = x.shape, made.n, Scales(call.made)
     arrived = gathered_scales(call)
     if arrived is not None and made.return_gathered:
         arrived[work.rank].copy_(scales.x)
@@ -67,7 +66,7 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
 def gemm_reduce_scatter(call: SlabCall) -> None:
     """As :func:`all_gather_gemm`, of any number of rows."""
     made, work, turn, config = call.made, call.work, call.turn, call.config
-    x, weight, scales = made.x, made.weight, _Scales(call)
+    x, weight, scales = made.x, made.weight, Scales(call.made)
     (mp, n), k = call.out.shape, x.shape[1]
 
     def launch() -> kernel_launch.Launch:
@@ -87,25 +86,6 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
         return compiled, arguments
 
     _launch(call, launch, {"a": x, "b": weight, "out": call.out} | scales.operands)
-
-
-class _Scales:
-    """What a kernel takes of the scales of FP8 operands; without any something that is not read."""
-
-    def __init__(self, call: SlabCall) -> None:
-        made = call.made
-        self.x = self.weight = made.x
-        self.strides = (0, 0)
-        self.operands: dict[str, torch.Tensor] = {}
-        if made.fp8 is not None:
-            self.x, self.weight = made.fp8.x.scale_inv, made.fp8.weight.scale_inv
-            self.strides = _stride(made.fp8.x), _stride(made.fp8.weight)
-            self.operands = {"xs": self.x, "ws": self.weight}
-
-
-def _stride(operand: Fp8Operand) -> int:
-    """Between the rows of its scales."""
-    return 0 if operand.scaling == "tensor" else operand.scale_inv.shape[-1]
 
 
 def _launch(call: SlabCall, first: Callable[[], kernel_launch.Launch], operands: dict[str, torch.Tensor]) -> None:

@@ -50,7 +50,13 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 6, "BIAS": 1}),
     "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
 }
-PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
+PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90, None) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
+PLAIN |= {
+    f"{cap / 10} {op} fp8 {scales}": (cap, op, cap >= 90, scales)
+    for cap in (89, 90)
+    for op in ("ag_gemm", "gemm_rs")
+    for scales in ("tensor", "blocks")
+}
 
 POINTERS = {
     **dict.fromkeys(("a", "b", "c", "bias", "x", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"),
@@ -90,17 +96,19 @@ def compiled(
     return triton.compile(made, target=gpu.target, options=options)
 
 
-def plain(capability: int, op: str, tma: bool) -> Any:
-    """A plain kernel."""
+def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any:
+    """A plain kernel; of FP8 operands with ``scales``, whose sums are promoted."""
 
-    def tile(rows: int, cols: int) -> str:
-        return f"tensordesc<bf16[{rows}, {cols}]>" if tma else "*bf16"
+    def tile(rows: int, cols: int, kind: str = "bf16") -> str:
+        return f"tensordesc<{kind}[{rows}, {cols}]>" if tma else f"*{kind}"
+
+    kinds, bk = (("fp8e5", "fp8e4nv"), 128) if scales else (("bf16", "bf16"), 32)
 
     constants: dict[str, Any] = {
-        "TP": 2, "BM": 64, "BN": 64, "BK": 32, "CTAS": 108, "TRANSPOSED": False, "TMA": tma, "SPLIT": False,
-        "CPU": False, "THREADS": 128, "DTYPE": tl.bfloat16,
+        "TP": 2, "BM": 64, "BN": 64, "BK": bk, "CTAS": 108, "TRANSPOSED": False, "TMA": tma, "SPLIT": False,
+        "CPU": False, "THREADS": 128, "DTYPE": tl.bfloat16, "SCALES": scales, "PROMOTE": scales is not None,
     }  # fmt: skip
-    types = POINTERS | {"a": tile(64, 32), "b": tile(64, 32)}
+    types = POINTERS | {"a": tile(64, bk, kinds[0]), "b": tile(64, bk, kinds[1])}
     if op == "ag_gemm":
         kernel = ag_gemm_kernel
         constants |= {"GROUP": 8, "MASK_ROWS": False, "BIAS": False}
@@ -226,8 +234,8 @@ def assembled(ptx: str) -> tuple[int, bool]:
 
 def main() -> None:
     found: dict[str, dict[str, Any]] = {}
-    for name, (capability, op, tma) in PLAIN.items():
-        ptx = plain(capability, op, tma).asm["ptx"]
+    for name, (capability, op, tma, scales) in PLAIN.items():
+        ptx = plain(capability, op, tma, scales).asm["ptx"]
         found[name] = {"missing": missing_in_plain(ptx, tma=tma, sums=op == "gemm_rs")}
     for name, (op, given) in HOPPER.items():
         kernel = hopper(op, given)

@@ -21,7 +21,12 @@ from tests.ptx import Paths
 pytest.importorskip("triton.experimental.gluon")
 
 ROOT = Path(__file__).parents[3]
-PLAIN = {"8.0 ag_gemm", "8.0 gemm_rs", "9.0 ag_gemm", "9.0 gemm_rs"}
+PLAIN = {"8.0 ag_gemm", "8.0 gemm_rs", "9.0 ag_gemm", "9.0 gemm_rs"} | {
+    f"{capability} {op} fp8 {scales}"
+    for capability in ("8.9", "9.0")
+    for op in ("ag_gemm", "gemm_rs")
+    for scales in ("tensor", "blocks")
+}
 SHARED_BYTES = 227 * 1024
 
 

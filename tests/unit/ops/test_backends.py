@@ -164,7 +164,7 @@ def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("captures", [True, False])
 def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
     """The tuner asks chunked, so that auto says why stock runs in graphs."""
-    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuned, "_by_chunks", lambda *_: True)
     transport = SimpleNamespace(captures=captures, kind="pigeon")

@@ -1,0 +1,207 @@
+"""The operators on FP8 operands: the reference, and the fused kernels in Triton's interpreter, on two and four ranks.
+
+Small integers with scales that are powers of two: sums are exact, so results are equal to the bit. Scales differ by
+block and by rank: one that is read from another place shows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.errors import UserError
+from megatron_flux.ops.fp8_operand import Fp8Operand, blocks_of, padded, quantized
+from megatron_flux.ops.kernel_config import KernelConfig
+from tests.distributed.data import relative_error
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALINGS = ["tensor", "blocks"]
+PLANS = {
+    "halves of tiles": KernelConfig(bm=16, bn=32, bk=32),
+    "whole tiles": KernelConfig(bm=16, bn=32, bk=64, split=False, reducers=2, band=2),
+}
+
+
+def integer_operand(rows: int, k: int, scaling: str, seed: int, dtype: torch.dtype = E4M3) -> Fp8Operand:
+    """Bytes of -1, 0 and 1, most of them 0; scales of 1 and 2, padded with what must not be read."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randint(1, 3, shape, generator=generator).float()
+
+    signs, kept = (torch.randint(low, 2, (rows, k), generator=generator) for low in (-1, 0))
+    data = (signs * kept).float().to(dtype).view(torch.uint8)
+    if scaling == "tensor":
+        return Fp8Operand(data, dtype, scales(1), scaling)
+    if scaling == "1x128":
+        found = torch.full((blocks_of(k), padded(rows)), float("nan"))
+        found[:, :rows] = scales(blocks_of(k), rows)
+    else:
+        found = torch.full((blocks_of(rows), padded(blocks_of(k))), float("nan"))
+        found[:, : blocks_of(k)] = scales(blocks_of(rows), blocks_of(k))
+    return Fp8Operand(data, dtype, found, scaling)
+
+
+def pair_of(scaling: str, rows: int, n: int, k: int, rank: int, dtype: torch.dtype) -> tuple[Fp8Operand, Fp8Operand]:
+    """Of one rank. One scale of x is the same on all, as TransformerEngine has it."""
+    kinds = ("tensor", "tensor") if scaling == "tensor" else ("1x128", "128x128")
+    x = integer_operand(rows, k, kinds[0], 7 + rank, dtype)
+    if scaling == "tensor":
+        x = Fp8Operand(x.data, x.dtype, torch.tensor([2.0]))
+    return x, integer_operand(n, k, kinds[1], 100 + rank)
+
+
+def check(
+    scaling: str, mp: int, n: int, k: int, backend: str, split: bool, dtype: torch.dtype = E4M3, bias: bool = False
+) -> None:
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    added = torch.arange(n).remainder(3).bfloat16() if bias else None
+    before = ops.stats.total("all_gather_gemm"), ops.stats.bytes_received
+    pairs = [pair_of(scaling, mp, n, k, r, dtype) for r in range(tp)]
+    x, weight = pairs[rank]
+    y, gathered = ops.all_gather_gemm(
+        x, weight, bias=added, epilogue_bias=True, return_gathered=True, backend=backend, split_accumulator=split
+    )
+    assert y.dtype == torch.bfloat16
+    wanted = torch.cat([pair[0].dequantized() for pair in pairs])
+    exact = wanted @ weight.dequantized().t() + (0 if added is None else added.float())
+    assert torch.equal(y, exact.bfloat16()), (y.float() - exact).abs().max()
+    assert gathered.shards == tp
+    assert torch.equal(gathered.data, torch.cat([pair[0].data for pair in pairs]))
+    assert torch.equal(gathered.dequantized(), wanted)
+    sent = x.data.numel() + (0 if scaling == "tensor" else 4 * x.scale_inv.numel())
+    assert ops.stats.total("all_gather_gemm") == before[0] + 1
+    assert ops.stats.bytes_received == before[1] + (tp - 1) * sent
+
+    pairs = [pair_of(scaling, mp * tp, n, k, 50 + r, dtype) for r in range(tp)]
+    z = ops.gemm_reduce_scatter(*pairs[rank], backend=backend, split_accumulator=split)
+    partials = [(a.dequantized() @ b.dequantized().t()).bfloat16().float() for a, b in pairs]
+    mine = slice(rank * mp, (rank + 1) * mp)
+    total = sum(partial[mine] for partial in partials)
+    if backend == "twin":
+        assert total.abs().max() <= 256, "bf16 would round it"
+        assert torch.equal(z, total.bfloat16())
+    else:  # gloo rounds after each rank
+        assert z.dtype == torch.bfloat16
+        assert relative_error(z, total) < 1e-2
+
+
+SHAPES = [(32, 64, 256), (16, 48, 320), (20, 160, 144), (3, 40, 33)]
+"""mp, n, k: of whole tiles and blocks, and of neither."""
+
+
+def rank_reference(scaling: str) -> None:
+    for mp, n, k in SHAPES:
+        check(scaling, mp, n, k, "reference", False)
+    check(scaling, 8, 16, 256, "auto", True, E5M2, bias=True)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_reference_gathers_bytes_and_scales(world: WorkerPool, scaling: str) -> None:
+    world.run(rank_reference, scaling)
+
+
+def rank_random() -> None:
+    """Numbers that FP8 rounds: results are those of what was rounded."""
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    for kinds in (("tensor", "tensor"), ("1x128", "128x128")):
+        xs = [quantized(torch.randn(8, 256, generator=torch.Generator().manual_seed(r)), "1x128") for r in range(tp)]
+        if kinds[0] == "tensor":
+            xs = [Fp8Operand(x.data, x.dtype, torch.tensor([0.37])) for x in xs]
+        weight = quantized(torch.randn(24, 256, generator=torch.Generator().manual_seed(9 + rank)), kinds[1])
+        y = ops.all_gather_gemm(xs[rank], weight, out_dtype=torch.float32)
+        want = torch.cat([x.dequantized() for x in xs]).double() @ weight.dequantized().double().t()
+        assert y.dtype == torch.float32
+        assert relative_error(y, want) < 1e-5
+        pending = ops.gemm_reduce_scatter(xs[rank], weight, async_op=True, out_dtype=torch.float32)
+        assert pending.wait().shape == (8 // tp, 24)
+
+
+def test_random_numbers(world: WorkerPool) -> None:
+    world.run(rank_random)
+
+
+def rank_refusals() -> list[str]:
+    x, weight = pair_of("tensor", 8, 16, 256, 0, E4M3)
+    x_blocks, weight_blocks = pair_of("blocks", 8, 16, 256, 0, E4M3)
+    narrow = integer_operand(16, 128, "tensor", 0)
+    wide = Fp8Operand(x.data, E5M2, x.scale_inv)
+    gathered = Fp8Operand(x.data, E4M3, x.scale_inv, "tensor", 2)
+    said = []
+    for operands, given in (
+        ((x, torch.zeros(16, 256)), {}),
+        ((x, weight), {"transposed": True}),
+        ((x, weight), {"wire": "fp8"}),
+        ((x, narrow), {}),
+        ((x, weight_blocks), {}),
+        ((x_blocks, weight), {}),
+        ((wide, Fp8Operand(weight.data, E5M2, weight.scale_inv)), {}),
+        ((gathered, weight), {}),
+        ((x, weight), {"bias": torch.zeros(16)}),
+        ((x, weight), {"out_dtype": torch.int8}),
+        ((integer_operand(7, 256, "tensor", 0), weight), {}),
+        ((x, weight), {"backend": "chunked"}),
+    ):
+        with pytest.raises(UserError) as error:
+            ops.gemm_reduce_scatter(*operands, **given)
+        assert "\n" not in str(error.value)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_does_not_fit_is_one_line(world2: WorkerPool) -> None:
+    wanted = (
+        "both must be Fp8Operand", "transposed out", "wire='fp8'", "different k", "use tensor with tensor or 1x128",
+        "use tensor with tensor or 1x128", "both float8_e5m2", "each must be one", "bias must be", "out_dtype must be",
+        "divisible by the group size", "does not gather FP8",
+    )  # fmt: skip
+    for said in world2.run(rank_refusals):
+        assert len(said) == len(wanted)
+        for one, words in zip(said, wanted, strict=True):
+            assert words in one
+
+
+def rank_twin(plan: KernelConfig, tma: bool, scaling: str) -> None:
+    """All shapes, with and without promotion; calls of other dtypes in between use the same halves."""
+    from megatron_flux.ops import launch
+    from megatron_flux.ops.backends import registry
+    from megatron_flux.ops.backends.fused import FusedBackend
+
+    os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
+    launch._has_tma.cache_clear()
+    backend = FusedBackend("twin", twin=True)
+    backend.config = plan
+    ops.register_backend(backend)
+    try:
+        for number, (mp, n, k) in enumerate(SHAPES):
+            check(scaling, mp, n, k, "twin", bool(number % 2), (E4M3, E5M2)[number % 2], bias=number > 1)
+            x, w = torch.ones(16, 32, dtype=torch.float16), torch.ones(32, 32, dtype=torch.float16)
+            assert ops.all_gather_gemm(x, w, backend="twin").eq(32).all()
+    finally:
+        del registry._backends["twin"]
+
+
+@TRITON
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma: bool, scaling: str) -> None:
+    world2.run(rank_twin, plan, tma, scaling)
+
+
+@TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_fused_is_exact_on_four_ranks(world4: WorkerPool, scaling: str) -> None:
+    world4.run(rank_twin, PLANS["whole tiles"], True, scaling)

@@ -62,14 +62,23 @@ def run(config: InferenceConfig, *, log: Callable[[str], None] = print) -> dict[
         ],
     }
     raw: list[dict[str, Any]] = []
-    for part, deadline in layer.in_time(parts(config), config.seconds, here):
+    left = parts(config)
+    for part, deadline in layer.in_time(left.copy(), config.seconds, here):
+        left.remove(part)
         rows, skipped, rounds = _measured(part, config, here, deadline)
         summary["rows"] += rows
         summary["skipped"] += skipped
         raw += rounds
         if here.first:
             process_group.write(config.out, summary, raw, inference_report.inference_svg(summary))
+    summary["skipped"] += [{**_name(part), "reason": f"{config.seconds} s were over"} for part in left]
+    if here.first:
+        process_group.write(config.out, summary, raw, inference_report.inference_svg(summary))
     return summary
+
+
+def _name(part: InferenceWorkload | tuple[str, str]) -> dict[str, Any]:
+    return part.model_dump() if isinstance(part, InferenceWorkload) else dict(zip(("kind", "model"), part, strict=True))
 
 
 def parts(config: InferenceConfig) -> list[InferenceWorkload | tuple[str, str]]:
@@ -90,29 +99,35 @@ def _measured(
     here.say(f"{kind} {model}: tp {here.group.size()}")
     call = partial(_calls, kind, model, config, here, deadline)
     found, reason = process_group.attempt(call, here.ranks)
-    if found is None:
+    rows, late = ([], False) if found is None else found
+    if late:
+        reason = f"time was over behind {len(rows)} rows"
+    if reason is not None:
         here.say(f"{kind} {model}: skipped: {reason}")
-        return [], [{"kind": kind, "model": model, "reason": reason}], []
-    return [_row(one) for one in found], [], [_round(one) for one in found]
+    skipped = [] if reason is None else [{**_name(part), "reason": reason}]
+    return [_row(one) for one in rows], skipped, [_round(one) for one in rows]
 
 
-def _calls(kind: str, model: str, config: InferenceConfig, here: Ranks, deadline: float | None) -> list[dict[str, Any]]:
-    """Rows as :mod:`~megatron_flux.bench.all_reduce` and :mod:`~megatron_flux.bench.int4_mlp` make them."""
-    begun = False
+def _calls(
+    kind: str, model: str, config: InferenceConfig, here: Ranks, deadline: float | None
+) -> tuple[list[dict[str, Any]], bool]:
+    """Rows as :mod:`~megatron_flux.bench.all_reduce` and :mod:`~megatron_flux.bench.int4_mlp` make them, and whether
+    time was over before the last.
+    """
+    stopped = False
 
     def go_on() -> bool:
-        """The first of all, and what begins in time by the first rank's clock."""
-        nonlocal begun
-        late = begun and deadline is not None and time.monotonic() > deadline
-        begun = True
-        return not of_all_ranks(late, here.ranks)[0]
+        """What begins in time by the first rank's clock."""
+        nonlocal stopped
+        stopped = of_all_ranks(deadline is not None and time.monotonic() > deadline, here.ranks)[0]
+        return not stopped
 
     how: dict[str, Any] = {"models": [model], "rounds": config.rounds, "go_on": go_on}
     if kind == "int4_mlp":
-        return int4_mlp.rows(here.group, here.device, ms=config.sizes.int4_mlp, **how)
+        return int4_mlp.rows(here.group, here.device, ms=config.sizes.int4_mlp, **how), stopped
     ms = config.sizes.gemm_all_reduce
     found = all_reduce.rows(here.group, here.device, ms=ms, arms=lambda _: {}, **how)
-    return [{**one, "arm": ARM_NAMES[one["arm"]]} for one in found]
+    return [{**one, "arm": ARM_NAMES[one["arm"]]} for one in found], stopped
 
 
 def _row(found: dict[str, Any]) -> dict[str, Any]:

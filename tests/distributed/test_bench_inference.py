@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions, resolve
 from megatron_flux.comm import links
@@ -102,9 +104,32 @@ def test_a_wrong_arm_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None
 
 
 def test_time_and_models_that_a_kind_does_not_know(world2: WorkerPool, tmp_path: Path) -> None:
-    summary = world2.run(run, tmp_path, {"seconds": 1e-9, "kinds": "prefill,int4_mlp", "models": "gpt3-6.7b"})[0]
+    options = {"seconds": 1e-9, "kinds": "prefill,int4_mlp", "models": "gpt3-6.7b", "num_layers": 1}
+    summary = world2.run(run, tmp_path, options)[0]
     assert summary["rows"] == []
-    assert summary["skipped"] == [{"kind": "int4_mlp", "reason": "it knows none of the models that were asked for"}]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    unknown, late = summary["skipped"]
+    assert unknown == {"kind": "int4_mlp", "reason": "it knows none of the models that were asked for"}
+    assert (late["kind"], late["model"], late["layers"]) == ("prefill", "gpt3-6.7b", 1)
+    assert late["reason"] == "1e-09 s were over"
+
+
+def late_calls(kind: str, out: Path) -> tuple[int, list[str]]:
+    """The first rank's clock decides: time is over for it alone."""
+    from megatron_flux.bench import inference, layer
+
+    with megatron(2):
+        wanted = config(kinds=kind).model_copy(update={"out": out})
+        here = layer.ranks_of(wanted, lambda text: None)
+        deadline = time.monotonic() + (1000 if dist.get_rank() else -1)
+        rows, skipped, raw = inference._measured((kind, "tiny"), wanted, here, deadline)
+        assert len(raw) == len(rows)
+        return len(rows), [one["reason"] for one in skipped]
+
+
+@pytest.mark.parametrize("kind", ["gemm_all_reduce", "int4_mlp"])
+def test_what_time_left_out_is_named(world2: WorkerPool, tmp_path: Path, kind: str) -> None:
+    assert world2.run(late_calls, kind, tmp_path) == [(0, ["time was over behind 0 rows"])] * 2
 
 
 def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:

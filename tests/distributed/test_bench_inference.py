@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions, resolve
 from megatron_flux.comm import links
+from megatron_flux.ops.checks import OperatorCall
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
@@ -95,6 +97,19 @@ def test_what_runs_in_a_pass(world2: WorkerPool, tmp_path: Path) -> None:
             assert row["agreement"]["y"] < 1e-5
         else:
             assert row["agreement"] is None
+
+
+def rank_floor() -> bool:
+    """A rank's sum is its own product."""
+    from megatron_flux.bench.no_communication import NoCommunication
+
+    x, weight = torch.full((3, 4), 1.0 + dist.get_rank()), torch.ones(5, 4)
+    call = OperatorCall("gemm_all_reduce", x, weight, dist.group.WORLD)
+    return torch.equal(call.run(NoCommunication()).wait(), torch.full((3, 5), 4.0 + 4 * dist.get_rank()))
+
+
+def test_the_floor_of_a_decode_step_sends_nothing(world2: WorkerPool) -> None:
+    assert world2.run(rank_floor) == [True, True]
 
 
 def test_a_wrong_arm_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:

@@ -194,6 +194,12 @@ class Fp8Pair(NamedTuple):
         """Whether sums go to fp32 every 128 of k."""
         return self.split or self.blocks
 
+    def words(self) -> str:
+        """All but shapes and addresses, as keys of files have it: ``e4m3fn x e4m3fn by tensor, split, to bfloat16``."""
+        formats = " x ".join(str(operand.dtype).removeprefix("torch.float8_") for operand in (self.x, self.weight))
+        how = "blocks" if self.blocks else "tensor, split" if self.split else "tensor"
+        return f"{formats} by {how}, to {str(self.out).removeprefix('torch.')}"
+
     @property
     def kind(self) -> tuple[object, ...]:
         """All but shapes and addresses."""

@@ -178,6 +178,28 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 
 
+def _time_like(op: str, k: int) -> int:
+    """The k of 16-bit operands whose product takes as long beside its result's bytes as that of FP8 ones."""
+    return k // 2 if op == "gemm_reduce_scatter" else k
+
+
+def fp8_config(
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
+) -> KernelConfig:
+    """As :func:`ag_config` and :func:`rs_config`, of FP8 operands."""
+    choose = ag_config if op == "all_gather_gemm" else rs_config
+    return for_fp8(choose(mp, n, _time_like(op, k), tp, sms, ws), promoted=promoted)
+
+
+def fp8_candidates(
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
+) -> list[KernelConfig]:
+    """As :func:`candidates`, of FP8 operands."""
+    like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
+    found = [for_fp8(config, promoted=promoted) for config in like]
+    return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
+
+
 def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:
     """Whether a plan may be among :func:`candidates` of such a call: it says something there, and has its flags."""
     if op == "all_gather_gemm":

@@ -23,9 +23,10 @@ from megatron_flux.comm.links import Link
 from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.shipped_plans import Entry, Shape
 from tests.distributed.pool import RankError, WorkerPool
@@ -79,6 +80,7 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
         patch.setattr(tuner.links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(tuner, "candidates", lambda *_: list(PLANS))
+        patch.setattr(tuner, "fp8_candidates", lambda *_, promoted: [PLANS[promoted]])
         patch.setattr(timing, "interleaved", timed)
         patch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
         logger.addHandler(said)
@@ -102,6 +104,36 @@ def tune_once(
             y = OperatorCall("gemm_reduce_scatter", x, weight, group).run(tuned).wait()
         (answer,) = tuned.decisions(dist.group.WORLD).answers.values()
     return answer, said, y.flatten().tolist()
+
+
+def tune_fp8(cache: Path) -> list[tuple[str, str]]:
+    """Keys and choices of one shape in three ways of FP8, and of the first once more."""
+    group, (m, n, k) = dist.group.WORLD, SHAPE
+    x, weight = (quantized(torch.ones(rows, k), "tensor") for rows in (m, n))
+    blocks = Fp8Pair(quantized(torch.ones(m, k), "1x128"), quantized(torch.ones(n, k), "128x128"))
+    with without_gpus(cache):
+        tuned = TunedBackend(ReferenceBackend(), PipelinedBackend(), Fused({}))  # type: ignore[arg-type]
+        state_of(group).tuned.clear()
+        for pair in (Fp8Pair(x, weight), Fp8Pair(x, weight, split=True), blocks, Fp8Pair(x, weight)):
+            made = OperatorCall("gemm_reduce_scatter", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
+            y = made.run(tuned).wait()
+            assert y.eq(2 * k).all()
+        answers = tuned.decisions(group).answers
+        assert all(set(answer["ms"]) == {"reference", names(answer)} for answer in answers.values())
+        return [(key, names(answer)) for key, answer in answers.items()]
+
+
+def names(answer: dict[str, Any]) -> str:
+    return f"fused {KernelConfig(**answer['plan']).label()}"
+
+
+def test_fp8_is_decided_by_how_it_is_scaled_and_added_up(world2: WorkerPool, tmp_path: Path) -> None:
+    found, other = world2.run(tune_fp8, tmp_path / "tuned.json", timeout=30)
+    assert found == other
+    assert [name for _, name in found] == ["fused default", "fused reducers=7", "fused reducers=7"]
+    assert [key.split("4 e4m3fn")[1].split("[n,k]")[0].strip() for key, _ in found] == [
+        "x e4m3fn by tensor, to bfloat16", "x e4m3fn by tensor, split, to bfloat16", "x e4m3fn by blocks, to bfloat16",
+    ]  # fmt: skip
 
 
 def key_of_the_call() -> str:

@@ -48,7 +48,15 @@ from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.checks import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.fp8_operand import FORMATS
-from megatron_flux.ops.kernel_config import KernelConfig, ag_config, for_fp8, rs_config, rs_tiles, within_flags
+from megatron_flux.ops.kernel_config import (
+    KernelConfig,
+    ag_config,
+    for_fp8,
+    fp8_config,
+    rs_config,
+    rs_tiles,
+    within_flags,
+)
 from megatron_flux.settings import one_queue, sm_margin
 
 OFF_NVLINK = (
@@ -166,7 +174,9 @@ class FusedBackend:
         operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
         sms, config = launch.sm_count(x.device), config or self.config
         hopper = launch.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
-        if config is None:
+        if config is None and call.fp8 is not None:
+            config = fp8_config(operator, m // tp, n, k, tp, sms, hopper, promoted=call.fp8.promoted)
+        elif config is None:
             choose = ag_config if operator == "all_gather_gemm" else rs_config
             config = choose(m // tp, n, k, tp, sms, hopper)
         elif config.ws and not hopper:

@@ -67,7 +67,7 @@ from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
-from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits
+from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits, fp8_candidates
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.settings import sm_margin, tunes_fully, tunes_later
 
@@ -131,7 +131,7 @@ def _seconds() -> float:
 def _kind(call: OperatorCall) -> tuple[Any, ...]:
     """What calls with one choice have in common."""
     x = call.x
-    return (_operator(call), call.m, call.n, call.k, x.dtype, x.device, call.transposed, call.wire, capturing(x))
+    return (_operator(call), call.m, call.n, call.k, call.kind, x.device, call.transposed, call.wire, capturing(x))
 
 
 def _operator(call: OperatorCall) -> str:
@@ -143,7 +143,7 @@ def _operator(call: OperatorCall) -> str:
 def _key(call: OperatorCall, *, captured: bool) -> str:
     link = link_name(call.group, call.x.device, call.wire)
     shape = (_operator(call), call.m, call.n, call.k, call.x, call.transposed, call.group.size())
-    return describe(*shape, link, captured=captured)
+    return describe(*shape, link, captured=captured, fp8=call.fp8)
 
 
 def link_name(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
@@ -186,7 +186,10 @@ def _listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
     from megatron_flux.ops.launch import hopper_kernels, sm_count
 
     tp, hopper = call.group.size(), hopper_kernels(call.operator, call.x, call.n)
-    found = candidates(call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper)
+    sizes = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper)
+    if call.fp8 is not None:  # no plans ship for these
+        return "full", [asdict(plan) for plan in fp8_candidates(*sizes, promoted=call.fp8.promoted)]
+    found = candidates(*sizes)
     near = []
     if not full and shipped_plans.suggests_for(_gpu(call)):
         near = shipped_plans.suggested(_shape(call), shipped_plans.entries())
@@ -321,7 +324,7 @@ class TunedBackend:
         return None if config is None or decisions.waiting.calls else self.fused.prepare(call, shape, config)
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
-        return self.pipelined is not None and call.bias is None
+        return self.pipelined is not None and call.bias is None and call.fp8 is None
 
     def _choice(self, call: OperatorCall) -> Choice:
         """For this call; measured if that is new, or waits if it may."""

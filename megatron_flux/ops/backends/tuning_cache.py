@@ -30,6 +30,7 @@ import torch
 from megatron_flux.errors import UserError
 from megatron_flux.ops import all_reduce_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.ops.kernel_config import KernelConfig, label_of
 from megatron_flux.settings import cache_folder, sm_margin
 from megatron_flux.version import __version__
@@ -46,12 +47,14 @@ def cache_path() -> Path:
 
 
 def describe(
-    op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str, *, captured: bool = False
-) -> str:
+    op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str, *, captured: bool = False,
+    fp8: Fp8Pair | None = None,
+) -> str:  # fmt: skip
     """The key of an answer: everything it depends on. ``captured``: the calls run as inside a CUDA graph."""
     form = "[k,n]" if transposed else "[n,k]"
     mode = " in graphs" if captured else ""
-    call = f"{op} m={m} n={n} k={k} {str(x.dtype)[6:]} {form} tp={tp} {link}{mode}"
+    of = str(x.dtype)[6:] if fp8 is None else fp8.words()
+    call = f"{op} m={m} n={n} k={k} {of} {form} tp={tp} {link}{mode}"
     # Of the environment, what changes who is the fastest: stock's multicast, SMs left to others, hardware queues.
     nvls, queues = (os.environ.get(name, "-") for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"))
     kind = AllReduceConfig if op.startswith("gemm_all_reduce") else KernelConfig

@@ -17,13 +17,62 @@ from megatron_flux.bench.shapes import MODELS, CallOptions, Calls, cases
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.checks import OperatorCall
-from megatron_flux.ops.kernel_config import KernelConfig, ag_config, candidates, rs_config, within_flags
+from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
+from megatron_flux.ops.kernel_config import (
+    KernelConfig,
+    ag_config,
+    candidates,
+    for_fp8,
+    fp8_candidates,
+    fp8_config,
+    rs_config,
+    within_flags,
+)
 from tests.unit.groups import group_of
 
 
 def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
     assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == ag_config(1024, 6144, 12288, 8, 132)
     assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == rs_config(1024, 12288, 6144, 8, 132)
+
+
+@pytest.mark.parametrize("promoted", [False, True])
+@pytest.mark.parametrize(("op", "n", "k"), [("all_gather_gemm", 14336, 8192), ("gemm_reduce_scatter", 8192, 7168)])
+def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promoted: bool) -> None:
+    for mp, tp, ws in ((2048, 4, True), (1024, 8, True), (2048, 4, False)):
+        found = fp8_candidates(op, mp, n, k, tp, 132, ws, promoted=promoted)
+        assert found[0] == fp8_config(op, mp, n, k, tp, 132, ws, promoted=promoted)
+        assert len(set(found)) == len(found) >= 1
+        for plan in found:
+            assert (plan.bk, plan.comm) == (128, 0)
+            assert for_fp8(plan, promoted=promoted) == plan, "a kept plan runs as it is"
+            assert plan.bn == 128 or not promoted
+            if ws:
+                assert plan.teams == (2 if promoted else 1)
+                used = plan.stages * (plan.bm + plan.bn) * plan.bk + plan.ring * plan.bm * 64 * 2
+                assert used <= 226 * 1024, plan.label()
+
+
+def test_partials_of_fp8_take_the_link_twice_as_much() -> None:
+    """The GEMM is twice as fast, what it sends is the same."""
+    assert rs_config(1024, 12288, 3072, 8, 132, True).spread == 75
+    assert fp8_config("gemm_reduce_scatter", 1024, 12288, 3072, 8, 132, True, promoted=False).spread == 0
+
+
+def test_answers_of_fp8_are_kept_by_all_that_they_depend_on() -> None:
+    numbers = torch.randn(256, 256)
+    by_tensor = Fp8Pair(quantized(numbers, "tensor"), quantized(numbers, "tensor"))
+    pairs = [
+        by_tensor,
+        by_tensor._replace(split=True),
+        by_tensor._replace(out=torch.float32),
+        by_tensor._replace(x=quantized(numbers, "tensor", torch.float8_e5m2)),
+        Fp8Pair(quantized(numbers, "1x128"), quantized(numbers, "128x128")),
+    ]
+    operands = ("all_gather_gemm", 256, 256, 256)
+    keys = {tuning_cache.describe(*operands, p.x.numbers, False, 2, "nvlink", fp8=p) for p in pairs}
+    assert len(keys) == len({p.kind for p in pairs}) == len(pairs)
+    assert any(" e4m3fn x e4m3fn by tensor, split, to bfloat16 " in key for key in keys)
 
 
 def test_label_names_what_differs() -> None:

@@ -104,15 +104,20 @@ def weight_gradient(
         # Rare (the first micro-batch of a layer's life), so it need not be a GEMM of its own.
         main_grad.zero_()
     accumulate(main_grad, dy, x)
+    return unread_gradient(weight, x.dtype)
+
+
+def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """What backward returns for the parameter ``weight``, whose gradient has been added to ``main_grad``."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros(weight.shape, dtype=x.dtype, device=x.device)
-    size, key = weight.numel(), (x.dtype, x.device)
+        return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    size, key = weight.numel(), (dtype, weight.device)
     memory = _unread_memory.get(key)
     if memory is None or memory.numel() < size:
-        memory = _unread_memory[key] = torch.empty(size, dtype=x.dtype, device=x.device)
+        memory = _unread_memory[key] = torch.empty(size, dtype=dtype, device=weight.device)
     return memory[:size].view(weight.shape)
 
 

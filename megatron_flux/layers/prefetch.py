@@ -45,7 +45,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.layers.backward import LinearState
 from megatron_flux.layers.keep import Kept
@@ -59,7 +58,8 @@ class ColumnState(LinearState):
     _x: int = 0
     """Which of the saved tensors is ``x``."""
     _saved: tuple[torch.Tensor | None, ...] | None = None
-    _pending: Pending | None = None
+    _pending: Any = None
+    """The gather that was started: a Pending, or of another form of x."""
     _begun: int = 0
     kept: Kept | None = None
     """What forward has gathered, where it is kept: then nothing is gathered here."""
@@ -75,17 +75,21 @@ class ColumnState(LinearState):
         if ctx is None or self._pending is not None:
             return
         self._saved = ctx.saved_tensors
-        x = self._saved[self._x]
+        x = self._input(self._saved)
         if x is not None:
             self.gather(x)
 
-    def gather(self, x: torch.Tensor) -> None:
+    def _input(self, saved: tuple[torch.Tensor | None, ...]) -> Any:
+        """What is gathered, of all saved tensors; None where wgrad is not needed."""
+        return saved[self._x]
+
+    def gather(self, x: Any) -> None:
         """Start gathering, where that was not done early, or in forward."""
         if self._pending is None and self.kept is None:
             self._pending = self._gather(x)
             self._begun = ops.all_gathers_begun(self.group)
 
-    def gathered(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def gathered(self, x: Any) -> Any:
         """``x`` ``[s, b, k]`` for the current stream, if it was kept or a gather was started; gathered anew if
         another began since.
         """
@@ -98,7 +102,7 @@ class ColumnState(LinearState):
             pending = self._gather(x)
         return None if pending is None else pending.wait()
 
-    def _gather(self, x: torch.Tensor) -> Pending:
+    def _gather(self, x: Any) -> Any:
         return ops.all_gather(x, self.group, backend=self.backends.wgrad, wire=self.wires.activations)
 
 

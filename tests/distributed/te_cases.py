@@ -37,6 +37,16 @@ NORMS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """The sequence is ``tp * s_per_rank``; ``k`` and ``n`` are the whole layer's. GPUs' GEMMs want aligned ones."""
+
+    s_per_rank: int
+    b: int
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
 class Case:
     """One way to build and call a layer."""
 
@@ -47,16 +57,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     micro_batches: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    sizes: Sizes | None = None
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sequence is ``tp * s_per_rank``; ``k`` and ``n`` are the whole layer's. GPUs' GEMMs want aligned ones."""
-
-    s_per_rank: int
-    b: int
-    k: int
-    n: int
+    @property
+    def size(self) -> Sizes:
+        return self.sizes or sizes()
 
 
 def sizes() -> Sizes:
@@ -91,12 +96,12 @@ def build(case: Case) -> torch.nn.Module:
     from megatron.core.extensions import transformer_engine as extension
 
     config = model_config(
-        hidden_size=sizes().k, params_dtype=case.dtype, gradient_accumulation_fusion=case.fusion, **case.options
+        hidden_size=case.size.k, params_dtype=case.dtype, gradient_accumulation_fusion=case.fusion, **case.options
     )
     more = {"input_is_parallel": True} if case.kind == "row" else {"gather_output": False}
     layer = getattr(extension, CLASSES[case.kind])(
-        sizes().k,
-        sizes().n,
+        case.size.k,
+        case.size.n,
         config=config,
         init_method=config.init_method,
         bias=case.bias,
@@ -119,7 +124,7 @@ def build(case: Case) -> torch.nn.Module:
 
 def input_of(case: Case, seed: int) -> torch.Tensor:
     """This rank's: rows of the sequence for column layers, columns of all rows for row layers."""
-    size, tp = sizes(), dist.get_world_size()
+    size, tp = case.size, dist.get_world_size()
     rows, width = (size.s_per_rank * tp, size.k // tp) if case.kind == "row" else (size.s_per_rank, size.k)
     return numbers(rows, size.b, width, seed=seed + 10 * dist.get_rank(), dtype=case.dtype)
 

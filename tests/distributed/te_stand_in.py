@@ -2,7 +2,8 @@
 
 TransformerEngine is Python over one compiled module, ``transformer_engine_torch``. Tests of patched against stock
 layers need all of the former (parameters, autograd functions, main_grad, checkpoints) and of the latter four norm
-kernels and one GEMM. So its Python is read as it was released, and those five are written in torch here.
+kernels, one GEMM, and what quantises (:mod:`tests.distributed.te_stand_in_fp8`). So its Python is read as it was
+released, and those are written in torch here. It is told that there is a Hopper GPU.
 
 What asks for a GPU is left out when it is compiled to bytecode: its assertions, and in newer releases errors with
 "needs CUDA". An environment cannot have it without its compiled part, which is why it is kept in a folder of its own::
@@ -17,18 +18,21 @@ processes of their own.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+
+from tests.distributed import te_stand_in_fp8
 
 SOURCE = os.environ.get("MEGATRON_FLUX_TE_SOURCE", "")
 
@@ -45,13 +49,17 @@ def why_not() -> str | None:
     return None
 
 
+def _quantized(y: torch.Tensor, quantizer: Any) -> Any:
+    return y if quantizer is None else te_stand_in_fp8.quantize(y, quantizer)
+
+
 def layernorm_fwd(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
     ln_out: None,
-    quantizer: None,
+    quantizer: Any,
     otype: object,
     sm_margin: int,
     zero_centered_gamma: bool,
@@ -60,7 +68,7 @@ def layernorm_fwd(
     mean = x.mean(-1)
     reciprocal = (x.var(-1, unbiased=False) + eps).rsqrt()
     y = (x - mean[:, None]) * reciprocal[:, None] * (weight.float() + zero_centered_gamma) + bias.float()
-    return [y.to(input.dtype), mean, reciprocal]
+    return [_quantized(y.to(input.dtype), quantizer), mean, reciprocal]
 
 
 def layernorm_bwd(
@@ -84,14 +92,15 @@ def rmsnorm_fwd(
     weight: torch.Tensor,
     eps: float,
     ln_out: None,
-    quantizer: None,
+    quantizer: Any,
     otype: object,
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor | None]:
     x = input.float()
     reciprocal = (x.square().mean(-1) + eps).rsqrt()
-    return [(x * reciprocal[:, None] * (weight.float() + zero_centered_gamma)).to(input.dtype), None, reciprocal]
+    y = (x * reciprocal[:, None] * (weight.float() + zero_centered_gamma)).to(input.dtype)
+    return [_quantized(y, quantizer), None, reciprocal]
 
 
 def rmsnorm_bwd(
@@ -110,13 +119,13 @@ def rmsnorm_bwd(
 
 
 def generic_gemm(
-    a: torch.Tensor,
+    a: Any,
     transa: bool,
-    b: torch.Tensor,
+    b: Any,
     transb: bool,
     out: torch.Tensor | None,
     quantizer: None,
-    out_dtype: object,
+    out_dtype: Any,
     bias: torch.Tensor | None,
     bias_dtype: object,
     gelu: bool,
@@ -129,17 +138,37 @@ def generic_gemm(
     **communication: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Column-major as cuBLAS: in torch's order ``op(b) @ op(a)``. With ``grad``, ``bias`` asks for its gradient."""
-    lead = b.shape[:-1]
-    rows_a, rows_b = (t.float().reshape(-1, t.shape[-1]) for t in (a, b))
-    d = (rows_b.t() if transb else rows_b) @ (rows_a.t() if transa else rows_a)
+    lead = b.size()[:-1]
+    rows_a, rows_b = _k_major(a, not transa), _k_major(b, transb)
+    d = rows_b @ rows_a.t()
     bias_gradient = None
     if bias is not None and grad:
-        bias_gradient = rows_b.sum(0).to(b.dtype)
+        bias_gradient = b.float().reshape(-1, b.shape[-1]).sum(0).to(b.dtype)
     elif bias is not None:
         d = d + bias.float()
     if out is None:
-        return d.to(a.dtype).view(d.shape if transb else (*lead, d.shape[-1])), bias_gradient, None, None
+        dtype = a.dtype if out_dtype is None else te_stand_in_fp8.torch_dtype(out_dtype)
+        return d.to(dtype).view(d.shape if transb else (*lead, d.shape[-1])), bias_gradient, None, None
     return (out.add_(d) if accumulate else out.copy_(d)), bias_gradient, None, None
+
+
+def _k_major(operand: Any, transposed: bool) -> torch.Tensor:
+    """fp32 ``[rows, k]`` of ``operand`` ``[..., k]``, or of one ``[k, rows]`` that is used ``transposed``."""
+    if hasattr(operand, "_fp8_dtype"):
+        return te_stand_in_fp8.numbers_of(operand, transposed)
+    rows = operand.float().reshape(-1, operand.shape[-1])
+    return rows.t() if transposed else rows
+
+
+_FP8 = (
+    *("quantize", "dequantize", "bgrad_quantize", "fp8_transpose"),
+    "fused_amax_and_scale_update_after_reduction",
+)
+_INDICES = {
+    "FP8FwdTensors": [f"GEMM{i}_{what}" for i in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
+    "FP8BwdTensors": [f"GRAD_{what}{i}" for i in (1, 2, 3) for what in ("OUTPUT", "INPUT")],
+}
+"""Enumerations whose values are places in lists."""
 
 
 class _Names(type):
@@ -165,7 +194,13 @@ class _Compiled(types.ModuleType):
 
 
 class _WithoutCuda(ast.NodeTransformer):
-    """``if ...: raise RuntimeError("TransformerEngine needs CUDA")`` does nothing."""
+    """``if ...: raise RuntimeError("TransformerEngine needs CUDA")`` does nothing; the device ``cuda`` is the CPU."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if isinstance(node.body[0], ast.Raise) and "needs CUDA" in ast.unparse(node.body[0]):
@@ -196,6 +231,11 @@ class _Finder:
         return None
 
 
+@contextlib.contextmanager
+def _one_by_one(*args: object, **kwargs: object) -> Iterator[types.SimpleNamespace]:
+    yield types.SimpleNamespace(wait=lambda: None)
+
+
 def install() -> None:
     """Make ``import transformer_engine`` work in this process; once, and before megatron-core is imported."""
     if "transformer_engine" in sys.modules:
@@ -208,6 +248,10 @@ def install() -> None:
     compiled = _Compiled("transformer_engine_torch")
     for function in (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, generic_gemm):
         setattr(compiled, function.__name__, function)
+    for name in _FP8:
+        setattr(compiled, name, getattr(te_stand_in_fp8, name))
+    for name, values in _INDICES.items():
+        setattr(compiled, name, type(name, (), {value: i for i, value in enumerate(values)}))
     sys.modules["transformer_engine_torch"] = compiled
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = MagicMock()
     absent = importlib.util.find_spec("einops") is None
@@ -224,5 +268,12 @@ def install() -> None:
     package.__version__ = importlib.metadata.version("transformer_engine")
     if absent:
         del sys.modules["einops"]
-    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)  # the GEMM's workspace
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+    quantization.check_fp8_block_scaling_support = lambda: (True, "")  # it looks at the version of CUDA
     torch.cuda.is_current_stream_capturing = lambda: False
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.distributed._coalescing_manager = _one_by_one  # gloo does not join collectives

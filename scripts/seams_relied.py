@@ -42,7 +42,6 @@ LAYERS_OF: dict[str, dict[str, tuple[str, ...]]] = {
         "why_stock_column": ("column",),
         **dict.fromkeys(("row_forward", "why_stock_row"), ("row",)),
         **dict.fromkeys(("te_forward", "why_stock_te"), ("te",)),
-        "_no_sequence_parallel": ("column", "row"),
         **dict.fromkeys(("why_stock_common", "activate"), ("column", "row", "te")),
     },
     "te_seam": dict.fromkeys(("why_stock", "norm"), ("te",)),

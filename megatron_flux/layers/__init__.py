@@ -1,6 +1,6 @@
-"""Autograd for column- and row-parallel linears with sequence parallelism. This room knows no Megatron class.
+"""Autograd for column- and row-parallel linears. This room knows no Megatron class.
 
-Per layer, with ``tp`` ranks, ``x`` and ``y`` as seen by one rank:
+Per layer with sequence parallelism, with ``tp`` ranks, ``x`` and ``y`` as seen by one rank:
 
 =======  =========================  ==========================================================================
 layer    x, weight, y               work
@@ -11,6 +11,18 @@ column   ``[s/tp, b, k]``           forward  ``y  = all_gather(x) @ weight.T``  
 row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)``            gemm_reduce_scatter
          ``[n, k]``                 dgrad    ``dx = all_gather(dy) @ weight``                 all_gather_gemm
          ``[s/tp, b, n]``           wgrad    ``dw = all_gather(dy).T @ x``                    reuses dgrad's gather
+=======  =========================  ==========================================================================
+
+Without it all ranks have the same rows, ``x`` of a column and ``y`` of a row layer are whole, and a layer communicates
+once:
+
+=======  =========================  ==========================================================================
+column   ``[s, b, k]``              forward  ``y  = x @ weight.T``
+         ``[n, k]``                 dgrad    ``dx = all_reduce(dy @ weight)``                 gemm_all_reduce
+         ``[s, b, n]``              wgrad    ``dw = dy.T @ x``                                beside dgrad's sum
+row      ``[s, b, k]``              forward  ``y  = all_reduce(x @ weight.T)``                gemm_all_reduce
+         ``[n, k]``                 dgrad    ``dx = dy @ weight``
+         ``[s, b, n]``              wgrad    ``dw = dy.T @ x``
 =======  =========================  ==========================================================================
 
 The column layer may have a norm before its gather. It saves its shard of ``x`` and gathers it again in backward: saving

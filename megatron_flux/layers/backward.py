@@ -60,6 +60,8 @@ class LinearState:
     wires: Wires
     autocast: torch.dtype | None
     """As from :func:`autocast_of`, in forward."""
+    sequence_parallel: bool
+    """Whether ranks hold their rows of the sequence between linears, or all of them the same rows."""
 
 
 def autocast_of(x: torch.Tensor) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""The column- and the row-parallel linear of sequence parallelism.
+"""The column- and the row-parallel linear, with sequence parallelism and without.
 
 Contract: all ranks of the group call forward and backward in the same order. Forward may run several times before any
 backward (pipeline warm-up, activation recompute): nothing but the saved tensors ties them together.
@@ -8,6 +8,9 @@ gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
 The first has been enqueued before where a row-parallel layer came behind this one: the row layer's backward gathers
 ``dy`` once, inside the dgrad operator, reuses it for wgrad, and behind dgrad starts the gather that the column layer
 before it will need (:mod:`layers.prefetch`).
+
+Without sequence parallelism nothing is gathered: the row layer's forward and the column layer's dgrad are summed over
+ranks, the latter while wgrad runs; the other two are GEMMs of the rank's own.
 
 With a norm before the column layer's gather, as in TransformerEngine's LayerNormLinear, norm and linear are one
 autograd function, which spares the host the second one's bookkeeping. The norm is computed once, on the rank's own
@@ -38,6 +41,7 @@ from megatron_flux.layers.backward import (
     weight_gradient,
 )
 from megatron_flux.layers.prefetch import ColumnState
+from megatron_flux.ops.backends.reference import gemm
 
 
 class Norm(Protocol):
@@ -60,7 +64,7 @@ class Norm(Protocol):
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """``y = all_gather(x) @ weight.T + bias``; shapes in :mod:`megatron_flux.layers`."""
+    """``y = all_gather(x) @ weight.T + bias``; shapes, and what is not gathered, in :mod:`megatron_flux.layers`."""
 
     @staticmethod
     def forward(
@@ -132,6 +136,8 @@ def _column_forward(
     linear: ColumnState = ctx.linear
     kept = linear.kept
     prefetch.register(ctx, linear, saved if kept is None else None)
+    if not linear.sequence_parallel:
+        return _multiply(x, weight, bias, epilogue_bias)
     how: dict[str, Any] = {"backend": linear.backends.forward, "wire": linear.wires.activations}
     try:
         if kept is not None:
@@ -143,6 +149,16 @@ def _column_forward(
     except BaseException:
         prefetch.clear()  # the next row-parallel layer belongs to another graph
         raise
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue_bias: bool) -> torch.Tensor:
+    """``x @ weight.T + bias`` of this rank alone, the bias added where all_gather_gemm adds it."""
+    if bias is None or not epilogue_bias:
+        y = gemm(x, weight, transposed=False)
+        return y if bias is None else y.add_(bias)
+    y = gemm(rows(x), weight, transposed=False, bias=bias)
+    # Not a view for autograd, as operators' results are none.
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _column_backward(
@@ -158,14 +174,21 @@ def _column_backward(
 
     ``dy`` is ``[s, b, n]``, ``x`` ``[s/tp, b, k]`` (None where ``dw`` is not needed), ``weight`` ``[n, k]``.
     """
-    group = linear.group
-    how: dict[str, Any] = {"backend": linear.backends.dgrad, "wire": linear.wires.gradients}
+    group, backend = linear.group, linear.backends.dgrad
     dx = dw = db = pending = None
-    if need_dw:
-        linear.gather(x)
-    if need_dx:
-        pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, **how)
-    whole = linear.gathered(x)  # waits for an early gather even where it is not needed
+    if linear.sequence_parallel:
+        if need_dw:
+            linear.gather(x)
+        if need_dx:
+            how: dict[str, Any] = {"backend": backend, "wire": linear.wires.gradients}
+            pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, **how)
+        whole = linear.gathered(x)  # waits for an early gather even where it is not needed
+    else:
+        whole = x
+        if need_dx and need_dw:
+            pending = ops.gemm_all_reduce(dy, weight, group, transposed=True, async_op=True, backend=backend)
+        elif need_dx:  # nothing runs beside it
+            dx = ops.gemm_all_reduce(dy, weight, group, transposed=True, backend=backend)
     if need_dw:
         dw = weight_gradient(linear.parameter, linear.main_grad, dy, whole, overwrite=linear.overwrite_main_grad)
     if need_db:
@@ -176,15 +199,14 @@ def _column_backward(
 
 
 class _RowParallelLinear(torch.autograd.Function):
-    """``y = reduce_scatter(x @ weight.T)``; shapes in :mod:`megatron_flux.layers`."""
+    """``y = reduce_scatter(x @ weight.T)``; shapes, and what is summed whole, in :mod:`megatron_flux.layers`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, linear: LinearState) -> torch.Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.linear = linear
         ctx.column = prefetch.take(linear.group)
-        how: dict[str, Any] = {"backend": linear.backends.forward, "wire": linear.wires.activations}
-        return ops.gemm_reduce_scatter(x, weight, linear.group, **how)
+        return _row_forward(x, weight, linear.group, linear.backends, linear.wires, linear.sequence_parallel)
 
     @staticmethod
     @first_derivative_only
@@ -194,7 +216,9 @@ class _RowParallelLinear(torch.autograd.Function):
         group, backends, wire = linear.group, linear.backends, linear.wires.gradients
         need_dx, need_dw, _ = ctx.needs_input_grad
         dx = dw = None
-        if need_dx:
+        if not linear.sequence_parallel:  # every rank has all of dy
+            dx = gemm(dy, weight, transposed=True) if need_dx else None
+        elif need_dx:
             dx, dy = ops.all_gather_gemm(
                 dy, weight, group, transposed=True, return_gathered=True, backend=backends.dgrad, wire=wire
             )
@@ -207,12 +231,26 @@ class _RowParallelLinear(torch.autograd.Function):
         return dx, dw, None
 
 
+def _row_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    backends: Backends,
+    wires: Wires,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    if not sequence_parallel:
+        return ops.gemm_all_reduce(x, weight, group, backend=backends.forward)
+    return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward, wire=wires.activations)
+
+
 def column_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
     *,
+    sequence_parallel: bool = True,
     norm: tuple[Norm, torch.Tensor, torch.Tensor | None] | None = None,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
@@ -230,8 +268,10 @@ def column_parallel_linear(
         weight: ``[n, k]``, the rank's columns of the layer (Megatron's ``[out, in]``). May be frozen.
         bias: ``[n]`` or None.
         group: the tensor-parallel group.
+        sequence_parallel: without it ``x`` is ``[s, b, k]``, the same on all ranks, and its gradient the sum over them.
         norm: what computes the norm and its gradients, its weight ``[k]``, and its bias ``[k]`` or None. The gradients
-            of these two are this rank's rows' part: their owner sums them over the group.
+            of these two are of the rows that this rank has: with sequence parallelism their owner sums them over the
+            group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
@@ -246,11 +286,17 @@ def column_parallel_linear(
         prefetch.take(group)
         if norm is not None:
             x = norm[0].forward(x.contiguous().view(-1, x.shape[-1]), *norm[1:])[0].view(x.shape)
+        if not sequence_parallel:
+            return _multiply(x, weight, bias, epilogue_bias)
         how: dict[str, Any] = {"backend": backends.forward, "wire": wires.activations}
         return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, **how)
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = ColumnState(weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x))
-    linear.kept = keep.reserve(x, weight, group, linear.backends, wires, keep_gathered, keep_gathered_bytes)
+    linear = ColumnState(
+        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x), sequence_parallel
+    )
+    if sequence_parallel:
+        linear.kept = keep.reserve(x, weight, group, linear.backends, wires, keep_gathered, keep_gathered_bytes)
+    gather_ahead = gather_ahead and sequence_parallel
     if norm is None:
         return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
     kernels, *affine = norm
@@ -262,12 +308,14 @@ def row_parallel_linear(
     weight: torch.Tensor,
     group: dist.ProcessGroup,
     *,
+    sequence_parallel: bool = True,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
     wires: Wires = ALL_EXACT,
 ) -> torch.Tensor:
-    """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's rows of the sum, differentiable.
+    """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's rows of the sum, differentiable; without
+    ``sequence_parallel`` ``all_reduce(x @ weight.T)`` ``[s, b, n]``, the sum on every rank.
 
     ``x`` is ``[s, b, k]`` and ``weight`` ``[n, k]``, the rank's columns of both; the options are those of
     :func:`column_parallel_linear`. The bias is the caller's: it is added once, after the sum.
@@ -275,7 +323,9 @@ def row_parallel_linear(
     backends = Backends.of(backend)
     if not torch.is_grad_enabled():
         prefetch.take(group)
-        return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward, wire=wires.activations)
+        return _row_forward(x, weight, group, backends, wires, sequence_parallel)
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
-    linear = LinearState(weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x))
+    linear = LinearState(
+        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x), sequence_parallel
+    )
     return _RowParallelLinear.apply(x, weight, linear)

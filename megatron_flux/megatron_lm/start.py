@@ -157,11 +157,8 @@ def validate(args: Any) -> None:
 def _problems(args: Any) -> Iterator[str]:
     if args.tensor_model_parallel_size == 1:
         yield "tensor parallelism is off, so there is nothing to fuse: give --tensor-model-parallel-size 2 or more"
-    else:
-        if not args.sequence_parallel:
-            yield "sequence parallelism is off, so there is nothing to fuse: give --sequence-parallel"
-        if getattr(args, "tp_comm_overlap", False):
-            yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
+    elif getattr(args, "tp_comm_overlap", False):
+        yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
     for name in ("fp8", "fp4"):
         if getattr(args, name, None):
             yield f"every linear would run stock with --{name}-format: train in bf16 or fp16"

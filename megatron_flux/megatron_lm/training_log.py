@@ -23,12 +23,13 @@ from megatron_flux import nvml
 from megatron_flux.comm import timeouts
 from megatron_flux.layers import keep
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
+from megatron_flux.metrics.schema import COUNTED
 from megatron_flux.patch import report
 from megatron_flux.telemetry.call_sampler import Sampler
 
 logger = logging.getLogger("megatron_flux")
 
-_CALLS = {f"flux/{operator}_calls": operator for operator in ("all_gather_gemm", "gemm_reduce_scatter")}
+_CALLS = {f"flux/{operator}_calls": operator for operator in COUNTED}
 _SAMPLED = ("flux/operator_time_ms", "flux/exposed_communication_ms", "flux/e_overlap")
 
 
@@ -128,10 +129,10 @@ def _announce(rank: int, row: dict[str, float], reasons: Collection[str]) -> Non
     if layers == 0:
         logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration", rank)
     elif rank == 0:
-        calls = ", ".join(f"{row[name]} {operator}" for name, operator in _CALLS.items() if name in row)
-        rest = f"run flux; calls so far: {calls}, {row.get('flux/fallback_calls')} stock"
+        calls = [f"{row[name]} {operator}" for name, operator in _CALLS.items() if row.get(name)]
+        rest = f"run flux; calls so far: {', '.join([*calls, str(row.get('flux/fallback_calls'))])} stock"
         rest += f" ({'; '.join(reasons)})" if reasons else ""
-        if not calls:
+        if _CALLS.keys().isdisjoint(row):
             rest = (
                 "run flux, in CUDA graphs: calls, fallbacks and operator times of replayed graphs are not seen, flux/* "
                 "has none of them"

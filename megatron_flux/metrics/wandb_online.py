@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_flux.errors import FluxError, UserError, one_line
 from megatron_flux.metrics.report.run import Run, load_all
+from megatron_flux.metrics.schema import COUNTED
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
 
@@ -31,7 +32,7 @@ _CUT_OFF = "ends with an incomplete record"
 
 
 def _by_operator(field: str) -> tuple[str, ...]:
-    return tuple(f"{field}/{operator}" for operator in ("all_gather_gemm", "gemm_reduce_scatter"))
+    return tuple(f"{field}/{operator}" for operator in COUNTED)
 
 
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -2,7 +2,7 @@
 
 ======================================================  ========================================================
 ``ColumnParallelLinear._forward_impl``                  the gather happens inside it
-``RowParallelLinear.forward``                           the reduce-scatter happens in it, after ``_forward_impl``
+``RowParallelLinear.forward``                           the reduction happens in it, after ``_forward_impl``
 ``TELayerNormColumnParallelLinear.forward``             norm by TransformerEngine's kernels, then a column layer
 ``TEColumnParallelLinear``, ``TERowParallelLinear``     ``forward``, inherited from ``TELinear``, which is left alone:
                                                         it also serves as a linear without tensor parallelism
@@ -12,6 +12,8 @@ Why methods: the classes keep their identity, so names imported earlier, ``isins
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
 
 Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers.
+Megatron's own column layer keeps ``allreduce_dgrad`` as it was built: toggled, or with ``disable_grad_reduce``, its
+dgrad is summed by somebody else, or not at all. With a graph such a call runs stock.
 Whatever is not recognised runs the stock method and is counted with the reason (:meth:`LinearPatch.runs_stock`): a
 silent fallback could not be told from the feature working, so every path to stock goes through there.
 
@@ -61,6 +63,7 @@ TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "T
 _EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
 _EXPERT = "expert layer with explicit communication"
 _FROZEN = "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
+_NOT_SUMMED = "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
 
 
 def backends_of(layer: Any, default: Backends) -> Backends | str:
@@ -116,6 +119,7 @@ class LinearPatch:
                 weight,
                 kwargs["bias"],
                 kwargs["tp_group"],
+                sequence_parallel=kwargs["sequence_parallel"],
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
                 backend=backends,
                 wires=self.config.wires,
@@ -142,6 +146,7 @@ class LinearPatch:
                 input_,
                 layer.weight,
                 layer.tp_group,
+                sequence_parallel=layer.sequence_parallel,
                 gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
                 backend=backends,
                 wires=self.config.wires,
@@ -165,6 +170,7 @@ class LinearPatch:
             self.activate(layer)
             first = layer.is_first_microbatch
             options = {
+                "sequence_parallel": layer.sequence_parallel,
                 "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
                 "overwrite_main_grad": (
                     (first and not layer.disable_parameter_transpose_cache and capture_id(x) is None)
@@ -201,8 +207,6 @@ class LinearPatch:
             return _EXPERT
         if args:
             return f"_forward_impl was called with {len(args)} unknown positional argument(s)"
-        if not kwargs.get("sequence_parallel"):
-            return self._no_sequence_parallel(layer)
         if kwargs.get("grad_output_buffer") is not None:
             return "deferred embedding wgrad (defer_embedding_wgrad_compute)"
         group = kwargs.get("tp_group")
@@ -216,8 +220,10 @@ class LinearPatch:
                     return f"unsupported keyword {name}={value!r}"
         if missing := _EXPECTED - kwargs.keys():
             return f"_forward_impl was called without {', '.join(sorted(missing))}"
-        if kwargs["allreduce_dgrad"]:
+        if kwargs["sequence_parallel"] and kwargs["allreduce_dgrad"]:
             return "allreduce_dgrad together with sequence parallelism"
+        if not (kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]) and torch.is_grad_enabled():
+            return _NOT_SUMMED
         bias = kwargs["bias"]
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return _FROZEN
@@ -229,8 +235,6 @@ class LinearPatch:
             return _EXPERT
         if args or kwargs:
             return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
-        if not layer.sequence_parallel:
-            return self._no_sequence_parallel(layer)
         if layer.tp_group is None or layer.tp_group.size() == 1:
             return "tp = 1"
         if not layer.input_is_parallel:
@@ -238,11 +242,6 @@ class LinearPatch:
         if getattr(type(layer), "_forward_impl", None) is not self._row_forward_impl:
             return f"{type(layer).__name__} overrides _forward_impl"
         return self.why_stock_common(layer, x, layer.weight)
-
-    @staticmethod
-    def _no_sequence_parallel(layer: Any) -> str:
-        group = layer.tp_group
-        return "tp = 1" if group is None or group.size() == 1 else "sequence parallelism is off"
 
     def why_stock_te(
         self,
@@ -262,8 +261,6 @@ class LinearPatch:
             return _EXPERT
         if layer.tp_size == 1:
             return "tp = 1"
-        if not layer.sequence_parallel:
-            return "sequence parallelism is off"
         if layer.tp_group is None:
             return "no tensor-parallel group"
         if getattr(layer, "te_quant_params", None) is not None:

@@ -6,7 +6,8 @@ Used of it
       ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
     * what switches its linears to another kind of work: fp8 and its calibration, CPU offloading, ONNX export and the
       debug tools, which are states of the process; userbuffers, delayed wgrad, a returned norm output, FSDP and
-      quantized weights, which are attributes of a module; weights that are distributed once more (2.19), which say so.
+      quantized weights, and torch's symmetric all-reduce, which are attributes of a module; weights that are
+      distributed once more (2.19), which say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
 beyond, or one whose symbols are not as expected, leaves its layers stock with that reason.
@@ -114,6 +115,9 @@ class TransformerEngine:
         """
         if any(_userbuffers(layer)):
             return "userbuffers (tp_comm_overlap)"
+        symmetric = getattr(layer, "symmetric_ar_type", None)
+        if symmetric is not None and layer.parallel_mode == "row" and not layer.sequence_parallel:
+            return f"torch's symmetric all-reduce (symmetric_ar_type={symmetric})"
         if layer.wgrad_store.delay_wgrad_compute():
             return "delayed wgrad (delay_wgrad_compute)"
         if self._fp8_enabled():

@@ -2,8 +2,9 @@
 
 Of a column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens: all_gather_gemm to ``[m, n]`` in
 forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; of a row-parallel one the other
-way round. The gather for wgrad has nothing to be tuned. Whether a layer runs flux is asked of the patch, as at call
-time.
+way round. Without sequence parallelism it is one gemm_all_reduce of each: in dgrad to ``[m, k]``, beside wgrad unless
+the weight is frozen, or in forward to ``[m, n]``. The gather for wgrad has nothing to be tuned. Whether a layer runs
+flux is asked of the patch, as at call time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import STOCK
+from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops.backends.registry import resolve
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
@@ -44,13 +46,14 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
     found = [linear for chunk in chunks for linear in _linears(chunk, linears)]
     began, answers = time.monotonic(), 0
     asked: set[tuple[Any, ...]] = set()
+    directions = (False, True) if torch.is_grad_enabled() else (False,)
     # As the first call of such a layer does: from there on every call of the process is one for graphs.
     graphs = any(asks_for_graphs(linear.layer.config) for linear in found)
     with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
         for linear in found:
             m = sequence * micro_batch_size // (getattr(linear.layer.config, "context_parallel_size", None) or 1)
             backends = backends_of(linear.layer, linears.config.backends)
-            for transposed, *way in zip((False, True), backends, linears.config.wires, strict=False):
+            for transposed, *way in zip(directions, backends, linears.config.wires, strict=False):
                 answers += _decide(linear, m, *way, transposed, asked)
     if answers and dist.get_rank() == 0:
         logger.info("megatron_flux: %d calls decided ahead in %.0f s", answers, time.monotonic() - began)
@@ -62,10 +65,26 @@ def _decide(
 ) -> bool:
     """Whether a backend that tunes has an answer for the forward (or dgrad) call, which is not among ``asked``."""
     group, like = linear.layer.tp_group, linear.like
-    gathers = linear.row == transposed
+    gathers, beside_wgrad = linear.row == transposed, False
     operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
+    if not linear.layer.sequence_parallel:
+        if gathers:
+            return False  # a GEMM of the rank's own
+        operator, wire = "gemm_all_reduce", EXACT
+        beside_wgrad = transposed and (linear.weight is None or linear.weight.requires_grad)
     k = linear.shape[0 if transposed else 1]
-    call = (operator, rows, linear.shape, transposed, backend_name, wire, like.dtype, like.device, group.group_name)
+    call = (
+        operator,
+        beside_wgrad,
+        rows,
+        linear.shape,
+        transposed,
+        backend_name,
+        wire,
+        like.dtype,
+        like.device,
+        group.group_name,
+    )
     if call in asked:
         return False
     asked.add(call)
@@ -79,7 +98,8 @@ def _decide(
     if linear.weight is None:
         weight.normal_(generator=generator)
     bias = None if transposed else linear.bias
-    backend.decide(OperatorCall(operator, x, weight, group, transposed, bias, return_gathered=transposed, wire=wire))
+    made = OperatorCall(operator, x, weight, group, transposed, bias, return_gathered=transposed, wire=wire)
+    backend.decide(made._replace(async_op=beside_wgrad))
     return True
 
 

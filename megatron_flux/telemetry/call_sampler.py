@@ -219,10 +219,11 @@ def _backend(call: Call) -> str:
     if call.backend != TunedBackend.name or call.operator == "all_gather":
         return call.backend
     like = torch.empty(0, dtype=call.dtype, device=call.device)
-    answer = _tuner().answer(call.operator, call.m, call.n, call.k, like, call.transposed, call.group, call.wire)
-    if answer is None:
-        return call.backend
-    return f"{call.backend}: {tuning_cache.label(answer)}"
+    for operator in (call.operator, f"{call.operator} beside wgrad"):
+        answer = _tuner().answer(operator, call.m, call.n, call.k, like, call.transposed, call.group, call.wire)
+        if answer is not None:
+            return f"{call.backend}: {tuning_cache.label(answer)}"
+    return call.backend
 
 
 def choices() -> dict[str, dict[str, Any]]:

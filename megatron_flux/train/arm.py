@@ -20,7 +20,7 @@ from megatron_flux.comm import timeouts
 from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.metrics.schema import COUNTED, SCHEMA_VERSION
 from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from megatron_flux.ops import call_events
@@ -157,7 +157,7 @@ class Arm:
         calls = Counter(after["calls"]) - Counter(before["calls"])  # by operator/backend
         counts = {
             f"flux/{operator}_calls": sum(n for name, n in calls.items() if name.split("/")[0] == operator)
-            for operator in ("all_gather_gemm", "gemm_reduce_scatter")
+            for operator in COUNTED
         }
         counts["flux/bytes_received"] = after["bytes_received"] - before["bytes_received"]
         counts["flux/fallback_calls"] = fallbacks.total()

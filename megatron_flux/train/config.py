@@ -138,9 +138,8 @@ def resolve(
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none":
         _check_cuda_graphs(options, special, device, precision, beside=pp * dp if tp > 1 else 1)
-    if options.strict and flux and (tp == 1 or not options.sequence_parallel):
-        given = "tp 1" if tp == 1 else "--no-sequence-parallel"
-        raise UserError(f"--strict with {given}: no layer can run flux; use tp > 1 with sequence parallelism")
+    if options.strict and flux and tp == 1:
+        raise UserError("--strict with tp 1: no layer can run flux; use tp > 1")
     shape = _with_vocabulary(_shape(options, preset.shape), options)
     _check_shape(shape, tp, options)
     micro = options.micro_batch_size or preset.micro_batch_size

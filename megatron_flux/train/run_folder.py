@@ -82,7 +82,8 @@ def without_gpu(config: RunConfig) -> str:
     """:func:`megatron_flux.metrics.summary.without_gpu` of what a run on CPUs will do."""
     link = environment.link(config.link)["kind"]
     ran = {"auto": "tuned" if link == "host" else "reference"}.get(config.backend, config.backend)
-    return summary.without_gpu([ran] if config.tp > 1 and config.sequence_parallel else [], link)
+    ran = ran if config.sequence_parallel else "reference"  # the others have no gemm_all_reduce
+    return summary.without_gpu([ran] if config.tp > 1 else [], link)
 
 
 def _wandb_names(config: RunConfig) -> WandbNames:

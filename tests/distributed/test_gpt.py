@@ -36,8 +36,15 @@ LAYERS = 2
 STRICT = FluxConfig(strict=True)
 
 
-def expected_calls(layers: int, recomputed: int = 0, output: int = 1) -> dict[str, int]:
-    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round."""
+WHOLE = {"sequence_parallel": False}
+
+
+def expected_calls(layers: int, recomputed: int = 0, output: int = 1, sequence_parallel: bool = True) -> dict[str, int]:
+    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round. Without
+    sequence parallelism proj and fc2 are summed in forward, the others in backward.
+    """
+    if not sequence_parallel:
+        return {"gemm_all_reduce/reference": 2 * layers + 2 * layers + output + 2 * recomputed}
     gathers_again = 2 * layers + output
     return {
         "all_gather_gemm/reference": 2 * layers + output + 2 * layers + 2 * recomputed,
@@ -80,6 +87,20 @@ def test_loss_and_gradients(world: WorkerPool, family: str, tied: bool) -> None:
     skip_what_megatron_refuses(world, family)
     expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
     assert world.run(rank_model, family, tied, {}, TOLERANCE) == [expected] * world.size
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True], ids=["own output weight", "tied"])
+def test_without_sequence_parallelism(world: WorkerPool, family: str, tied: bool) -> None:
+    skip_what_megatron_refuses(world, family)
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, sequence_parallel=False)).as_dict()
+    assert world.run(rank_model, family, tied, WHOLE, TOLERANCE) == [expected] * world.size
+
+
+def test_recompute_without_sequence_parallelism(world2: WorkerPool) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, **WHOLE}
+    calls = expected_calls(LAYERS, recomputed=LAYERS, sequence_parallel=False)
+    assert world2.run(rank_model, "gpt3", False, options, TOLERANCE) == [Seen(4 * LAYERS + 1, {}, calls).as_dict()] * 2
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -201,15 +222,6 @@ def rank_stock_model(tp: int, family: str, options: dict[str, Any], spec: dict[s
             except FallbackError as error:
                 refused = str(error)
         return {**seen.as_dict(), "refused": refused}
-
-
-def test_without_sequence_parallelism(world2: WorkerPool) -> None:
-    reason = "sequence parallelism is off"
-    for seen in world2.run(rank_stock_model, 2, "gpt3", {"sequence_parallel": False}, {}):
-        assert seen["active_layers"] == 0
-        assert seen["calls"] == {}
-        assert seen["fallbacks"] == {f"column: {reason}": 2 * LAYERS + 1, f"row: {reason}": 2 * LAYERS}
-        assert f"cannot run flux: {reason}" in seen["refused"]
 
 
 def test_without_tensor_parallelism(world2: WorkerPool) -> None:

@@ -130,10 +130,10 @@ def test_it_ends_a_pair(world2: WorkerPool, mode: str) -> None:
     world2.run(rank_between, mode)
 
 
-def rank_gpt(family: str) -> dict[str, int]:
+def rank_gpt(family: str, sequence_parallel: bool) -> dict[str, int]:
     """Operators of an inference pass. Losses and gradients of steps around it are those of steps without it."""
     with megatron(tp=dist.get_world_size()):
-        model = gpt_model(family)
+        model = gpt_model(family, sequence_parallel=sequence_parallel)
         config = FluxConfig(strict=True, backend="reference", keep_gathered=True)
         with flux(config) as before:
             loss, gradients = loss_and_gradients(model)
@@ -155,10 +155,12 @@ def rank_gpt(family: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("family", ["gpt3", "llama"])
-def test_training_goes_on_unchanged(world: WorkerPool, family: str) -> None:
-    for calls in world.run(rank_gpt, family):
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole sequence"])
+def test_training_goes_on_unchanged(world: WorkerPool, family: str, sequence_parallel: bool) -> None:
+    for calls in world.run(rank_gpt, family, sequence_parallel):
         # Two layers of four linears, and the output layer, which gathers too.
-        assert calls == {"all_gather_gemm": 5, "gemm_reduce_scatter": 4}
+        split = {"all_gather_gemm": 5, "gemm_reduce_scatter": 4}
+        assert calls == (split if sequence_parallel else {"gemm_all_reduce": 4})
 
 
 class Pair:

@@ -3,12 +3,13 @@
 Covered, for tp 2 and 4: forward, dgrad, wgrad and bias gradient, exact on integers and within 1e-5 in fp32; bias,
 skip_bias_add, gather_output at construction and at run time, a frozen weight, an input without gradient, a weight
 passed to forward, layers in bf16 and fp16; accumulation into main_grad; activation recompute; several forwards before
-a backward; a weight used twice; sequence_parallel toggled on a built layer.
+a backward; a weight used twice. With sequence parallelism and, as "whole sequence", without; layers that are switched
+between the two: test_stock_layers.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,10 @@ class Case:
     exact: bool = True
     seed: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.options.get("sequence_parallel", True)
 
     @property
     def gathers(self) -> bool:
@@ -92,12 +97,13 @@ def whole(case: Case) -> Whole:
     db = dy.double().sum((0, 1))
     if column:
         y_own, dy_own = (y, dy) if case.gathers else (cut(y, 2), cut(dy, 2))
-        own = Run(y_own, cut(bias, 0), cut(dx, 0), cut(dw, 0), cut(db, 0))
-        return Whole(cut(x, 0), dy_own, cut(weight, 0), cut(bias, 0), own)
-    # Row: every rank has the whole bias, and sees the gradient of its own rows of the sequence only.
-    db_own = cut(dy.double(), 0).sum((0, 1))
-    own = Run(cut(y, 0), bias, cut(dx, 2), cut(dw, 1), db_own)
-    return Whole(cut(x, 2), cut(dy, 0), cut(weight, 1), bias, own)
+        x_own, dx_own = (cut(x, 0), cut(dx, 0)) if case.sequence_parallel else (x, dx)
+        own = Run(y_own, cut(bias, 0), dx_own, cut(dw, 0), cut(db, 0))
+        return Whole(x_own, dy_own, cut(weight, 0), cut(bias, 0), own)
+    # Row: every rank has the whole bias, and sees the gradient of the rows of the sequence that it has.
+    y_own, dy_own = (cut(y, 0), cut(dy, 0)) if case.sequence_parallel else (y, dy)
+    own = Run(y_own, bias, cut(dx, 2), cut(dw, 1), dy_own.double().sum((0, 1)))
+    return Whole(cut(x, 2), dy_own, cut(weight, 1), bias, own)
 
 
 def build(case: Case, w: Whole) -> torch.nn.Module:
@@ -163,7 +169,9 @@ def compare(case: Case, name: str, actual: Run, expected: Run, tolerance: float)
 def expected_calls(case: Case) -> dict[str, int]:
     """Operator calls of one forward and backward."""
     trained = not case.frozen
-    if case.kind == "column":
+    if not case.sequence_parallel:
+        calls = {"gemm_all_reduce": int(case.kind == "row" or case.input_grad)}
+    elif case.kind == "column":
         calls = {"all_gather_gemm": 1, "gemm_reduce_scatter": int(case.input_grad), "all_gather": int(trained)}
     else:
         calls = {
@@ -210,15 +218,18 @@ COLUMN_OPTIONS = {
     "weight passed, frozen": {"weight_passed": True, "bias": False, "frozen": True},
     "weight passed, gathered": {"weight_passed": True, "bias": False, "gather_output": True},
 }
+WHOLE = {"options": {"sequence_parallel": False}}
 CASES = {
     **{f"column, {name}": Case("column", **options) for name, options in (OPTIONS | COLUMN_OPTIONS).items()},
     **{f"row, {name}": Case("row", **options) for name, options in OPTIONS.items()},
 }
+CASES |= {f"{name}, whole sequence": replace(case, **WHOLE) for name, case in CASES.items()}
 RANDOM = {
-    f"{kind}, {name}, seed {seed}": Case(kind, exact=False, seed=seed, **OPTIONS[name])
+    f"{kind}, {name}, seed {seed}{where}": Case(kind, exact=False, seed=seed, **OPTIONS[name], **more)
     for kind in ("column", "row")
     for name in ("plain", "skip_bias_add")
     for seed in (1, 2)
+    for where, more in (("", {}), (", whole sequence", WHOLE))
 }
 
 
@@ -235,9 +246,9 @@ def test_random_fp32(world: WorkerPool, case: Case) -> None:
 # Gradient accumulation into main_grad. Stock needs Apex for it, so the reference is float64.
 
 
-def rank_main_grad(kind: str, dtype: torch.dtype, managed: bool, zero_out: bool) -> None:
+def rank_main_grad(kind: str, dtype: torch.dtype, managed: bool, zero_out: bool, options: dict[str, Any]) -> None:
     """Two micro-batches; the integers are large enough that a bf16 or fp16 weight gradient would have been rounded."""
-    case = Case(kind, bias=False, dtype=dtype)
+    case = Case(kind, bias=False, dtype=dtype, options=options)
     with megatron(tp=dist.get_world_size()):
         w = whole(case)
         w.x, w.dy = w.x * 31, w.dy * 29
@@ -279,10 +290,11 @@ def rank_main_grad(kind: str, dtype: torch.dtype, managed: bool, zero_out: bool)
 @pytest.mark.parametrize(
     ("managed", "zero_out"), [(False, False), (True, False), (True, True)], ids=["bare", "managed", "zero_out_wgrad"]
 )
+@pytest.mark.parametrize("where", [{}, WHOLE["options"]], ids=["", "whole sequence"])
 def test_accumulation_into_fp32_main_grad(
-    world: WorkerPool, kind: str, dtype: torch.dtype, managed: bool, zero_out: bool
+    world: WorkerPool, kind: str, dtype: torch.dtype, managed: bool, zero_out: bool, where: dict[str, Any]
 ) -> None:
-    world.run(rank_main_grad, kind, dtype, managed, zero_out)
+    world.run(rank_main_grad, kind, dtype, managed, zero_out, where)
 
 
 def rank_main_grad_replaced(kind: str) -> None:
@@ -309,11 +321,11 @@ def test_main_grad_is_the_forwards(world2: WorkerPool, kind: str) -> None:
 # Recompute, order of forwards and backwards, shared weights.
 
 
-def rank_recompute() -> tuple[dict[str, int], dict[str, int]]:
+def rank_recompute(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """A column and a row layer with a nonlinearity between them, kept and recomputed."""
     from megatron.core import tensor_parallel
 
-    column_case, row_case = Case("column", exact=False), Case("row", exact=False)
+    column_case, row_case = (Case(kind, exact=False, options=options) for kind in ("column", "row"))
     with megatron(tp=dist.get_world_size()):
         a, b = whole(column_case), whole(row_case)
         column, row = build(column_case, a), build(row_case, b)
@@ -344,15 +356,17 @@ def rank_recompute() -> tuple[dict[str, int], dict[str, int]]:
 
 def test_activation_recompute(world: WorkerPool) -> None:
     operators = ("all_gather_gemm/reference", "gemm_reduce_scatter/reference", "all_gather/reference")
-    for kept, again in world.run(rank_recompute):
+    for kept, again in world.run(rank_recompute, {}):
         assert kept == dict(zip(operators, (2, 2, 1), strict=True))
         assert again == dict(zip(operators, (3, 3, 1), strict=True))
+    for kept, again in world.run(rank_recompute, WHOLE["options"]):
+        assert (kept, again) == ({"gemm_all_reduce/reference": 2}, {"gemm_all_reduce/reference": 3})
 
 
-def rank_many_forwards(kind: str, order: list[int]) -> None:
+def rank_many_forwards(kind: str, order: list[int], options: dict[str, Any]) -> None:
     """Forwards of several micro-batches, then their backwards in another order (pipeline warm-up, MTP)."""
     with megatron(tp=dist.get_world_size()):
-        cases = [Case(kind, seed=i + 1) for i in range(len(order))]
+        cases = [Case(kind, seed=i + 1, options=options) for i in range(len(order))]
         wholes = [whole(case) for case in cases]
         for w in wholes[1:]:  # one layer: the first one's weight for all
             w.weight, w.bias = wholes[0].weight, wholes[0].bias
@@ -365,7 +379,7 @@ def rank_many_forwards(kind: str, order: list[int]) -> None:
             outputs = [layer(x)[0] for x in inputs]
             for i in order:
                 outputs[i].backward(wholes[i].dy)
-        assert seen.calls["all_gather_gemm/reference"] == len(order)
+        assert seen.calls == {name: len(order) * n for name, n in expected_calls(cases[0]).items()}
         for i, x in enumerate(inputs):
             require_close(f"y of {i}", outputs[i].detach(), stock[i].y, 0)
             require_close(f"dx of {i}", x.grad, stock[i].dx, 0)
@@ -375,8 +389,11 @@ def rank_many_forwards(kind: str, order: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
-def test_several_forwards_before_the_backwards(world: WorkerPool, kind: str, order: list[int]) -> None:
-    world.run(rank_many_forwards, kind, order)
+@pytest.mark.parametrize("where", [{}, WHOLE["options"]], ids=["", "whole sequence"])
+def test_several_forwards_before_the_backwards(
+    world: WorkerPool, kind: str, order: list[int], where: dict[str, Any]
+) -> None:
+    world.run(rank_many_forwards, kind, order, where)
 
 
 def rank_weight_used_twice(fusion: bool) -> None:

@@ -1,8 +1,9 @@
 """Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises.
 
-Covered: expert layers, sequence parallelism off at construction and toggled on a built layer, tp = 1, deferred
-embedding weight gradient, a trainable bias on a frozen weight, autocast, a subclass with its own ``_forward_impl``, an
-unknown keyword. What needs hardware or packages that are absent here is decided in tests/unit/layers/test_reasons.py.
+Covered: expert layers, a dgrad that is summed outside of the layer or not at all, an input that is not split, tp = 1,
+deferred embedding weight gradient, a trainable bias on a frozen weight, autocast, a subclass with its own
+``_forward_impl``, an unknown keyword; and layers whose sequence parallelism is toggled, which are stock's in part. What
+needs hardware or packages that are absent here is decided in tests/unit/patch/test_linears.py.
 """
 
 from __future__ import annotations
@@ -70,38 +71,58 @@ def width_of(kind: str) -> int:
     return IN if kind == "column" else IN // dist.get_world_size()
 
 
-def rank_expert(kind: str, late: bool) -> None:
+def rank_expert(kind: str, late: bool, sequence_parallel: bool) -> None:
     with megatron(tp=dist.get_world_size()):
-        layer = make(kind, model_config(), is_expert=not late)
+        layer = make(kind, model_config(sequence_parallel=sequence_parallel), is_expert=not late)
         assert layer.explicit_expert_comm is not late
         if late:  # shared experts with overlap set it on built layers
             layer.explicit_expert_comm = True
         stock_either_way(kind, layer, width_of(kind), "expert layer with explicit communication")
 
 
-def rank_no_sequence_parallelism(kind: str) -> None:
-    with megatron(tp=dist.get_world_size()):
-        layer = make(kind, model_config(sequence_parallel=False))
-        stock_either_way(kind, layer, width_of(kind), "sequence parallelism is off")
+NOT_SUMMED = "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
 
 
 def rank_toggled(kind: str) -> None:
-    """Megatron switches sequence parallelism of built layers off for inference, and on again."""
+    """Megatron switches sequence parallelism of built layers off for inference, and on again.
+
+    A column layer's dgrad is then summed before it, by stock: what is left of the layer has nothing to be fused.
+    """
     with megatron(tp=dist.get_world_size()):
         layer = make(kind, model_config())
         x = integers(S, B, width_of(kind), seed=3 + dist.get_rank())
-        on = results(layer, x)
+        stock = {}
+        for state in (True, False):
+            layer.sequence_parallel = state
+            stock[state] = results(layer, x)
         with flux() as seen:
-            for expected, state in ((on, True), (None, False), (on, True)):
+            for state in (True, False, True):
                 layer.sequence_parallel = state
-                now = results(layer, x)
-                if expected is not None:
-                    require_close("y", now[0], expected[0], 0)
-        assert seen.fallbacks == {f"{kind}: sequence parallelism is off": 1}
-        assert seen.active_layers == 1
-        assert seen.calls["all_gather_gemm/reference"] == 2
+                for ours, expected in zip(results(layer, x), stock[state], strict=True):
+                    require_close(f"with sequence parallelism {state}", ours, expected, 0)
+        calls = {f"{name}/reference": 2 for name in ("all_gather_gemm", "gemm_reduce_scatter")}
+        more = {"all_gather/reference": 2} if kind == "column" else {"gemm_all_reduce/reference": 1}
+        assert seen.fallbacks == ({f"column: {NOT_SUMMED}": 1} if kind == "column" else {})
+        assert (seen.active_layers, seen.calls) == (1, calls | more)
         layer.sequence_parallel = False
-        stock_either_way(kind, layer, width_of(kind), "sequence parallelism is off")
+        with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
+            require_close("y without gradients", layer(x)[0], stock[False][0], 0)
+        assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
+        if kind == "column":
+            stock_either_way(kind, layer, width_of(kind), NOT_SUMMED)
+
+
+def rank_disable_grad_reduce() -> None:
+    """As LoRA's adapters ask for: dgrad stays the rank's own."""
+    with megatron(tp=dist.get_world_size()):
+        layer = make("column", model_config(sequence_parallel=False), disable_grad_reduce=True)
+        stock_either_way("column", layer, IN, NOT_SUMMED)
+
+
+def rank_whole_input() -> None:
+    with megatron(tp=dist.get_world_size()):
+        layer = make("row", model_config(sequence_parallel=False), input_is_parallel=False)
+        stock_either_way("row", layer, IN, "input_is_parallel=False")
 
 
 def rank_tp1(kind: str) -> None:
@@ -178,13 +199,17 @@ def rank_unknown_keyword(value: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("late", [False, True], ids=["is_expert", "set on a built layer"])
-def test_expert_layers(world: WorkerPool, kind: str, late: bool) -> None:
-    world.run(rank_expert, kind, late)
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole sequence"])
+def test_expert_layers(world: WorkerPool, kind: str, late: bool, sequence_parallel: bool) -> None:
+    world.run(rank_expert, kind, late, sequence_parallel)
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_sequence_parallelism_off(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_no_sequence_parallelism, kind)
+def test_a_dgrad_that_nobody_sums(world2: WorkerPool) -> None:
+    world2.run(rank_disable_grad_reduce)
+
+
+def test_an_input_that_every_rank_has(world2: WorkerPool) -> None:
+    world2.run(rank_whole_input)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])

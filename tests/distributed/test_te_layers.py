@@ -49,6 +49,8 @@ pytestmark = [
 
 def expected_calls(case: Case) -> dict[str, int]:
     n = case.micro_batches
+    if not case.options.get("sequence_parallel", True):
+        return {"gemm_all_reduce/reference": n}
     calls = {"all_gather_gemm/reference": n, "gemm_reduce_scatter/reference": n}
     return calls if case.kind == "row" else {**calls, "all_gather/reference": n}
 
@@ -58,6 +60,17 @@ def expected_calls(case: Case) -> dict[str, int]:
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_patched_equals_stock(te_world: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool) -> None:
     case = Case(kind, bias=bias, skip_bias_add=skip, fusion=fusion)
+    assert te_world.run(rank_case, case) == [expected_calls(case)] * te_world.size
+
+
+WHOLE = {"sequence_parallel": False}
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize(("bias", "skip"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_without_sequence_parallelism(te_world: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool) -> None:
+    case = Case(kind, bias=bias, skip_bias_add=skip, fusion=fusion, options=WHOLE)
     assert te_world.run(rank_case, case) == [expected_calls(case)] * te_world.size
 
 
@@ -94,12 +107,14 @@ def test_the_norm_is_stocks_to_the_bit(te_world2: WorkerPool, norm: str, dtype: 
 
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_bf16(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_case, Case(kind, dtype=torch.bfloat16, fusion=True))
+    for options in ({}, WHOLE):
+        te_world2.run(rank_case, Case(kind, dtype=torch.bfloat16, fusion=True, options=options))
 
 
 @pytest.mark.parametrize("kind", ["norm column", "column"])
-def test_a_bias_below_the_last_bit(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_small_bias, kind)
+@pytest.mark.parametrize("options", [{}, WHOLE], ids=["", "whole sequence"])
+def test_a_bias_below_the_last_bit(te_world2: WorkerPool, kind: str, options: dict[str, Any]) -> None:
+    te_world2.run(rank_small_bias, kind, options)
 
 
 # main_grad
@@ -194,21 +209,24 @@ def test_recompute(te_world2: WorkerPool, kind: str) -> None:
         assert sum(calls.values()) == 6
 
 
-def rank_no_grad(kind: str) -> None:
-    case = Case(kind)
-    with te_megatron(dist.get_world_size()), torch.no_grad():
+def rank_no_grad(kind: str, options: dict[str, Any], mode: Callable[[], Any]) -> None:
+    case = Case(kind, options=options)
+    with te_megatron(dist.get_world_size()):
         layer = build(case)
         x = input_of(case, 7)
-        stock = layer(x)[0]
-        with flux(STRICT):
-            ours = layer(x)[0]
+        with mode():
+            stock = layer(x)[0]
+            with flux(STRICT):
+                ours = layer(x)[0]
         assert not ours.requires_grad
         require_close("y", ours, stock, tolerance(case.dtype))
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))
-def test_no_grad(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_no_grad, kind)
+@pytest.mark.parametrize("options", [{}, WHOLE], ids=["", "whole sequence"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_grad(te_world2: WorkerPool, kind: str, options: dict[str, Any], mode: Callable[[], Any]) -> None:
+    te_world2.run(rank_no_grad, kind, options, mode)
 
 
 def rank_saved(kind: str) -> tuple[int, int]:
@@ -322,7 +340,7 @@ def _exporting(layer: Any) -> Any:
 
 
 REASONS: dict[str, Callable[[Any], Any]] = {
-    "sequence parallelism is off": _set(sequence_parallel=False),
+    "torch's symmetric all-reduce": _set(sequence_parallel=False, symmetric_ar_type="two_shot"),
     "userbuffers (tp_comm_overlap)": _set(ub_overlap_ag_fprop=True),
     "delayed wgrad (delay_wgrad_compute)": _delayed,
     "fp8 (autocast)": _fp8,
@@ -334,7 +352,11 @@ REASONS: dict[str, Callable[[Any], Any]] = {
     "return_layernorm_output": _set(return_layernorm_output=True),
     "trainable bias on a frozen weight": _frozen,
 }
-ONLY = {"return_layernorm_output": ("norm column",), "trainable bias on a frozen weight": ("norm column", "column")}
+ONLY = {
+    "torch's symmetric all-reduce": ("row",),
+    "return_layernorm_output": ("norm column",),
+    "trainable bias on a frozen weight": ("norm column", "column"),
+}
 
 
 def rank_reason(kind: str, reason: str) -> None:
@@ -361,17 +383,18 @@ def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
 
 
 def rank_runs_stock(kind: str) -> None:
-    """Sequence parallelism off runs here as on a GPU: the results are stock's and the call is counted."""
-    case = Case(kind, options={"sequence_parallel": False})
+    """A reason that stock runs with here as on a GPU: the results are stock's and the call is counted."""
+    case, reason = Case(kind), "activation offloading to the CPU (fine_grained_activation_offloading)"
     with te_megatron(dist.get_world_size()):
         layer = build(case)
         x = input_of(case, 7)
+        REASONS[reason](layer)
         stock, bias = layer(x)
         with flux() as seen:
             ours, other = layer(x)
         assert torch.equal(ours, stock)
         assert bias is other
-        assert seen.fallbacks == {f"TE {kind}: sequence parallelism is off": 1}
+        assert seen.fallbacks == {f"TE {kind}: {reason}": 1}
         assert (seen.active_layers, seen.calls) == (0, {})
 
 

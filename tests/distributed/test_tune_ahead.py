@@ -45,7 +45,7 @@ class Counting(TunedBackend):
 
     def _measure(self, call: Any) -> dict[str, Any]:
         call.run(self.reference)  # as a measurement would: all ranks take part, with operands that fit
-        self.measured.append((call.operator, call.m, call.n, call.k, call.transposed, tuner._kind(call)[-1]))
+        self.measured.append((tuner._operator(call), call.m, call.n, call.k, call.transposed, tuner._kind(call)[-1]))
         return {"backend": "reference", "plan": None, "ms": {}}
 
 
@@ -60,9 +60,10 @@ def counting(folder: Path) -> Iterator[Counting]:
         yield tuned
 
 
-def first_step(folder: Path, ahead: bool, family: str, tied: bool, stock: str | None, te: bool, graphs: bool) -> Any:
+def first_step(
+    folder: Path, ahead: bool, family: str, tied: bool, stock: str | None, te: bool, options: dict[str, Any]
+) -> Any:
     """What is measured before and in the first step, and whether random states stay as they were."""
-    options = {"cuda_graph_impl": "transformer_engine"} if graphs else {}
     with (te_megatron if te else megatron)(2), counting(folder) as tuned:
         model = gpt_model(family, tied=tied, te=te, **options)
         if stock is not None:
@@ -78,12 +79,15 @@ def first_step(folder: Path, ahead: bool, family: str, tied: bool, stock: str | 
         return before, tuned.measured[len(before) :], same, mode
 
 
-CASES = {
-    "gpt3": ("gpt3", False, None, False, False),
-    "llama": ("llama", False, None, False, False),
-    "the embedding's weight": ("gpt3", True, None, False, False),
-    "some stock": ("gpt3", False, "*.mlp.*", False, False),
-    "in graphs": ("gpt3", False, None, False, True),
+GRAPHS, WHOLE = {"cuda_graph_impl": "transformer_engine"}, {"sequence_parallel": False}
+CASES: dict[str, tuple[Any, ...]] = {
+    "gpt3": ("gpt3", False, None, False, {}),
+    "llama": ("llama", False, None, False, {}),
+    "the embedding's weight": ("gpt3", True, None, False, {}),
+    "some stock": ("gpt3", False, "*.mlp.*", False, {}),
+    "in graphs": ("gpt3", False, None, False, GRAPHS),
+    "whole sequence": ("gpt3", False, None, False, WHOLE),
+    "whole sequence, in graphs, the embedding's weight": ("llama", True, None, False, WHOLE | GRAPHS),
 }
 
 
@@ -104,8 +108,12 @@ def require_all_ahead(world: WorkerPool, folder: Path, case: tuple[Any, ...]) ->
 def test_the_first_step_finds_every_answer(world2: WorkerPool, tmp_path: Path, name: str) -> None:
     wanted = require_all_ahead(world2, tmp_path, CASES[name])
     kinds = {(operator, transposed) for operator, *_, transposed, _ in wanted}
-    assert len(kinds) == 4, "forward and dgrad of column- and row-parallel layers"
     hidden, vocabulary = 32, 64
+    if "whole sequence" in name:
+        assert kinds == {("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", True)}
+        assert ("gemm_all_reduce beside wgrad", SEQUENCE * BATCH, hidden, vocabulary // 2) in {c[:4] for c in wanted}
+        return
+    assert len(kinds) == 4, "forward and dgrad of column- and row-parallel layers"
     rows = SEQUENCE * BATCH
     output = {
         ("all_gather_gemm", rows, vocabulary // 2, hidden),
@@ -116,7 +124,8 @@ def test_the_first_step_finds_every_answer(world2: WorkerPool, tmp_path: Path, n
 
 @pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 def test_layers_over_transformer_engine(te_world2: WorkerPool, tmp_path: Path) -> None:
-    require_all_ahead(te_world2, tmp_path, ("gpt3", False, None, True, False))
+    for options in ({}, WHOLE):
+        require_all_ahead(te_world2, tmp_path / str(len(options)), ("gpt3", False, None, True, options))
 
 
 def chosen_by_direction(folder: Path) -> set[tuple[str, bool]]:
@@ -130,6 +139,27 @@ def chosen_by_direction(folder: Path) -> set[tuple[str, bool]]:
 def test_only_directions_that_are_tuned(world2: WorkerPool, tmp_path: Path) -> None:
     found = world2.run(chosen_by_direction, tmp_path)
     assert found == [{("all_gather_gemm", False), ("gemm_reduce_scatter", False)}] * 2
+
+
+def ahead_of_inference(folder: Path) -> set[tuple[str, bool]]:
+    """Without gradients there is nothing but forward, of a frozen column layer too."""
+    with megatron(tp=2), counting(folder) as tuned:
+        model = gpt_model("gpt3", sequence_parallel=False)
+        model.output_layer.weight.requires_grad_(False)
+        with flux(), torch.inference_mode():
+            megatron_flux.tune_model(model, 1, BATCH)
+            forward = list(tuned.measured)
+            model.decoder.layers[0].mlp(torch.ones(1, BATCH, 32))
+            assert tuned.measured == forward
+        with flux():
+            megatron_flux.tune_model(model, 1, BATCH)
+        frozen = {call[:4] for call in tuned.measured if call[0] == "gemm_all_reduce" and call[4]}
+        assert frozen == {("gemm_all_reduce", BATCH, 32, 32)}
+        return {(call[0], call[4]) for call in forward}
+
+
+def test_ahead_of_inference(world2: WorkerPool, tmp_path: Path) -> None:
+    assert world2.run(ahead_of_inference, tmp_path) == [{("gemm_all_reduce", False)}] * 2
 
 
 def without_a_tuner() -> tuple[int, dict[str, int]]:

@@ -188,14 +188,16 @@ def some_layers() -> tuple[dict[str, str], list[str]]:
             model = gpt_model("gpt3")
             assert set(report(model)["layers"].values()) == {"not patched"}
             set_backend(model, "stock", names="decoder.layers.0.mlp.*")
-            model.decoder.layers[1].self_attention.linear_proj.sequence_parallel = False
+            proj = model.decoder.layers[1].self_attention.linear_proj
+            proj.sequence_parallel = proj.input_is_parallel = False
             with flux(REFERENCE):
                 x = torch.ones(8, 1, 32)
                 before = report(model)["layers"]
                 assert set(before.values()) == {"not called"}
                 for layer in model.decoder.layers:
                     layer.mlp(x)
-                    layer.self_attention.linear_proj(torch.ones(16, 1, 16))
+                    proj = layer.self_attention.linear_proj
+                    proj(torch.ones(16, 1, 16 if proj.input_is_parallel else 32))
                 return report([model])["layers"], said
     finally:
         logging.getLogger("megatron_flux").removeHandler(handler)
@@ -204,7 +206,7 @@ def some_layers() -> tuple[dict[str, str], list[str]]:
 def test_every_layer_that_does_not_fuse_is_named(world2: WorkerPool) -> None:
     """pytorch/torchtitan#866, #1185: no gain and no word; a fusion that was skipped is a warning of the compiler."""
     for layers, said in world2.run(some_layers):
-        chosen, off = "stock: chosen with set_backend", "stock: sequence parallelism is off"
+        chosen, off = "stock: chosen with set_backend", "stock: input_is_parallel=False"
         flux_ran = ("decoder.layers.1.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2")
         expected = dict.fromkeys(layers, "not called") | dict.fromkeys(flux_ran, "flux")
         expected |= {"decoder.layers.0.mlp.linear_fc1": chosen, "decoder.layers.0.mlp.linear_fc2": chosen}
@@ -212,6 +214,4 @@ def test_every_layer_that_does_not_fuse_is_named(world2: WorkerPool) -> None:
         expected |= {"decoder.layers.1.self_attention.linear_proj": off}
         assert len(layers) == 9
         assert layers == expected
-        assert (
-            sum("row layers run stock Megatron: sequence parallelism is off (first seen: RowP" in s for s in said) == 1
-        )
+        assert sum("row layers run stock Megatron: input_is_parallel=False (first seen: RowP" in s for s in said) == 1

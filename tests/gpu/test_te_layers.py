@@ -53,6 +53,14 @@ def test_patched_equals_stock(
     assert nccl2.run(rank_case, case) == [layers.expected_calls(case)] * 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_without_sequence_parallelism(nccl2: WorkerPool, kind: str, fusion: bool, dtype: torch.dtype) -> None:
+    case = Case(kind, fusion=fusion, dtype=dtype, options=layers.WHOLE)
+    assert nccl2.run(rank_case, case) == [layers.expected_calls(case)] * 2
+
+
 @pytest.mark.parametrize("norm", list(NORMS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(nccl2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
@@ -62,8 +70,9 @@ def test_norms(nccl2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["norm column", "column"])
-def test_a_bias_below_the_last_bit(nccl2: WorkerPool, kind: str) -> None:
-    nccl2.run(rank_small_bias, kind)
+@pytest.mark.parametrize("options", [{}, layers.WHOLE], ids=["", "whole sequence"])
+def test_a_bias_below_the_last_bit(nccl2: WorkerPool, kind: str, options: dict[str, Any]) -> None:
+    nccl2.run(rank_small_bias, kind, options)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))
@@ -95,7 +104,6 @@ def test_no_more_is_saved_for_backward(nccl2: WorkerPool, kind: str) -> None:
 @pytest.mark.parametrize(
     "reason",
     [
-        "sequence parallelism is off",
         "userbuffers (tp_comm_overlap)",
         "delayed wgrad (delay_wgrad_compute)",
         "fp8 (hybrid)",

@@ -45,7 +45,7 @@ def require_flux(result: Result, stock: Result) -> None:
     rows = [(iteration, row) for iteration, row in result.rows("wandb") if "lm loss" not in row]
     assert [iteration for iteration, _ in rows] == [1, 2, 3]
     assert rows[1][1]["flux/active_layers"] == 2
-    assert len(rows[1][1]) == 8
+    assert len(rows[1][1]) == 9
     replaced = [line.strip() for line in result.out.splitlines() if line.startswith("    megatron.core.")]
     assert "megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl" in replaced
     assert "megatron.core.tensor_parallel.layers.RowParallelLinear.forward" in replaced

@@ -76,7 +76,6 @@ def refused(
         (["--dgrad-backend", "warp"], ["'warp'", "auto, reference, pipelined, chunked, "]),
         (["--layer-backend", "output_layer"], ["'output_layer'", "NAMES=BACKEND"]),
         (["--layer-backend", "*.mlp.*=fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
-        (["--strict", "--no-sequence-parallel"], ["--strict", "--no-sequence-parallel"]),
         (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
         (["--transformer-impl", "transformer_engine"], ["needs GPUs", "on cpu", "--transformer-impl local"]),
         (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "needs GPUs", "on cpu"]),

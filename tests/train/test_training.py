@@ -66,6 +66,7 @@ def test_compare_writes_what_it_promises(comparison: tuple[Path, str]) -> None:
     flux = records(out / "flux")[-1]
     assert flux["flux/all_gather_gemm_calls"] == 2 * (5 + 4)
     assert flux["flux/gemm_reduce_scatter_calls"] == 2 * (4 + 5)
+    assert flux["flux/gemm_all_reduce_calls"] == 0
     assert flux["flux/bytes_received"] > 0
     baseline = records(out / "baseline")[-1]
     assert baseline["flux/active_layers"] == baseline["flux/all_gather_gemm_calls"] == 0
@@ -223,13 +224,31 @@ def test_what_cannot_run_flux_says_so(
     warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    words = ["compare", "--steps", "2", "--no-sequence-parallel", "--data", corpus, "--out", out]
+    words = ["compare", "--steps", "2", "--tp", "1", "--data", corpus, "--out", out]
     done = under_torchrun(warm_python, environment, *words)
     found = summary(out)
     assert found["flux_active_layers"] == 0
-    assert "column: sequence parallelism is off" in found["flux_fallbacks"]
-    assert "row: sequence parallelism is off" in found["flux_fallbacks"]
-    assert done.stderr.count("column layers run stock Megatron: sequence parallelism is off") == 1
+    assert "column: tp = 1" in found["flux_fallbacks"]
+    assert "row: tp = 1" in found["flux_fallbacks"]
+    assert done.stderr.count("column layers run stock Megatron: tp = 1") == 1
+
+
+def test_without_sequence_parallelism(
+    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = ["compare", "--steps", "4", "--no-sequence-parallel", "--strict", "--sample-interval", "2"]
+    under_torchrun(warm_python, environment, *words, "--data", corpus, "--out", out)
+    found = summary(out)
+    assert found["flux_active_layers"] == 9
+    assert set(found["flux_fallbacks"]) == {"operators: reference: no GPU"}
+    assert found["max_relative_loss_difference"] <= 1e-5
+    last = records(out / "flux")[-1]
+    assert (last["flux/all_gather_gemm_calls"], last["flux/gemm_reduce_scatter_calls"]) == (0, 0)
+    # Two micro-batches: forward of 4 row layers, dgrad of 5 column layers.
+    assert last["flux/gemm_all_reduce_calls"] == 2 * (4 + 5)
+    assert sum(call["calls"] for call in last["flux/calls"]) == 2 * (4 + 5)
+    assert {call["operator"] for call in last["flux/calls"]} == {"gemm_all_reduce"}
 
 
 def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(

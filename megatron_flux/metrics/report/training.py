@@ -39,6 +39,7 @@ EARLIER = dict.fromkeys((*TIMES[1:], "e_overlap")) | {
 ACTIVITY = {
     "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,.0f}".format),
     "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,.0f}".format),
+    "gemm_all_reduce calls": ("flux/gemm_all_reduce_calls", "{:,.0f}".format),
     "received from peers": ("flux/bytes_received", memory),
     "gathered inputs kept": ("flux/inputs_kept", "{:,.0f}".format),
     "inputs gathered again, no room": ("flux/inputs_gathered_again", "{:,.0f}".format),

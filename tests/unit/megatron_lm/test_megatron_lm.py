@@ -164,14 +164,14 @@ def test_an_sm_margin_lets_other_groups_run_beside(monkeypatch: pytest.MonkeyPat
 
 def test_what_goes_with_flux_passes() -> None:
     validate(arguments())
-    validate(types.SimpleNamespace(flux=True, tensor_model_parallel_size=8, sequence_parallel=True))
+    for sequence_parallel in (True, False):
+        validate(types.SimpleNamespace(flux=True, tensor_model_parallel_size=8, sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"tensor_model_parallel_size": 1, "sequence_parallel": False}, "--tensor-model-parallel-size 2 or more"),
-        ({"sequence_parallel": False}, "give --sequence-parallel"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap has TransformerEngine overlap the same communication"),
         ({"fp8": "hybrid"}, "stock with --fp8-format"),
         ({"fp4": "e2m1"}, "stock with --fp4-format"),
@@ -230,8 +230,8 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
 
 def test_all_reasons_are_said_at_once() -> None:
     with pytest.raises(MegatronArgumentsError) as error:
-        validate(arguments(sequence_parallel=False, tp_comm_overlap=True, fp8="e4m3"))
-    assert all(word in str(error.value) for word in ("--sequence-parallel", "--tp-comm-overlap", "--fp8-format"))
+        validate(arguments(use_megatron_fsdp=True, tp_comm_overlap=True, fp8="e4m3"))
+    assert all(word in str(error.value) for word in ("--use-megatron-fsdp", "--tp-comm-overlap", "--fp8-format"))
 
 
 # Tuning ahead.
@@ -282,6 +282,7 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
         "flux/active_layers": 4,
         "flux/all_gather_gemm_calls": 3,
         "flux/gemm_reduce_scatter_calls": 2,
+        "flux/gemm_all_reduce_calls": 0,
         "flux/bytes_received": 100,
         "flux/fallback_calls": 0,
         "flux/inputs_kept": 5,
@@ -292,6 +293,7 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
         "all_gather_gemm/reference": 5,
         "all_gather_gemm/fused": 4,
         "gemm_reduce_scatter/fused": 2,
+        "gemm_all_reduce/tuned": 1,
         "all_gather/x": 9,
     }
     second = counts.row(2, seen(calls, 150, {"column: tp = 1": 6, "row: tp = 1": 1}))
@@ -299,9 +301,10 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
         "flux/active_layers": 4,
         "flux/all_gather_gemm_calls": 6,
         "flux/gemm_reduce_scatter_calls": 0,
+        "flux/gemm_all_reduce_calls": 1,
         "flux/bytes_received": 50,
         "flux/fallback_calls": 7,
-        "flux/inputs_kept": 15,
+        "flux/inputs_kept": 16,
         "flux/inputs_gathered_again": 50,
         "flux/kept_bytes": 7,
     }
@@ -339,7 +342,7 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     for iteration in (1, 2, 2, 3, 4):
         training_log.log(iteration)
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
-    assert len(megatron.tensorboard.rows) == 16  # 2 once
+    assert len(megatron.tensorboard.rows) == 18  # 2 once
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
 
 

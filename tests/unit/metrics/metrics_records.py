@@ -31,6 +31,7 @@ def record(iteration: int, *, flux: bool = False, **changes: Any) -> Record:
         "flux/active_layers": 8 if flux else 0,
         "flux/all_gather_gemm_calls": 16 if flux else 0,
         "flux/gemm_reduce_scatter_calls": 16 if flux else 0,
+        "flux/gemm_all_reduce_calls": 0,
         "flux/bytes_received": 4096 if flux else 0,
         "flux/fallback_calls": 0,
         "flux/fallbacks": {},

@@ -117,8 +117,8 @@ def test_operators_without_a_reference_say_why(tmp_path: Path) -> None:
 
 def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
     arms = full_arms()
-    counts = ("all_gather_gemm_calls", "gemm_reduce_scatter_calls", "bytes_received", "fallback_calls")
-    counts += ("inputs_kept", "inputs_gathered_again")
+    counts = ("all_gather_gemm_calls", "gemm_reduce_scatter_calls", "gemm_all_reduce_calls", "bytes_received")
+    counts += ("fallback_calls", "inputs_kept", "inputs_gathered_again")
     for item in arms["flux"]:
         item |= {f"flux/{name}": None for name in counts}
         if item.get("flux/sampled"):
@@ -127,7 +127,7 @@ def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
     missing = dict(shown["missing"].table.rows)
     assert "CUDA graphs" in missing["Overlap efficiency per operator"]
     assert "CUDA graphs" in shown["operators"].caption
-    assert [cell for _, cell in shown["operators"].table.rows[:6]] == ["\u2014"] * 6
+    assert [cell for _, cell in shown["operators"].table.rows[:7]] == ["\u2014"] * 7
 
 
 def test_ranks_and_throttling(tmp_path: Path, full: dict[str, Part]) -> None:

@@ -137,7 +137,9 @@ COLUMN_CALLS = {
     "unsupported keyword gtp_remat_size=2": keywords(gtp_remat_size=2),
     "_forward_impl was called without allreduce_dgrad": keywords(allreduce_dgrad=REMOVED),
     "allreduce_dgrad together with sequence parallelism": keywords(allreduce_dgrad=True),
-    "sequence parallelism is off": keywords(sequence_parallel=False),
+    "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer": keywords(
+        sequence_parallel=False
+    ),
 }
 
 
@@ -176,8 +178,8 @@ def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCap
 def test_strict_names_layer_and_reason_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     patch = LinearPatch(FluxConfig(strict=True), LINES[0], Layer._forward_impl)
     with pytest.raises(FallbackError) as error:
-        patch.runs_stock("row", "sequence parallelism is off", "RowParallelLinear(8, 4)")
-    facts = ("row layer RowParallelLinear(8, 4)", "sequence parallelism is off", "strict=False")
+        patch.runs_stock("row", "input_is_parallel=False", "RowParallelLinear(8, 4)")
+    facts = ("row layer RowParallelLinear(8, 4)", "input_is_parallel=False", "strict=False")
     assert all(fact in str(error.value) for fact in facts)
     assert (caplog.records, dict(patch.fallbacks)) == ([], {})
 
@@ -215,10 +217,10 @@ def test_row_layer(seam: SimpleNamespace, reason: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "make"),
     [
-        ("sequence parallelism is off", changed(sequence_parallel=False)),
         ("tp = 1", changed(tp_group=group_of(1))),
         ("tp = 1", changed(tp_group=group_of(1), sequence_parallel=False)),
         ("input_is_parallel=False", changed(input_is_parallel=False)),
+        ("input_is_parallel=False", changed(input_is_parallel=False, sequence_parallel=False)),
         ("Other overrides _forward_impl", lambda: Other()),
     ],
 )
@@ -267,10 +269,26 @@ def test_attributes_of_a_line(seam: SimpleNamespace) -> None:
         seam.patch.fallbacks.clear()
 
 
+def test_a_column_call_without_a_graph_has_no_dgrad_to_be_summed(seam: SimpleNamespace) -> None:
+    layer = Layer()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            seam.column(layer, X, layer.weight, **keywords(sequence_parallel=False))
+    assert [options["sequence_parallel"] for _, options in seam.calls] == [False, False]
+    assert not seam.patch.fallbacks
+
+
 @pytest.mark.parametrize("fusion", [False, True])
-def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
-    layer = Layer(gradient_accumulation_fusion=fusion)
-    output = seam.column(layer, X, layer.weight, **keywords(bias=layer.bias, gradient_accumulation_fusion=fusion))
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool, sequence_parallel: bool) -> None:
+    layer = Layer(gradient_accumulation_fusion=fusion, sequence_parallel=sequence_parallel)
+    how = keywords(
+        bias=layer.bias,
+        gradient_accumulation_fusion=fusion,
+        sequence_parallel=sequence_parallel,
+        allreduce_dgrad=not sequence_parallel,
+    )
+    output = seam.column(layer, X, layer.weight, **how)
     assert isinstance(output, torch.Tensor)
     y, bias = seam.row(layer, X)
     assert bias is None
@@ -279,7 +297,8 @@ def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool) -> None:
     y, bias = seam.row(layer, X)
     assert bias is layer.bias
     assert not y.any()
-    options = {"gradient_accumulation_fusion": fusion, "backend": Backends.of("reference"), "wires": ALL_EXACT}
+    options = {"sequence_parallel": sequence_parallel, "gradient_accumulation_fusion": fusion}
+    options |= {"backend": Backends.of("reference"), "wires": ALL_EXACT}
     column = options | {"gather_ahead": True, "keep_gathered": None, "keep_gathered_bytes": None}
     assert seam.calls == [
         ((layer.weight, layer.bias, GROUP), column),

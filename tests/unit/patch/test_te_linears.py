@@ -125,7 +125,6 @@ def on_the_weight(**attributes: Any) -> Layer:
 REASONS: dict[str, Callable[[], Layer]] = {
     "expert layer with explicit communication": lambda: Layer(parallel_mode=None, tp_size=1),
     "tp = 1": lambda: Layer(tp_size=1, sequence_parallel=False),
-    "sequence parallelism is off": lambda: Layer(sequence_parallel=False),
     "no tensor-parallel group": lambda: Layer(tp_group=None),
     "quantization of single modules (te_quant_params)": lambda: Layer(te_quant_params=object()),
     "fp8 (hybrid)": lambda: configured(fp8="hybrid"),
@@ -212,7 +211,7 @@ def expected_arguments(kind: str, layer: Layer, bias: torch.Tensor | None) -> tu
 @pytest.mark.parametrize("fusion", [False, True])
 @pytest.mark.parametrize(("bias", "skip"), [(False, True), (False, False), (True, True), (True, False)])
 def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias: bool, skip: bool) -> None:
-    layer = Layer(bias=bias, skip_bias_add=skip, fuse_wgrad_accumulation=fusion)
+    layer = Layer(bias=bias, skip_bias_add=skip, fuse_wgrad_accumulation=fusion, sequence_parallel=not fusion)
     y, returned = world.forwards[kind](layer, X)
     assert returned is (layer.bias if bias and skip else None)
     added = bias and not skip and kind == "TE row"  # the others add it inside
@@ -221,7 +220,7 @@ def test_what_is_passed_on(world: SimpleNamespace, kind: str, fusion: bool, bias
     wanted = expected_arguments(kind, layer, layer.bias if bias and not skip else None)
     assert len(args) == len(wanted)
     assert all(one is other for one, other in zip(args, wanted, strict=True))
-    options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True}
+    options = {"gradient_accumulation_fusion": fusion, "overwrite_main_grad": True, "sequence_parallel": not fusion}
     options |= {"backend": Backends.of("reference"), "wires": ALL_EXACT}
     if kind != "TE row":
         options |= {"epilogue_bias": True, "gather_ahead": True}  # the bias as in stock's GEMM

@@ -250,6 +250,14 @@ def test_an_ordinary_layer_may_run_flux(installed: SimpleNamespace) -> None:
     assert why_stock(te, plain) is None
 
 
+@pytest.mark.parametrize(("mode", "sequence_parallel"), [("row", True), ("column", False)])
+def test_a_symmetric_all_reduce_that_is_not_made(
+    installed: SimpleNamespace, mode: str, sequence_parallel: bool
+) -> None:
+    layer = linear(symmetric_ar_type="two_shot", parallel_mode=mode, sequence_parallel=sequence_parallel)
+    assert why_stock(te_seam.load(), layer) is None
+
+
 class _Subclass(torch.nn.Parameter):
     pass
 
@@ -278,6 +286,10 @@ def _distributed() -> torch.nn.Parameter:
         ({"weight": _distributed()}, "distributed weight (is_distributed_weight)"),
         ({"fsdp_group": object()}, "TransformerEngine's FSDP"),
         ({"return_layernorm_output": True}, "return_layernorm_output"),
+        (
+            {"symmetric_ar_type": "two_shot", "parallel_mode": "row", "sequence_parallel": False},
+            "torch's symmetric all-reduce (symmetric_ar_type=two_shot)",
+        ),
     ],
 )
 def test_reasons_of_a_module(installed: SimpleNamespace, changes: dict[str, Any], reason: str) -> None:

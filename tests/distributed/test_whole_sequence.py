@@ -1,0 +1,304 @@
+"""Layers without sequence parallelism, in training and inference: what runs, in which order, and the same tokens.
+
+Their numbers against stock and float64 are in test_layers.py, test_te_layers.py and test_gpt.py. Here: the fused
+kernels in Triton's interpreter, in workspaces that were made in inference mode; wgrad beside the sum of dgrad; no
+bookkeeping for autograd where there is no graph; greedy decoding by megatron-core's static engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, ops
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.layers import column_parallel_linear, linears, row_parallel_linear
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.checks import OperatorCall
+from tests.distributed.data import integers, require_close
+from tests.distributed.megatron_world import (
+    BATCH,
+    FAMILIES,
+    SEQUENCE,
+    VOCABULARY,
+    flux,
+    gpt_model,
+    megatron,
+    model_config,
+)
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_gpt import LAYERS
+
+pytestmark = pytest.mark.distributed
+
+STRICT = FluxConfig(strict=True)
+
+
+# The fused kernels
+
+
+def pair(sequence_parallel: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A column and a row layer in fp16, in whose range all sums of the test are exact."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    config = model_config(sequence_parallel=sequence_parallel, params_dtype=torch.float16)
+    common = {"config": config, "init_method": config.init_method, "bias": True, "skip_bias_add": False}
+    made = ColumnParallelLinear(32, 64, **common), RowParallelLinear(64, 32, input_is_parallel=True, **common)
+    with torch.no_grad():
+        for i, parameter in enumerate(p for layer in made for p in layer.parameters()):
+            shared = parameter is made[1].bias
+            parameter.copy_(integers(*parameter.shape, seed=i + 100 * (0 if shared else dist.get_rank()), high=1))
+    return made
+
+
+def forward_and_backward(layers: tuple[Any, Any], x: torch.Tensor) -> list[torch.Tensor]:
+    column, row = layers
+    x = x.clone().requires_grad_()
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    y = row(column(x)[0].remainder(3))[0]
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+
+
+def rank_by_fused_kernels(first: Callable[[], Any]) -> list[dict[str, int]]:
+    """Inference, then training, on the same workspaces; ``first``: the mode in which those are made."""
+    from megatron_flux.comm import group_state
+    from megatron_flux.ops.backends.fused import FusedBackend
+
+    tp, found = dist.get_world_size(), []
+    with megatron(tp=tp), mock.patch.dict(registry._backends, {"twin": FusedBackend("twin", twin=True)}):
+        for sequence_parallel in (False, True):
+            group_state.drop_slabs()
+            layers, rows = pair(sequence_parallel), 4 if sequence_parallel else 4 * tp
+            x = integers(rows, 1, 32, seed=3 + dist.get_rank() * sequence_parallel, high=1, dtype=torch.float16)
+            stock = forward_and_backward(layers, x)
+            with flux(FluxConfig(strict=True, backend="twin")) as seen:
+                with first():
+                    y = layers[1](layers[0](x)[0].remainder(3))[0]
+                    ops.all_gather(x, dist.group.WORLD, backend="twin").wait()  # as a long forward may
+                require_close("inference", y, stock[0], 0)
+                assert not y.requires_grad
+                for ours, expected in zip(forward_and_backward(layers, x), stock, strict=True):
+                    require_close("training", ours, expected, 0)
+            found.append(seen.calls)
+        group_state.drop_slabs()
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_by_fused_kernels(world: WorkerPool, first: Callable[[], Any]) -> None:
+    whole = {"gemm_all_reduce/twin": 3, "all_gather/twin": 1}
+    split = {"all_gather_gemm/twin": 3, "gemm_reduce_scatter/twin": 3, "all_gather/twin": 2}
+    assert world.run(rank_by_fused_kernels, first) == [[whole, split]] * world.size
+
+
+# Order
+
+
+class Noting(ReferenceBackend):
+    """Notes when a sum begins and when somebody waits for it."""
+
+    name, automatic = "noting", False
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def gemm_all_reduce(self, call: OperatorCall) -> Pending:
+        self.notes.append("begins" if call.async_op else "runs")
+        pending = super().gemm_all_reduce(call)
+        return (
+            Pending(pending._tensor, lambda: (self.notes.append("wait"), pending.wait())) if call.async_op else pending
+        )
+
+
+def rank_order(frozen: bool) -> list[str]:
+    notes: list[str] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.append("wgrad")
+        return weight_gradient(*args, **kwargs)
+
+    weight_gradient = linears.weight_gradient
+    weight = torch.nn.Parameter(integers(6, 8, seed=1), requires_grad=not frozen)
+    x = integers(4, 1, 8, seed=2).requires_grad_()
+    with (
+        mock.patch.dict(registry._backends, {"noting": Noting(notes)}),
+        mock.patch.object(linears, "weight_gradient", noted),
+    ):
+        y = column_parallel_linear(x, weight, None, dist.group.WORLD, sequence_parallel=False, backend="noting")
+        assert notes == []
+        y.sum().backward()
+    return notes
+
+
+def test_wgrad_runs_beside_the_sum_of_dgrad(world2: WorkerPool) -> None:
+    assert world2.run(rank_order, False) == [["begins", "wgrad", "wait"]] * 2
+
+
+def test_beside_a_frozen_weight_there_is_nothing(world2: WorkerPool) -> None:
+    assert world2.run(rank_order, True) == [["runs"]] * 2
+
+
+def rank_pairs() -> None:
+    """A gather that a column layer with sequence parallelism left to the next row layer is not made by one without."""
+    group = dist.group.WORLD
+    tp = group.size()
+    weight, back = (torch.nn.Parameter(integers(*shape, seed=1)) for shape in ((6, 8), (8, 6)))
+    x = integers(2, 1, 8, seed=2).requires_grad_()
+    for mode in (torch.enable_grad, torch.no_grad):
+        for row in (True, False):
+            y = column_parallel_linear(x, weight, None, group, backend="reference")
+            assert state_of(group).column is not None
+            with mode():
+                if row:
+                    row_parallel_linear(y, back, group, sequence_parallel=False, backend="reference")
+                else:
+                    column_parallel_linear(x, weight, None, group, sequence_parallel=False, backend="reference")
+            assert state_of(group).column is None
+            ops.stats.reset()
+            y.sum().backward()
+            assert ops.stats.total("all_gather") == 1
+    assert y.shape[0] == 2 * tp
+
+
+def test_no_pairs_with_layers_that_gather(world2: WorkerPool) -> None:
+    world2.run(rank_pairs)
+
+
+# Without a graph
+
+
+def rank_without_a_graph(mode: Callable[[], Any]) -> None:
+    """Not even autograd's functions are entered, nor the operator that a column layer has for its dgrad."""
+    group = dist.group.WORLD
+    column, row = (torch.nn.Parameter(integers(*shape, seed=1)) for shape in ((6, 8), (8, 6)))
+    bias, x = torch.ones(6), integers(4, 1, 8, seed=2)
+    how = {"sequence_parallel": False, "backend": "reference"}
+
+    def run() -> torch.Tensor:
+        hidden = column_parallel_linear(x, column, bias, group, epilogue_bias=True, **how)
+        return row_parallel_linear(hidden, row, group, **how)
+
+    expected = run()
+    assert expected.requires_grad
+    ops.stats.reset()
+    functions = ("_ColumnParallelLinear", "_NormColumnParallelLinear", "_RowParallelLinear")
+    with mock.patch.multiple(linears, **dict.fromkeys(functions)), mode():
+        y = run()
+    assert not y.requires_grad
+    assert ops.stats.calls == {("gemm_all_reduce", "reference"): 1}
+    require_close("y", y, expected.detach(), 0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_a_graph(world2: WorkerPool, mode: Callable[[], Any]) -> None:
+    world2.run(rank_without_a_graph, mode)
+
+
+# Decoding
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    vocab_size, bos, eod = VOCABULARY, None, VOCABULARY - 1
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(letter) % VOCABULARY for letter in text]
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+
+class Event:
+    """megatron-core's engine measures its steps."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, _: Event) -> float:
+        return 0.0
+
+
+PROMPTS, NEW = ("flux", "tiles"), 6
+
+
+def rank_generate(family: str) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
+    """Tokens of stock, of flux, and what ran."""
+    found = "megatron.core.inference"
+    engines = importlib.import_module(f"{found}.engines.static_engine")
+    wrappers = importlib.import_module(f"{found}.model_inference_wrappers.gpt.gpt_inference_wrapper")
+    configs = importlib.import_module(f"{found}.model_inference_wrappers.inference_wrapper_config")
+    contexts = importlib.import_module(f"{found}.contexts")
+    controllers = importlib.import_module(f"{found}.text_generation_controllers.text_generation_controller")
+    sampling = importlib.import_module(f"{found}.sampling_params")
+    from megatron.core.transformer.enums import AttnBackend
+
+    with (
+        megatron(tp=dist.get_world_size()),
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.dict(os.environ),  # models write into it which attention they have, and refuse what others wrote
+    ):
+        for name in [name for name in os.environ if name.startswith("NVTE_")]:
+            del os.environ[name]
+        model = gpt_model(family, sequence_parallel=False, attention_backend=AttnBackend.local)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(10)  # logits far apart: greedy tokens do not hang on the order of additions
+
+        def generate() -> list[list[int]]:
+            config = configs.InferenceWrapperConfig(
+                hidden_size=model.config.hidden_size,
+                params_dtype=torch.float32,
+                inference_batch_times_seqlen_threshold=-1,
+                padded_vocab_size=VOCABULARY,
+                inference_max_requests=BATCH,
+                inference_max_seq_length=SEQUENCE,
+            )
+            context = contexts.StaticInferenceContext.from_config(config)
+            wrapped = wrappers.GPTInferenceWrapper(model, config, context)
+            controller = controllers.TextGenerationController(inference_wrapped_model=wrapped, tokenizer=Letters())
+            engine = engines.StaticInferenceEngine(controller, random_seed=1, legacy=True)
+            greedy = sampling.SamplingParams(top_k=1, num_tokens_to_generate=NEW, termination_id=-1)
+            return [r.generated_tokens.tolist() for r in engine.generate(list(PROMPTS), sampling_params=greedy)]
+
+        stock = generate()
+        with flux(STRICT) as seen:
+            ours = generate()
+        return stock, ours, seen.as_dict()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.core.inference.model_inference_wrappers.inference_wrapper_config") is None,
+    reason="another engine in this megatron-core",
+)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_greedy_decoding(world: WorkerPool, family: str) -> None:
+    for stock, ours, seen in world.run(rank_generate, family):
+        assert ours == stock
+        assert [len(tokens) for tokens in ours] == [NEW] * len(PROMPTS)
+        assert len({token for tokens in ours for token in tokens}) > 2, "always the same token: nothing is compared"
+        # A forward for the prompts, one for the letter that one of them has more, one for each further token.
+        forwards = seen["calls"]["gemm_all_reduce/reference"] / (2 * LAYERS)
+        assert forwards in (NEW, NEW + 1)
+        assert set(seen["calls"]) == {"gemm_all_reduce/reference"}
+        assert seen["active_layers"] == 4 * LAYERS + 1
+        assert seen["fallbacks"] == {}

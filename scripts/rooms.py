@@ -28,9 +28,9 @@ ROOMS = (
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 195, 32_200
+MOST_FILES, MOST_LINES = 195, 32_300
 """What there is, rounded up: 22,000, 4,500 for links other than NVLink, 2,500 for what users meet first (validation,
-tokenizers, configuration files, pages for many ranks) and 3,200 for inference (quantised MLPs, the all-reduce after a
+tokenizers, configuration files, pages for many ranks) and 3,300 for inference (quantised MLPs, the all-reduce after a
 GEMM, passes without gradients, their benchmarks). Raise them only for what users gain."""
 
 

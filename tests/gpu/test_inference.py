@@ -89,12 +89,9 @@ def test_the_benchmark(tmp_path: Path) -> None:
     for row in rows:
         assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row.get("agreement") is None or row["agreement"]["ok"], row
-    stock = ["te"] * HAVE_TE + ["local"]
     for kind in ("prefill", "decode"):
-        arms = [row["arm"] for row in rows if row["kind"] == kind]
-        # Flux is measured as flux, or left out with the reason.
-        assert {"floor", "flux_local", *stock} <= {*arms, *(s.get("arm") for s in summary["skipped"])}
-        assert set(stock) <= set(arms)
+        arms = {row["arm"] for row in rows if row["kind"] == kind}
+        assert arms == {"local", "flux_local", "floor", *(["te", "flux_te"] if HAVE_TE else [])}, summary["skipped"]
     decode = [row for row in rows if row["kind"] == "decode"]
     assert {row["m"] for row in decode} == {1, 8, 64, 512}
     assert all(row["cuda_graph"] for row in decode), [row.get("cuda_graph_reason") for row in decode]

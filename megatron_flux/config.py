@@ -17,7 +17,7 @@ class Backends(NamedTuple):
     """Operator backends of one layer, by direction."""
 
     forward: str  # all_gather_gemm of a column-parallel layer, gemm_reduce_scatter of a row-parallel one
-    dgrad: str  # the other way round
+    dgrad: str  # the other way round; gemm_all_reduce is a row-parallel layer's forward, a column-parallel one's dgrad
     wgrad: str  # the gather of what wgrad multiplies, where dgrad has not gathered it already; the GEMM is cuBLAS's
 
     @classmethod

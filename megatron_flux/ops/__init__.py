@@ -1,4 +1,4 @@
-"""The operators: a collective of sequence parallelism and its GEMM as one call.
+"""The operators: a collective of tensor parallelism and its GEMM as one call.
 
 ``tp`` is the size of the process group; rank ``r`` owns the ``r``-th of ``tp`` equal blocks of rows.
 

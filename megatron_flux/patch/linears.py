@@ -99,7 +99,7 @@ class LinearPatch:
 
     @property
     def active_layers(self) -> int:
-        """Layers alive in this process that have run a flux operator."""
+        """Layers alive in this process of which flux has run a call; it need not have been one that communicates."""
         return len(self._active)
 
     def column_forward_impl(self, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -162,7 +162,8 @@ def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
 
     The stages of a pipeline then do so at the same time, each in its own tensor-parallel group; in the first step they
     would one after another, as micro-batches reach them, while the others wait in NCCL. Calls of other shapes are tuned
-    when they come. A collective call of every tensor-parallel group; random states stay as they are.
+    when they come. A collective call of every tensor-parallel group; random states stay as they are. Under
+    ``torch.no_grad()`` forward alone is tuned.
 
     ``model`` is this rank's stage, or its chunks, as Megatron builds them; ``sequence`` the tokens of a sequence, of
     all ranks that share one. Returns how many calls of different shapes were asked for: 0 where no layer's backend

@@ -57,6 +57,10 @@ class EmulatedFused(FusedBackend):
         group = call.group
         if not isinstance(group, EmulatedGroup):
             raise UserError(f"backend {self.name!r} runs on emulated groups only; use fused")
+        if call.fp8 is not None and call.fp8.blocks and call.operator == "all_gather_gemm":
+            raise UserError(
+                "an emulated group gathers no scales of blocks: theirs and the numbers' lie in two distances"
+            )
         words = 1
         if call.operator == "all_gather_gemm" and config is not None:
             words = _gather_flags(config, call.m // group.size(), call.k)

@@ -1,0 +1,312 @@
+"""Checks of the FP8 operators on groups of GPUs, as those of :mod:`.checks` are for 16 bits; ``checks_fp8.py`` runs
+them.
+
+Errors are compared with those of torch's own path (NCCL and ``torch._scaled_mm``), against fp32 products of the same
+FP8 numbers. Slabs and fresh memory are poisoned before: NaN as bf16, as fp32 scales and as e4m3 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
+from megatron_flux.ops.kernel_config import KernelConfig, fp8_candidates
+from tests.gpu.checks import NAME, backend, error, gather, poison, scatter_sum
+from tests.gpu.emulated_group import EmulatedGroup
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WAYS = {"tensor": ("tensor", False), "split": ("tensor", True), "blocks": ("blocks", False)}
+"""How operands are scaled, and whether sums are promoted because the call asks for it."""
+
+
+def one_scale(group: dist.ProcessGroup, operand: Fp8Operand) -> Fp8Operand:
+    """With the first rank's scale: TransformerEngine gives all ranks the same."""
+    scale = operand.scale_inv.clone()
+    dist.broadcast(scale, group=getattr(group, "pair", group), group_src=0)
+    return replace(operand, scale_inv=scale)
+
+
+def operands(group, rows, n, k, way, dtype=E4M3) -> Fp8Pair:
+    """Random numbers, of very different size from block to block."""
+    scaling, split = WAYS[way]
+    size = torch.exp2(torch.randint(-3, 4, (rows, blocks_of(k)), device="cuda").float()).repeat_interleave(128, 1)
+    x, w = torch.randn(rows, k, device="cuda") * size[:, :k], torch.randn(n, k, device="cuda")
+    if scaling == "tensor":
+        return Fp8Pair(one_scale(group, quantized(x, "tensor", dtype)), quantized(w, "tensor"), split=split)
+    return Fp8Pair(quantized(x, "1x128", dtype), quantized(w, "128x128"), split=split)
+
+
+def integers(group, rows, n, k, way) -> Fp8Pair:
+    """Small ones, most of them 0, with scales of 1 and 2: sums are exact."""
+    scaling, split = WAYS[way]
+
+    def data(count):
+        return (
+            torch.randint(-1, 2, (count, k), device="cuda") * torch.randint(0, 2, (count, k), device="cuda")
+        ).float()
+
+    def scales(*shape):
+        return torch.randint(1, 3, shape, device="cuda").float()
+
+    x, w = (data(count).to(E4M3).view(torch.uint8) for count in (rows, n))
+    if scaling == "tensor":
+        by = torch.full((1,), 2.0, device="cuda"), scales(1)
+        return Fp8Pair(Fp8Operand(x, E4M3, by[0]), Fp8Operand(w, E4M3, by[1]), split=split)
+    a = Fp8Operand(x, E4M3, scales(blocks_of(k), padded(rows)), "1x128")
+    b = Fp8Operand(w, E4M3, scales(blocks_of(n), padded(blocks_of(k))), "128x128")
+    return Fp8Pair(a, b, split=split)
+
+
+def gathers(group, pair, name=NAME, **options):
+    return ops.all_gather_gemm(pair.x, pair.weight, group, split_accumulator=pair.split, backend=name, **options)
+
+
+def scatters(group, pair, name=NAME):
+    return ops.gemm_reduce_scatter(pair.x, pair.weight, group, split_accumulator=pair.split, backend=name)
+
+
+def everybody(group, x: Fp8Operand) -> torch.Tensor:
+    """The gathered numbers in fp32."""
+    return gather(x.dequantized(), group)
+
+
+def compare(group, mp, n, k, way="tensor", dtype=E4M3) -> str:
+    pair, wide = operands(group, mp, n, k, way, dtype), operands(group, mp * group.size(), n, k, way, dtype)
+    poison(group)
+    y, full = gathers(group, pair, return_gathered=True)
+    assert torch.equal(full.data, gather(pair.x.data, group)), "the gathered bytes differ"
+    want = everybody(group, pair.x)
+    assert torch.equal(full.dequantized(), want), "the gathered scales differ"
+    exact = want @ pair.weight.dequantized().t()
+    ag, ag_torch = error(y, exact), error(gathers(group, pair, "reference"), exact)
+    poison(group)
+    z = scatters(group, wide)
+    exact = scatter_sum(wide.x.dequantized() @ wide.weight.dequantized().t(), group)
+    rs, rs_torch = error(z, exact), error(scatters(group, wide, "reference"), exact)
+    said = f"mp={mp} n={n} k={k} {way} {dtype} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
+    assert ag <= 2 * ag_torch + 1e-6, said
+    assert rs <= 2 * rs_torch + 1e-6, said
+    return said
+
+
+def compare_exactly(group, mp, n, k, way) -> None:
+    pair, wide = integers(group, mp, n, k, way), integers(group, mp * group.size(), n, k, way)
+    poison(group)
+    y = gathers(group, pair)
+    want = everybody(group, pair.x) @ pair.weight.dequantized().t()
+    assert torch.equal(y, want.bfloat16()), f"{way}: {(y != want.bfloat16()).sum()} integers are wrong"
+    poison(group)
+    z = scatters(group, wide)
+    partial = (wide.x.dequantized() @ wide.weight.dequantized().t()).bfloat16().float()
+    want = scatter_sum(partial, group)
+    assert torch.equal(z, want.bfloat16()), f"{way}: {(z != want.bfloat16()).sum()} sums of integers are wrong"
+
+
+def exact(group):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for way in WAYS:
+        for mp, n, k in ((256, 512, 512), (256, 528, 1040), (100, 272, 528), (37, 100, 77)):
+            compare_exactly(group, mp, n, k, way)
+    return "12 of both"
+
+
+def shapes(group):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for way in WAYS:
+        for dtype in (E4M3, E5M2):
+            for mp, n, k in ((256, 1024, 512), (128, 768, 1008), (100, 528, 272), (37, 100, 77), (4, 16, 16)):
+                last = compare(group, mp, n, k, way, dtype)
+    return last
+
+
+def plans(group):
+    """What the tuner chooses from, and some that it does not."""
+    b, done = backend(), []
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    kinds = ((True,) if isinstance(group, EmulatedGroup) else (False, True)) if hopper else (False,)
+    try:
+        for way in WAYS:
+            found = [
+                plan
+                for ws in kinds
+                for op in ("all_gather_gemm", "gemm_reduce_scatter")
+                for plan in fp8_candidates(op, 512, 1280, 1024, group.size(), sms, ws, promoted=way != "tensor")
+            ]
+            found += [
+                KernelConfig(ws=True, bm=256, bn=128, stages=3), KernelConfig(ws=True, teams=2, stages=3),
+                KernelConfig(ws=True, early=True, late=True, group=3), KernelConfig(ws=True, stages=3, band=5),
+            ] if hopper else []  # fmt: skip
+            for plan in dict.fromkeys(found):
+                b.config = plan
+                compare(group, 512, 1280, 1024, way)
+                compare(group, 256, 528, 1040, way)
+                done.append(plan.label())
+    finally:
+        b.config = None
+    return "; ".join(done)
+
+
+def bias(group):
+    for way in WAYS:
+        for mp, n, k in ((256, 1024, 512), (100, 528, 272)):
+            pair = operands(group, mp, n, k, way)
+            product = everybody(group, pair.x) @ pair.weight.dequantized().t()
+            for call in range(4):
+                added = torch.randn(n, device="cuda").mul(10.0 ** (2 - call)).bfloat16()
+                poison(group)
+                y, torchs = (gathers(group, pair, name, bias=added, epilogue_bias=True) for name in (NAME, "reference"))
+                mine, theirs = error(y, product + added.float()), error(torchs, product + added.float())
+                assert mine <= 2 * theirs + 1e-6, f"call {call} {way} {mp} x {n} x {k}: {mine} against {theirs}"
+    return "4 calls each of six"
+
+
+def elsewhere(group):
+    """Operands of one rank begin where TMA cannot address them."""
+
+    def moved(t):
+        return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+    for way in WAYS:
+        for call in range(3):
+            pair = integers(group, 256, 512, 512, way)
+            if group.rank() == 0 and call != 1:
+                x, w = (replace(t, data=moved(t.data), scale_inv=moved(t.scale_inv)) for t in pair[:2])
+                pair = pair._replace(x=x, weight=w)
+            poison(group)
+            want = everybody(group, pair.x) @ pair.weight.dequantized().t()
+            assert torch.equal(gathers(group, pair), want.bfloat16()), f"{way} call {call}"
+    return "9 calls"
+
+
+def repeated(group):
+    """The same bits, back to back, in turns of all ways and of bf16 on the same slab."""
+    made = {way: (operands(group, 256, 2048, 1024, way), operands(group, 512, 2048, 1024, way)) for way in WAYS}
+    xs, w = (torch.randn(rows, 1024, device="cuda").bfloat16() for rows in (256, 2048))
+
+    def calls():
+        found = [ops.all_gather_gemm(xs, w, group, backend=NAME)]
+        for pair, wide in made.values():
+            found += [gathers(group, pair), scatters(group, wide)]
+        return found
+
+    first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(50):
+        differ += sum((a != b).sum() for a, b in zip(first, calls(), strict=True))
+    assert differ.item() == 0, f"{differ.item()} numbers differ over 50 repetitions"
+    return "50 x 7"
+
+
+def poisoned_shard(group):
+    """NaN in a rank's row, as a byte and as a scale, reaches exactly the rows it should."""
+    bad = group.size() - 1
+    for way in WAYS:
+        pair = operands(group, 256, 512, 512, way)
+        if group.rank() == bad:
+            pair.x.data[3, 5] = 0x7F
+            if way == "blocks":
+                pair.x.scale_inv[2, 9] = float("nan")
+        y = gathers(group, pair)
+        rows = y.isnan().any(1).nonzero().flatten().tolist()
+        assert rows == [bad * 256 + row for row in ((3, 9) if way == "blocks" else (3,))], rows
+    return "rows as expected"
+
+
+def streams(group):
+    """Calls on two streams in turn, of shapes that grow and shrink."""
+    side = [torch.cuda.Stream(), torch.cuda.Stream()]
+    ways = list(itertools.islice(itertools.cycle(WAYS), 4))
+    inputs = [
+        (operands(group, mp, 768, 512, way), operands(group, mp * group.size(), 768, 512, way))
+        for mp, way in zip((64, 512, 128, 256), ways, strict=True)
+    ]
+    results, first = [], {}
+    torch.cuda.synchronize()
+    for i in range(24):
+        pair, wide = inputs[i % 4]
+        with torch.cuda.stream(side[i % 2]):
+            results.append((i % 4, gathers(group, pair), scatters(group, wide)))
+    torch.cuda.synchronize()
+    for i, y, z in results:
+        y0, z0 = first.setdefault(i, (y, z))
+        assert torch.equal(y, y0), f"call {i} differs"
+        assert torch.equal(z, z0), f"call {i} differs"
+    for i, (pair, _) in enumerate(inputs):
+        assert error(first[i][0], everybody(group, pair.x) @ pair.weight.dequantized().t()) < 1e-2
+    return "24 x 2 calls"
+
+
+def graphs(group):
+    """Captured calls with new operands in their places, and calls outside of the graph in between."""
+    made = {way: (operands(group, 256, 1024, 2048, way), operands(group, 512, 1024, 2048, way)) for way in WAYS}
+
+    def calls():
+        found = []
+        for pair, wide in made.values():
+            y, full = gathers(group, pair, return_gathered=True)
+            found += [y, full.dequantized(), scatters(group, wide)]
+        return found
+
+    calls()
+    with captured_calls():
+        calls()
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    graph, rng = torch.cuda.CUDAGraph(), random.Random(dist.get_rank())
+    with torch.cuda.graph(graph):
+        got = calls()
+    for _ in range(6):
+        for way, pairs in made.items():
+            for pair in pairs:
+                pair.x.data.copy_(operands(group, pair.x.rows, 16, pair.x.k, way).x.data)
+        for _ in range(3):
+            torch.cuda._sleep(rng.choice((0, 0, 2_000_000)))
+            graph.replay()
+        want = calls()
+        torch.cuda.synchronize()
+        for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(mine, theirs), f"result {number} of the graph differs"
+    return "6 x 3 replays"
+
+
+def random_shapes(group, rounds=60):
+    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
+    dist.broadcast(seed, group=group, group_src=0)
+    r = random.Random(seed.item())
+    for i in range(rounds):
+        mp = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
+        n, k = (
+            (16 * r.randint(1, 100), 16 * r.randint(1, 100))
+            if r.random() < 0.8
+            else (r.randint(1, 350), r.randint(1, 350))
+        )
+        late, delay = r.randrange(group.size()), r.random()
+        if i % 20 == 7 and group.rank() == late:
+            torch.cuda._sleep(int(delay * 1.5e9))
+        compare(group, mp, n, k, r.choice(list(WAYS)), r.choice((E4M3, E5M2)))
+    return f"{rounds} rounds"
+
+
+def tuned(group):
+    """The tuner decides each way by itself, on all ranks alike."""
+    for way in WAYS:
+        pair = integers(group, 256, 512, 512, way)
+        want = everybody(group, pair.x) @ pair.weight.dequantized().t()
+        assert torch.equal(gathers(group, pair, "tuned"), want.bfloat16()), way
+    return "3 ways"
+
+
+CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
+    check.__name__: check
+    for check in (
+        exact, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, random_shapes, tuned
+    )
+}  # fmt: skip

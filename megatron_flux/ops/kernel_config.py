@@ -115,15 +115,14 @@ def within_flags(config: KernelConfig, m: int) -> KernelConfig:
 
 def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
     """``config`` as FP8 operands can run it: by copy engine, 128 of k at a time (as many bytes as 64 of 16 bits), and
-    where sums are ``promoted`` in tiles that leave registers for it, by two teams.
+    where sums are ``promoted`` by two teams; in plain kernels, in tiles that leave registers for it.
     """
     config = replace(config, comm=0, chunks=1, bk=min(2 * config.bk, 128))
     if not promoted:
         return config
     if not config.ws:
         return replace(config, bn=min(config.bn, 128))
-    stages = config.stages + (2 if config.bn > 128 else 0)
-    return replace(config, bk=128, bm=128, bn=128, stages=stages, teams=2)
+    return replace(config, bk=128, bm=128, teams=2)
 
 
 def ag_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:

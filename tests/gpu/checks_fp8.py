@@ -53,22 +53,25 @@ ROUNDS, CALLS = 24, 4
 PATIENCE = 20.0  # seconds that a thing may take
 
 
-def fast(**given: Any) -> tuple[str, str, KernelConfig]:
-    config = KernelConfig(**{"ws": True, "bk": 128, "group": 16, **given})
-    return "tensor", "fast", config
+def plan(scaling: str, *, split: bool, **given: Any) -> tuple[str, bool, KernelConfig]:
+    return scaling, split, KernelConfig(**{"ws": True, "bk": 128, "teams": 2 if split else 1, **given})
 
+
+fast = functools.partial(plan, "tensor", split=False)
+split = functools.partial(plan, "tensor", split=True)
+blocks = functools.partial(plan, "1x128", split=True)
 
 GATHER = {
-    "fast 128x256 s4": fast(),
-    "fast 128x256 s3": fast(stages=3, ring=4),
-    "fast 128x256 s4 g8": fast(group=8),
-    "fast 128x256 s4 teams": fast(teams=2),
-    "fast 128x128 s6": fast(bn=128, stages=6),
-    "fast 256x128 s3": fast(bm=256, bn=128, stages=3),
-    "split 128x128 s6": ("tensor", "split", KernelConfig(ws=True, bk=128, group=16, bn=128, stages=6, teams=2)),
-    "blocks 128x128 s6": ("1x128", "split", KernelConfig(ws=True, bk=128, group=16, bn=128, stages=6, teams=2)),
-    "blocks 128x128 s4": ("1x128", "split", KernelConfig(ws=True, bk=128, group=16, bn=128, stages=4, teams=2)),
-    "blocks 128x128 g8": ("1x128", "split", KernelConfig(ws=True, bk=128, group=8, bn=128, stages=6, teams=2)),
+    "fast 128x256 s4": fast(group=16),
+    "fast 128x256 s3": fast(group=16, stages=3, ring=4),
+    "fast 128x256 s4 teams": fast(group=16, teams=2),
+    "fast 128x128 s6": fast(group=16, bn=128, stages=6),
+    "fast 256x128 s3": fast(group=16, bm=256, bn=128, stages=3),
+    "split 128x256 s4": split(group=16),
+    "blocks 128x256 s4": blocks(group=16),
+    "split 128x128 s6": split(group=16, bn=128, stages=6),
+    "blocks 128x128 s6": blocks(group=16, bn=128, stages=6),
+    "blocks 128x256 s3": blocks(group=16, stages=3),
 }
 SCATTER = {
     "fast 128x256 s3 b4": fast(stages=3, ring=4, band=4),
@@ -76,14 +79,11 @@ SCATTER = {
     "fast 128x256 s4 b4": fast(stages=4, ring=2, band=4),
     "fast 128x256 s3 b4 teams": fast(stages=3, ring=4, band=4, teams=2),
     "fast 128x128 s5 b4": fast(bn=128, stages=5, ring=4, band=4),
-    "split 128x128 s5 b4": (
-        "tensor", "split", KernelConfig(ws=True, bk=128, bn=128, stages=5, ring=4, band=4, teams=2)
-    ),
-    "blocks 128x128 s5 b4": (
-        "1x128", "split", KernelConfig(ws=True, bk=128, bn=128, stages=5, ring=4, band=4, teams=2)
-    ),
-    "blocks 128x128 s4 b1": ("1x128", "split", KernelConfig(ws=True, bk=128, bn=128, stages=4, ring=4, teams=2)),
-}  # fmt: skip
+    "split 128x256 s3 b4": split(stages=3, ring=4, band=4),
+    "blocks 128x256 s3 b4": blocks(stages=3, ring=4, band=4),
+    "split 128x128 s5 b4": split(bn=128, stages=5, ring=4, band=4),
+    "blocks 128x128 s5 b4": blocks(bn=128, stages=5, ring=4, band=4),
+}
 
 
 class Ranks(NamedTuple):
@@ -223,8 +223,8 @@ def arms_of(operator: str, cases: dict[str, Case]) -> dict[str, tuple[str, Calla
         return lambda: a @ b.t()
 
     found["cublas bf16"] = ("tensor", bf16)
-    for name, (scaling, how, config) in (GATHER if operator == "all_gather_gemm" else SCATTER).items():
-        found[name] = (scaling, lambda s=scaling, h=how, c=config: kernel(cases[s], h == "split", c))
+    for name, (scaling, promoted, config) in (GATHER if operator == "all_gather_gemm" else SCATTER).items():
+        found[name] = (scaling, lambda s=scaling, p=promoted, c=config: kernel(cases[s], p, c))
     return found
 
 
@@ -286,7 +286,7 @@ def checked(case: Case, call: Callable[[], torch.Tensor], whole: bool, limit: fl
     return {"error": found, "first_s": round(compiled, 2)}
 
 
-def exact(operator: str, n: int, k: int, m: int, scaling: str, split: bool) -> dict[str, Any]:
+def exact(operator: str, n: int, k: int, m: int, scaling: str, split: bool, bn: int) -> dict[str, Any]:
     """Small integers and scales that are powers of two."""
     x = torch.randint(-1, 2, (m, k), device="cuda").float().to(torch.float8_e5m2)
     w = torch.randint(-1, 2, (n, k), device="cuda").float().to(torch.float8_e4m3fn)
@@ -301,7 +301,7 @@ def exact(operator: str, n: int, k: int, m: int, scaling: str, split: bool) -> d
     want = a.dequantized() @ b.dequantized().t()
     if operator == "gemm_reduce_scatter":
         want = scattered(want.bfloat16())
-    config = KernelConfig(ws=True, bk=128, bn=128 if split else 256, stages=3, teams=2 if split else 1)
+    config = KernelConfig(ws=True, bk=128, bn=bn, stages=3, teams=2 if split else 1)
     y = kernel(Case(operator, a, b, torch.arange(len(want)), want), split, config)()
     torch.cuda.synchronize()
     wrong = int((y != want.bfloat16()).sum())
@@ -313,7 +313,9 @@ def integers(log: Log) -> None:
     """Sums are exact; rows and columns fill no tile."""
     for name, sizes in SMALL.items():
         for scaling, split in (("tensor", False), ("tensor", True), ("1x128", True)):
-            log.attempt(("integers", name, scaling, str(split)), functools.partial(exact, *sizes, scaling, split))
+            for bn in (256, 128):
+                of = ("integers", name, scaling, str(split), str(bn))
+                log.attempt(of, functools.partial(exact, *sizes, scaling, split, bn))
 
 
 def worker(out: Path, deadline: float) -> None:

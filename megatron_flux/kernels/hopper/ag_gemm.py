@@ -209,10 +209,10 @@ def _multiply(
                 if src != rank:
                     by_row = gs + src * kt * ld
                 by_row += rb * BM
-                by_block += pn * ldw
+                by_block += pn * (BN // 128) * ldw
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, by_row, ld, BM, by_block, bias, col, n, BM, BN, STAGES, SCALES,
-                PROMOTE, BIAS, TEAM, TEAMS,
+                sa, sb, full, empty, slot, phase, kt, by_row, ld, BM, by_block, ldw, bias, col, n, BM, BN, STAGES,
+                SCALES, PROMOTE, BIAS, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
 

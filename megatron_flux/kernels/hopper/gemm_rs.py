@@ -144,14 +144,16 @@ def _multiply(
             )  # fmt: skip
         else:
             row = t * 0
+            col = t * 0
             by_block = ws
             if SCALES == "blocks":
                 step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
                 row = ((rank + 1 + step) % TP) * mp + rb * BM
-                by_block += pn * ldw
+                col = pn * BN
+                by_block += pn * (BN // 128) * ldw
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, xs + row, ld, mp * TP - row, by_block, None, 0, n, BM, BN, STAGES,
-                SCALES, PROMOTE, False, TEAM, TEAMS,
+                sa, sb, full, empty, slot, phase, kt, xs + row, ld, mp * TP - row, by_block, ldw, None, col, n, BM, BN,
+                STAGES, SCALES, PROMOTE, False, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
     _reduce(

@@ -8,16 +8,18 @@ Contract
     SCALES         the product is
     =============  ==================================================================================================
     ``"tensor"``   ``(x @ w) * xs[0] * ws[0]``
-    ``"blocks"``   the sum over blocks of 128 of k of ``(x @ w) * xs[block * ld + row] * ws[block]``; BK and BN are 128
+    ``"blocks"``   the sum over blocks of 128 of k of
+                   ``(x @ w) * xs[block * ld + row] * ws[column // 128 * ldw + block]``
     =============  ==================================================================================================
 
-    PROMOTE, always on with blocks: the tensor core adds up 128 products in its own precision (14 bits on Hopper), which
-    are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation.
+    Scales of blocks begin with the tile's. PROMOTE, always on with them: the tensor core adds up 128 products in its
+    own precision (14 bits on Hopper), which are then added to a sum in fp32; that is what cuBLASLt does without fast
+    accumulation. BK is 128 then, BN 128 or 256.
 
 Schedule with PROMOTE
-    A team multiplies a k block, waits for it, and adds it: meanwhile the other team multiplies. Beside the sum a thread
-    holds the product of a block, which is why tiles are 128 x 128. Software pipelining within one team of eight warps
-    needs a third tile of registers: ptxas spills, or makes the products wait for each other (triton 3.9).
+    A team multiplies a k block by 128 columns, waits for it, and adds it: meanwhile the other team multiplies. Beside
+    the sum a thread holds the product of a block. Software pipelining within one team of eight warps needs one more:
+    ptxas spills, or makes the products wait for each other (triton 3.9).
 
     Scales are loaded one block ahead, behind the first operands of the tile: what those are loaded behind says that
     x's scales have arrived, too.
@@ -31,58 +33,80 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from megatron_flux.kernels.hopper.pieces import advance, barrier, multiply_tile, team_rows, tile_layout
 
+HALF = gl.constexpr(128)  # columns that share the scales of a weight
+
 
 @gluon.jit
-def _scales(xs, ws, rows, there):
-    """Products of both operands' scales by row of a k block, where they are."""
-    by_row = gl.load(xs + rows, mask=there, other=0.0, cache_modifier=".cg")
-    return by_row * gl.load(ws)
+def _added(acc, x, y, nothing, by_row, by_half, SCALES: gl.constexpr):
+    """``acc`` and the scaled product of x and half a tile's weight."""
+    part = warpgroup_mma(x, y.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    if SCALES == "blocks":
+        return acc + part * gl.expand_dims(by_row * by_half, 1)
+    else:  # noqa: RET505 - Gluon compiles one of the two
+        return acc + part
 
 
 @gluon.jit
 def _promoted(
-    sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    SCALES: gl.constexpr, MMA: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, ldw, BM: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, SCALES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    acc = gl.zeros((BM // TEAMS, BN), gl.float32, layout=MMA)
-    nothing = gl.zeros((BM // TEAMS, BN), gl.float32, layout=MMA)
+    """The halves of a tile, of 128 columns each; of a tile that is one half, the second is zero. ``ldw`` leads to the
+    second one's scales.
+    """
+    mma: gl.constexpr = tile_layout(HALF, 32, TEAMS)
+    nothing = gl.zeros((BM // TEAMS, HALF), gl.float32, layout=mma)
+    first = nothing
+    second = nothing
+    by_row = 0.0
+    by_first = 0.0
+    by_second = 0.0
     if SCALES == "blocks":
-        rows = TEAM * (BM // TEAMS) + gl.arange(0, BM // TEAMS, layout=gl.SliceLayout(1, MMA))
+        rows = TEAM * (BM // TEAMS) + gl.arange(0, BM // TEAMS, layout=gl.SliceLayout(1, mma))
         mbarrier.wait(full.index(slot), phase)
-        scales = _scales(xs, ws, rows, rows < left)
+        by_row = gl.load(xs + rows, mask=rows < left, other=0.0, cache_modifier=".cg")
+        by_first = gl.load(ws)
+        by_second = gl.load(ws + ldw)
     for block in range(kt):
         if SCALES == "blocks":
             ahead = (block + 1 < kt).to(gl.int32)
             xs += ahead * ld
             ws += ahead
-            following = _scales(xs, ws, rows, rows < left)
+            next_by_row = gl.load(xs + rows, mask=rows < left, other=0.0, cache_modifier=".cg")
+            next_by_first = gl.load(ws)
+            next_by_second = gl.load(ws + ldw)
         mbarrier.wait(full.index(slot), phase)
         x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
-        part = warpgroup_mma(x, sb.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        part = warpgroup_mma_wait(0, deps=(part,))
+        first = _added(first, x, sb.index(slot).slice(0, HALF), nothing, by_row, by_first, SCALES)
+        if BN > HALF:
+            second = _added(second, x, sb.index(slot).slice(HALF, HALF), nothing, by_row, by_second, SCALES)
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
         if SCALES == "blocks":
-            acc += part * gl.expand_dims(scales, 1)
-            scales = following
-        else:
-            acc += part
+            by_row = next_by_row
+            by_first = next_by_first
+            by_second = next_by_second
         slot, phase = advance(slot, phase, STAGES)
-    return acc, slot, phase
+    return first, second, slot, phase
 
 
 @gluon.jit
 def scaled_tile(
-    sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, ldw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
     TEAMS: gl.constexpr,
 ):  # fmt: skip
     """See the module. Of the rows of x's scales at ``xs`` there are ``left``."""
     mma: gl.constexpr = tile_layout(BN, 32, TEAMS)
     if PROMOTE:
-        acc, slot, phase = _promoted(
-            sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, BM, BN, STAGES, SCALES, mma, TEAM, TEAMS
+        to_second = gl.where(col + HALF < n, ldw, 0)  # where there is no second half, the first one's scales do
+        acc, second, slot, phase = _promoted(
+            sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, to_second, BM, BN, STAGES, SCALES, TEAM, TEAMS
         )
+        if BN > HALF:
+            both = gl.permute(gl.join(acc, second), (0, 2, 1))
+            acc = gl.convert_layout(gl.reshape(both, (BM // TEAMS, BN)), mma)
     else:
         acc, slot, phase = multiply_tile(
             sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, False, False, TEAM, TEAMS

@@ -45,10 +45,11 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "pushed": ("ag_gemm", {"PUSH": 1, "KCH": 8, "BIAS": 1}),
     "fp8 gathered": ("ag_gemm", {"FP8": 1, "BIAS": 1, "KCH": 4, "EARLY": 1}),
     "fp8 sums": ("gemm_rs", {"FP8": 1}),
-    "fp8 gathered, promoted": ("ag_gemm", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 6}),
-    "fp8 sums, promoted": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
-    "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 6, "BIAS": 1}),
-    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
+    "fp8 gathered, promoted": ("ag_gemm", {"FP8": 1, "PROMOTE": 1}),
+    "fp8 sums, promoted, half tiles": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
+    "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BIAS": 1}),
+    "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 6}),
+    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1}),
 }
 PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90, None) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
 PLAIN |= {

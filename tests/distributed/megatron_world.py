@@ -35,6 +35,16 @@ def megatron(tp: int, pp: int = 1, **more: int) -> Iterator[None]:
             unpatch()
 
 
+@contextlib.contextmanager
+def inference() -> Iterator[None]:
+    """Inference mode, whose tensors a later training cannot write to: megatron-core's global buffer is left empty."""
+    from megatron.core import parallel_state
+
+    with torch.inference_mode():
+        yield
+    parallel_state.get_global_memory_buffer().buffer.clear()
+
+
 def on_gpu() -> bool:
     """Whether this worker has a GPU of its own."""
     return torch.distributed.get_backend() == "nccl"

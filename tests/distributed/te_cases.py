@@ -163,11 +163,11 @@ def require_same(case: Case, stock: dict[str, torch.Tensor], ours: dict[str, tor
         require_close(f"{case}: {name}", ours[name], expected, tolerance(case.dtype))
 
 
-def rank_case(case: Case) -> dict[str, Any]:
+def rank_case(case: Case, backend: str = "reference") -> dict[str, Any]:
     with te_megatron(dist.get_world_size()):
         stock = run(case, build(case))
         layer = build(case)
-        with flux(STRICT) as seen:
+        with flux(FluxConfig(strict=True, backend=backend)) as seen:
             ours = run(case, layer)
         require_same(case, stock, ours)
         assert (seen.active_layers, seen.fallbacks) == (1, {})

@@ -33,6 +33,7 @@ from tests.distributed.megatron_world import (
     VOCABULARY,
     flux,
     gpt_model,
+    inference,
     megatron,
     model_config,
 )
@@ -280,9 +281,10 @@ def rank_generate(family: str) -> tuple[list[list[int]], list[list[int]], dict[s
             greedy = sampling.SamplingParams(top_k=1, num_tokens_to_generate=NEW, termination_id=-1)
             return [r.generated_tokens.tolist() for r in engine.generate(list(PROMPTS), sampling_params=greedy)]
 
-        stock = generate()
-        with flux(STRICT) as seen:
-            ours = generate()
+        with inference():
+            stock = generate()
+            with flux(STRICT) as seen:
+                ours = generate()
         return stock, ours, seen.as_dict()
 
 

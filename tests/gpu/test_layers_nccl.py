@@ -1,4 +1,6 @@
-"""megatron-core's linears over NCCL, patched against stock: exact on integers, and in bf16 with main_grad fusion."""
+"""megatron-core's linears over NCCL, patched against stock: exact on integers, and in bf16 with main_grad fusion; with
+sequence parallelism and without, of few rows and of more.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from tests.distributed.pool import WorkerPool
 pytestmark = pytest.mark.gpus(2)
 
 S, B, H, F = 64, 2, 128, 256
+FEW = 4
+"""Of a sequence: ``gemm_all_reduce`` has kernels of its own for few rows."""
 
 
 def _integers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -21,7 +25,7 @@ def _integers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator, device="cuda").to(dtype)
 
 
-def _pair(dtype: torch.dtype, fusion: bool) -> tuple[Any, Any]:
+def _pair(dtype: torch.dtype, fusion: bool, sequence_parallel: bool) -> tuple[Any, Any]:
     """A column and a row layer with the same integer weights on every call."""
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -34,7 +38,7 @@ def _pair(dtype: torch.dtype, fusion: bool) -> tuple[Any, Any]:
     tp = dist.get_world_size()
     config = ModelParallelConfig(
         tensor_model_parallel_size=tp,
-        sequence_parallel=True,
+        sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         gradient_accumulation_fusion=fusion,
     )
@@ -51,8 +55,10 @@ def _pair(dtype: torch.dtype, fusion: bool) -> tuple[Any, Any]:
     return layers
 
 
-def _forward_backward(backend: str | None, dtype: torch.dtype, fusion: bool) -> SimpleNamespace:
-    """``backend`` None is stock."""
+def _forward_backward(
+    backend: str | None, dtype: torch.dtype, fusion: bool, whole: int | None = None
+) -> SimpleNamespace:
+    """``backend`` None is stock; ``whole``: the sequence that every rank has, None with sequence parallelism."""
     import contextlib
 
     import megatron_flux
@@ -64,8 +70,9 @@ def _forward_backward(backend: str | None, dtype: torch.dtype, fusion: bool) -> 
             stack.enter_context(gradient_accumulation_fusion())
         if backend is not None:
             stack.enter_context(megatron_flux.patched(megatron_flux.FluxConfig(strict=True, backend=backend)))
-        column, row = _pair(dtype, fusion)
-        x = _integers(S // tp, B, H, seed=7 + rank, dtype=dtype).requires_grad_()
+        column, row = _pair(dtype, fusion, sequence_parallel=whole is None)
+        megatron_flux.ops.stats.reset()
+        x = _integers(whole or S // tp, B, H, seed=7 + (0 if whole else rank), dtype=dtype).requires_grad_()
         y, _ = row(column(x)[0].remainder(5))
         y.backward(_integers(*y.shape, seed=9 + rank, dtype=dtype))
         grads = [layer.weight.main_grad if fusion else layer.weight.grad for layer in (column, row)] + [
@@ -75,6 +82,7 @@ def _forward_backward(backend: str | None, dtype: torch.dtype, fusion: bool) -> 
         return SimpleNamespace(
             values=[t.detach().cpu() for t in (y, x.grad, *grads)],
             active=megatron_flux.report()["active_layers"],
+            calls=megatron_flux.report()["calls"],
             flagged=[bool(getattr(layer.weight, "grad_added_to_main_grad", False)) for layer in (column, row)],
         )
 
@@ -90,6 +98,21 @@ def test_patched_equals_stock(nccl2: WorkerPool, backend: str, dtype: torch.dtyp
     flux = nccl2.run(_forward_backward, backend, dtype, fusion)
     for a, b in zip(stock, flux, strict=True):
         assert (a.active, b.active) == (0, 2)
+        assert a.flagged == b.flagged == [fusion, fusion]
+        for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
+            assert s.abs().sum() > 0, name
+            assert torch.equal(s, f), name
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize("whole", [FEW, S])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_without_sequence_parallelism(nccl2: WorkerPool, backend: str, whole: int, fusion: bool) -> None:
+    stock = nccl2.run(_forward_backward, None, torch.bfloat16, fusion, whole)
+    flux = nccl2.run(_forward_backward, backend, torch.bfloat16, fusion, whole)
+    for a, b in zip(stock, flux, strict=True):
+        assert (a.active, b.active) == (0, 2)
+        assert (a.calls, b.calls) == ({}, {f"gemm_all_reduce/{backend}": 2})
         assert a.flagged == b.flagged == [fusion, fusion]
         for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
             assert s.abs().sum() > 0, name

@@ -487,6 +487,29 @@ def wires(folder: str) -> str:
     return f"{table(('input', 'wire', *keys), found)}\n{table(head, rows)}"
 
 
+def fp8_gemms(folder: str) -> str:
+    """The fastest plan of every way to multiply, against cuBLASLt; then bf16 before and after the kernels took FP8."""
+    rows = []
+    for line in lines(f"{folder}/fp8.jsonl"):
+        if "ms" not in line:
+            continue
+        ms = line["ms"]
+        for way in ("fast", "split", "blocks"):
+            own = min((name for name in ms if name.startswith(f"{way} ")), key=ms.__getitem__)
+            other = ms[f"cublas {way}"]
+            plan = own.removeprefix(f"{way} ")
+            times = (f"{ms[own]:.3f}", f"{other:.3f}", f"{other / ms[own]:.2f} {X}")
+            rows.append([line["of"][0], way, plan, *times, f"{ms['cublas bf16']:.3f}"])
+    head = ("GEMM", "sums", "fastest plan", "kernel, ms", "cuBLASLt, ms", "kernel's speed", "cuBLAS bf16, ms")
+    before, after = (read(f"{folder}/bf16-{when}.json") for when in ("before", "after"))
+    calls = [
+        [name, *(f"{run[name]['ms'][arm]:.3f}" for arm in ("kernel", "cublas") for run in (before, after))]
+        for name in before
+    ]
+    titles = ("bf16", "kernel before", "kernel after", "cuBLAS, first run", "cuBLAS, second run")
+    return f"{table(head, rows)}\n{table(titles, calls)}"
+
+
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
     "layer-h200x4-more": tp4_more,
@@ -498,6 +521,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "refactor-h200x2": before_after,
     "host-link-h200x2": host_link,
     "wire-cpu": wires,
+    "fp8-gemm-h200": fp8_gemms,
 }
 
 

@@ -29,6 +29,7 @@ FOLDERS = (
     "refactor-h200x2",
     "host-link-h200x2",
     "wire-cpu",
+    "fp8-gemm-h200",
 )
 
 X = "\u00d7"

@@ -175,6 +175,20 @@ FAULTS: tuple[Fault, ...] = (
         "",
         ("tests/distributed/test_prefetch_ends.py::test_a_stock_layer_ends_a_prefetch",),
     ),
+    _fault(
+        "a row layer without gradients leaves a pair behind",
+        "megatron_flux/layers/linears.py",
+        "        prefetch.take(group)\n        return _row_forward(",
+        "        return _row_forward(",
+        ("tests/distributed/test_whole_sequence.py::test_no_pairs_with_layers_that_gather",),
+    ),
+    _fault(
+        "dgrad's sum is tuned as if nothing ran beside it",
+        "megatron_flux/patch/tuning.py",
+        "made._replace(async_op=beside_wgrad)",
+        "made",
+        ("tests/distributed/test_tune_ahead.py::test_the_first_step_finds_every_answer",),
+    ),
     # Epochs, flags and workspaces.
     _fault(
         "plain kernels compare epochs without wrapping",

@@ -21,6 +21,8 @@ from megatron_flux.settings import LINKS, WIRES, link, sm_margin, switched_on
 from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise")
+"""Of Megatron's, those that flux runs."""
 
 _BACKENDS = ("backend", *Backends._fields)
 _CHOICES = {"link": LINKS, "wire": WIRES, "grad_wire": WIRES}
@@ -32,6 +34,7 @@ _HELP = {
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
     "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad; without it where the link is slow.",
     "keep_gathered_bytes": "How much a process may keep so, as 8GB; without it a quarter of what one step leaves.",
+    "fp8": "Run TransformerEngine's layers under FP8 autocast, too; without it those calls run stock.",
     "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
     "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",
     "grad_wire": "The same of gradients; without it MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
@@ -159,9 +162,9 @@ def _problems(args: Any) -> Iterator[str]:
         yield "tensor parallelism is off, so there is nothing to fuse: give --tensor-model-parallel-size 2 or more"
     elif getattr(args, "tp_comm_overlap", False):
         yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
-    for name in ("fp8", "fp4"):
-        if getattr(args, name, None):
-            yield f"every linear would run stock with --{name}-format: train in bf16 or fp16"
+    if getattr(args, "fp4", None):
+        yield "every linear would run stock with --fp4-format: train in bf16 or fp16"
+    yield from _fp8_problems(args)
     if getattr(args, "use_megatron_fsdp", False):
         yield "every linear would run stock with --use-megatron-fsdp: leave it out"
     # With --spec the model may be built of anything.
@@ -175,6 +178,19 @@ def _problems(args: Any) -> Iterator[str]:
             "(--high-priority-stream-groups), which nothing orders against fused kernels: set MEGATRON_FLUX_SM_MARGIN "
             "to the number of SMs that NCCL takes, or leave it out"
         )
+
+
+def _fp8_problems(args: Any) -> Iterator[str]:
+    """Why no linear of an FP8 training would run flux."""
+    if not getattr(args, "fp8", None):
+        return
+    recipe = getattr(args, "fp8_recipe", None) or "delayed"
+    if not getattr(args, "flux_fp8", False):
+        yield "every linear would run stock with --fp8-format: give --flux-fp8, or train in bf16 or fp16"
+    elif recipe not in FP8_RECIPES:
+        yield f"every linear would run stock with --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
+    elif getattr(args, "transformer_impl", None) == "local":
+        yield "--flux-fp8 is of TransformerEngine's layers: give --transformer-impl transformer_engine"
 
 
 def _graph_problems(args: Any) -> Iterator[str]:

@@ -177,27 +177,37 @@ class LinearPatch:
                     or getattr(weight, "overwrite_main_grad", False)
                 ),
                 "backend": backends,
-                "wires": self.config.wires,
             }
             bias = layer.bias if layer.apply_bias else None
-            if kind == TE_ROW:
-                y = row_parallel_linear(x, weight, layer.tp_group, **options)
-                y = y if bias is None else y + bias  # not sharded: added once, after the sum
+            if kind != TE_ROW:
+                options["gather_ahead"] = self.config.gather_ahead
+            norm = self.te.norm(layer) if kind == TE_NORM_COLUMN else None
+            if self._runs_fp8():
+                del options["sequence_parallel"]  # it has
+                y = self.te.fp8.run(layer, x, weight, norm, options)
+            elif kind == TE_ROW:
+                y = row_parallel_linear(x, weight, layer.tp_group, wires=self.config.wires, **options)
             else:
                 options |= {
+                    "wires": self.config.wires,
                     "epilogue_bias": True,
-                    "gather_ahead": self.config.gather_ahead,
                     "keep_gathered": layer.__dict__.get(KEEP, self.config.keep_gathered),
                     "keep_gathered_bytes": self.config.keep_gathered_bytes,
                 }
-                if kind == TE_NORM_COLUMN:
-                    options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
+                if norm is not None:
+                    options["norm"] = norm, layer.layer_norm_weight, layer.layer_norm_bias
                 y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)
+            if kind == TE_ROW and bias is not None:
+                y = y + bias  # not sharded: added once, after the sum
             if first:
                 layer.is_first_microbatch = False
             return y, layer.bias if layer.te_return_bias else None
 
         return forward
+
+    def _runs_fp8(self) -> bool:
+        """Whether a call over TransformerEngine is to run in FP8 now."""
+        return self.config.fp8 and isinstance(self.te, TransformerEngine) and self.te.in_fp8()
 
     def why_stock_column(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -265,7 +275,10 @@ class LinearPatch:
             return "no tensor-parallel group"
         if getattr(layer, "te_quant_params", None) is not None:
             return "quantization of single modules (te_quant_params)"
-        reason = self.te.why_stock(layer, weight) or self.why_stock_common(layer, x, weight)
+        fp8 = self._runs_fp8()
+        reason = self.te.why_stock(layer, weight, fp8) or self.why_stock_common(layer, x, weight, fp8)
+        if reason is None and fp8:
+            reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
         if reason is not None:
             return reason
         if kind == TE_NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:
@@ -277,16 +290,19 @@ class LinearPatch:
             return _FROZEN
         return None
 
-    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-        """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
+    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, fp8: bool = False) -> str | None:
+        """Why stock must run this call, as far as that does not depend on the kind of layer, or None. ``fp8``: it is to
+        run in FP8.
+        """
         for name, neutral in self.line.added.items():
             if getattr(layer, name, neutral) != neutral:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
         config = layer.config
-        if getattr(config, "fp8", None):
+        if getattr(config, "fp8", None) and not fp8:
             recipe = getattr(config, "fp8_recipe", "delayed")
             named = "" if recipe in (None, "delayed") else f", {getattr(recipe, 'value', recipe)}"
-            return f"fp8 ({config.fp8}{named})"
+            outside = ", outside of its autocast" if self.config.fp8 else ""  # first_last_layers_bf16
+            return f"fp8 ({config.fp8}{named}{outside})"
         if getattr(config, "fp4", None):
             return f"fp4 ({config.fp4})"
         if hasattr(weight, "__fsdp_param__"):

@@ -4,10 +4,10 @@ Used of it
     * the norm kernels that its ``LayerNormLinear`` calls: ``layernorm_fwd``, ``layernorm_bwd``, ``rmsnorm_fwd`` and
       ``rmsnorm_bwd`` of the compiled module ``transformer_engine_torch``, with the module's own ``eps``,
       ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
-    * what switches its linears to another kind of work: fp8 and its calibration, CPU offloading, ONNX export and the
-      debug tools, which are states of the process; userbuffers, delayed wgrad, a returned norm output, FSDP and
-      quantized weights, and torch's symmetric all-reduce, which are attributes of a module; weights that are
-      distributed once more (2.19), which say so.
+    * what switches its linears to another kind of work: fp8, of which :mod:`megatron_flux.patch.te_fp8` has all else,
+      and its calibration, CPU offloading, ONNX export and the debug tools, which are states of the process;
+      userbuffers, delayed wgrad, a returned norm output, FSDP and quantized weights, and torch's symmetric all-reduce,
+      which are attributes of a module; weights that are distributed once more (2.19), which say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
 beyond, or one whose symbols are not as expected, leaves its layers stock with that reason.
@@ -22,7 +22,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from types import SimpleNamespace
@@ -31,9 +31,11 @@ from typing import Any, cast
 import torch
 from packaging.specifiers import SpecifierSet
 
+from megatron_flux.config import Backends
 from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import Norm
 from megatron_flux.patch.megatron_core import release_of, shown
+from megatron_flux.patch.te_fp8 import TransformerEngineFp8
 
 SUPPORTED_TE = SpecifierSet(">=2.9,<2.21")
 
@@ -64,7 +66,7 @@ def load() -> TransformerEngine:
     if release is None or release not in SUPPORTED_TE:
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
     try:
-        return TransformerEngine()
+        return TransformerEngine(installed)
     except (ImportError, AttributeError, TypeError) as error:
         raise UnsupportedVersionError(
             f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
@@ -90,8 +92,12 @@ def why_unusable() -> str | None:
 class TransformerEngine:
     """What flux calls and asks of the installed TransformerEngine."""
 
-    def __init__(self) -> None:
-        """Find and check the symbols; ImportError, AttributeError or TypeError where one is not as expected."""
+    def __init__(self, installed: str) -> None:
+        """Find and check the symbols of release ``installed``.
+
+        ImportError, AttributeError or TypeError: one is not as expected.
+        """
+        self.installed = installed
         self.kernels = kernels = importlib.import_module("transformer_engine_torch")
         for name, expected in KERNELS.items():
             found = _parameter_count(getattr(kernels, name))
@@ -108,10 +114,23 @@ class TransformerEngine:
         # Missing here rather than at the first call.
         _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
 
-    def why_stock(self, layer: Any, weight: torch.Tensor) -> str | None:
+    @cached_property
+    def fp8(self) -> TransformerEngineFp8 | str:
+        """What flux uses of it in FP8, or why that cannot be used."""
+        try:
+            return TransformerEngineFp8(_symbol, self.installed)
+        except (ImportError, AttributeError) as error:
+            return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
+
+    def in_fp8(self) -> bool:
+        """Whether its FP8 autocast is on."""
+        return bool(self._fp8_enabled())
+
+    def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool = False) -> str | None:
         """Why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
 
-        ``weight`` is ``layer.weight``, which is slow to get.
+        ``weight`` is ``layer.weight``, which is slow to get. ``fp8``: the call is to run FP8, whose own reasons
+        :meth:`why_stock_fp8` has.
         """
         if any(_userbuffers(layer)):
             return "userbuffers (tp_comm_overlap)"
@@ -120,15 +139,15 @@ class TransformerEngine:
             return f"torch's symmetric all-reduce (symmetric_ar_type={symmetric})"
         if layer.wgrad_store.delay_wgrad_compute():
             return "delayed wgrad (delay_wgrad_compute)"
-        if self._fp8_enabled():
+        if not fp8 and self._fp8_enabled():
             return "fp8 (autocast)"
         if self._fp8_calibration():
             return "fp8 calibration"
-        if layer.primary_weights_in_fp8:
+        if not fp8 and layer.primary_weights_in_fp8:
             return "quantized weights"
         if len(layer.weight_names) != 1:
             return "parameters_split"
-        if type(weight) is not torch.nn.Parameter:
+        if type(weight) is not torch.nn.Parameter and not fp8:
             return f"weight of type {type(weight).__name__}"
         if getattr(weight, "is_distributed_weight", False):
             return "distributed weight (is_distributed_weight)"
@@ -144,6 +163,10 @@ class TransformerEngine:
             return "TransformerEngine's debug tools"
         return None
 
+    def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
+        """Likewise of a call under its FP8 autocast."""
+        return self.fp8 if isinstance(self.fp8, str) else self.fp8.why_stock(layer, x, weight, backends)
+
     def norm(self, layer: Any) -> Norm:
         """The norm of a ``LayerNormLinear``, for use in the current grad mode."""
         sms = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
@@ -158,10 +181,10 @@ def _norm(
     has_mean, name = {"LayerNorm": (True, "layernorm"), "RMSNorm": (False, "rmsnorm")}[kind]
     kernel_forward, kernel_backward = (getattr(te.kernels, f"{name}_{which}") for which in ("fwd", "bwd"))
 
-    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quantizer: Any = None) -> Any:
         affine = (weight, bias) if has_mean else (weight,)
-        # No output buffer, no quantizer.
-        return kernel_forward(x, *affine, eps, None, None, te.dtypes[x.dtype], sms_forward, zero_centered)
+        # No output buffer.
+        return kernel_forward(x, *affine, eps, None, quantizer, te.dtypes[x.dtype], sms_forward, zero_centered)
 
     def backward(
         dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, deviation: torch.Tensor

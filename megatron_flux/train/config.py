@@ -104,7 +104,8 @@ class RunConfig(CheckpointOptions, RunOptions):
         """How the layers of a flux arm run."""
         # Those of directions are options of another name.
         other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
-        return FluxConfig(**{f.name: getattr(self, other.get(f.name, f.name)) for f in fields(FluxConfig)})
+        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # these trainings are in 16 or 32 bits
+        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})
 
     @property
     def tokens_per_step(self) -> int:

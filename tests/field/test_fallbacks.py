@@ -172,7 +172,7 @@ def blockwise() -> None:
 def test_blockwise_fp8_with_tensor_parallelism(te_world2: WorkerPool) -> None:
     """NVIDIA/Megatron-LM#1863: blockwise fp8 with tp 2 crashes in the GEMM; such layers are left to stock by name."""
     te_world2.run(blockwise)
-    assert "every linear would run stock with --fp8-format: train in bf16 or fp16" in refused(fp8="e4m3")
+    assert "every linear would run stock with --fp8-format: give --flux-fp8, or train in bf16" in refused(fp8="e4m3")
 
 
 # Which layer it is

@@ -228,6 +228,25 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     validate(arguments(transformer_impl="transformer_engine", flux=False))
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "stock with --fp8-format: give --flux-fp8"),
+        ({"flux_fp8": True}, None),
+        ({"flux_fp8": True, "fp8_recipe": "blockwise"}, None),
+        ({"flux_fp8": True, "fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: use one of delayed, tensorwise, blockwise"),
+        ({"flux_fp8": True, "transformer_impl": "local"}, "give --transformer-impl transformer_engine"),
+    ],
+)
+def test_fp8(changes: dict[str, Any], problem: str | None) -> None:
+    given = arguments(fp8="hybrid", **changes)
+    if problem is None:
+        validate(given)
+        return
+    with pytest.raises(MegatronArgumentsError, match=problem):
+        validate(given)
+
+
 def test_all_reasons_are_said_at_once() -> None:
     with pytest.raises(MegatronArgumentsError) as error:
         validate(arguments(use_megatron_fsdp=True, tp_comm_overlap=True, fp8="e4m3"))

@@ -62,7 +62,8 @@ class Seam:
     def __init__(self) -> None:
         self.reason: str | None = None
 
-    def why_stock(self, layer: Any, weight: torch.Tensor) -> str | None:
+    def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool) -> str | None:
+        assert not fp8
         assert weight is layer.weight
         return self.reason
 

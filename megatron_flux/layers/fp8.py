@@ -1,0 +1,120 @@
+"""What a linear in FP8 needs of the library that quantises, as :mod:`layers.fp8_linears` asks for it.
+
+This room multiplies and moves bytes; it does not round. Scales, amaxes, quantised norms, caches of weights and wgrad's
+GEMM are the library's (:class:`Fp8`), so that a patched layer's numbers are the stock layer's to the bit.
+
+Two forms of a matrix ``[m, k]``
+    * :class:`~megatron_flux.ops.fp8_operand.Fp8Operand`: k-major, to multiply over ``k`` (forward, dgrad). Of the
+      transposed matrix ``[k, m]`` it is what wgrad multiplies, over ``m``.
+    * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs. Of rows that are still to be gathered over ranks
+      it is what wgrad starts from: transposed after the gather, whose ranks own rows.
+
+    With one scale both have the same bytes. In blocks of 128 they have not: scales of wgrad's operand are by 128 rows,
+    those of the other by 128 columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.fp8_operand import Fp8Operand
+
+_BYTES_AS = torch.bfloat16
+"""What bytes are gathered as, two at a time: a gather copies, and backends know the type."""
+
+
+class Rows(NamedTuple):
+    """Bytes of a matrix, some of whose rows other ranks have, and scales by rows. See the module."""
+
+    data: torch.Tensor  # uint8 [m, k]; k a multiple of 16
+    scale_inv: torch.Tensor  # fp32: 1 element for all ranks, or [m / 128, k]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the scales are to be gathered as well."""
+        return self.scale_inv.dim() == 2
+
+
+class Gradient(NamedTuple):
+    """The quantised ``dy`` ``[m, n]`` of a layer."""
+
+    operand: Fp8Operand  # for dgrad
+    rows: Rows | None  # of a row-parallel layer, for wgrad, whose rows are gathered; None where wgrad is not needed
+    transposed: Fp8Operand | None  # of a column-parallel layer, for wgrad
+    bias: torch.Tensor | None  # the bias's gradient [n], of the numbers before they were quantised
+
+
+class Fp8(Protocol):
+    """One call of a layer. Its methods are called in this order, forward's first; ``x`` is ``[m, k]``."""
+
+    split: tuple[bool, bool]
+    """Whether forward and dgrad add up in fp32 every 128 of k, or faster."""
+
+    def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
+        """``x`` for forward, and for wgrad: rows of a column-parallel layer, transposed of a row-parallel one."""
+
+    def normed(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Fp8Operand, Rows | None, torch.Tensor | None, torch.Tensor]:
+        """The same of the norm of ``x``, with its mean (or None) and 1/deviation."""
+
+    def weight(self) -> Fp8Operand:
+        """``[n, k]``, from a cache where there is one."""
+
+    def saved_weight(self) -> list[torch.Tensor | None]:
+        """What backward needs of the weight, to be saved."""
+
+    def dgrad_weight(self, saved: list[torch.Tensor | None]) -> Fp8Operand:
+        """``[k, n]``, of what was saved."""
+
+    def gradient(self, dy: torch.Tensor, need_bias: bool) -> Gradient:
+        """Quantise ``dy`` ``[m, n]``."""
+
+    def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
+        """Gathered rows, of ``dy`` or of ``x``, for wgrad."""
+
+    def wgrad(
+        self, x: Fp8Operand, dy: Fp8Operand, main_grad: torch.Tensor | None, overwrite: bool
+    ) -> torch.Tensor | None:
+        """``[n, k]`` of ``x`` ``[k, m]`` and ``dy`` ``[n, m]``; or None, where it was added to ``main_grad``."""
+
+    def norm_backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor | None,
+        reciprocal_deviation: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As of :class:`~megatron_flux.layers.Norm`."""
+
+    def end_backward(self) -> None:
+        """Backward of the layer is enqueued."""
+
+
+class PendingRows:
+    """:class:`Rows` that are being gathered; see :class:`~megatron_flux.comm.collectives.Pending`."""
+
+    __slots__ = ("_data", "_local", "_scales")
+
+    def __init__(self, local: Rows, data: Pending, scales: Pending | None) -> None:
+        """``scales`` is None where all ranks have the same."""
+        self._local, self._data, self._scales = local, data, scales
+
+    def wait(self) -> Rows:
+        """Finish the gather; the bytes are valid until the group's next all_gather begins."""
+        data = self._data.wait().view(torch.uint8)
+        return Rows(data, self._local.scale_inv if self._scales is None else self._scales.wait())
+
+
+def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
+    """Start gathering ``rows`` over ``group``. Scales of blocks go by torch's collective: a 32nd of the bytes, into
+    memory that no later gather uses.
+    """
+    scales = ops.all_gather(rows.scale_inv, group, backend="reference") if rows.in_blocks else None
+    return PendingRows(rows, ops.all_gather(rows.data.view(_BYTES_AS), group, backend=backend), scales)

@@ -1,0 +1,249 @@
+"""The column- and the row-parallel linear of sequence parallelism on FP8 operands.
+
+As :mod:`layers.linears`, with the same contract between ranks and the same order of work, but
+    * ``x`` and ``dy`` are quantised by the rank that has them, and FP8 bytes are gathered: half of bf16's. Sums over
+      ranks are of bf16;
+    * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
+      ``dy``: those that are gathered are transposed after it;
+    * wgrad's GEMM is the library's (:class:`~megatron_flux.layers.fp8.Fp8`): torch adds no FP8 product to fp32;
+    * of a row-parallel layer in blocks of 128 ``dy`` is gathered twice, as TransformerEngine does: what dgrad
+      multiplies has its scales by columns, what wgrad does by rows. The second gather lies in the memory of the next
+      one, so the gather of the column-parallel layer's ``x`` waits until it is transposed;
+    * gathered inputs are not kept (``keep_gathered``), and nothing is sent but the bytes themselves (``wires``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.config import ALL_EXACT, Backends
+from megatron_flux.layers import prefetch
+from megatron_flux.layers.backward import (
+    LinearState,
+    first_derivative_only,
+    main_grad_of,
+    rows,
+    unread_gradient,
+)
+from megatron_flux.layers.fp8 import Fp8, PendingRows, Rows, gather
+from megatron_flux.layers.prefetch import ColumnState
+from megatron_flux.ops.fp8_operand import Fp8Operand
+
+
+@dataclass(slots=True)
+class Fp8ColumnState(ColumnState):
+    """As its base; what is gathered are :class:`~megatron_flux.layers.fp8.Rows`."""
+
+    def _input(self, saved: tuple[torch.Tensor | None, ...]) -> Rows | None:
+        data, scale_inv = saved[self._x : self._x + 2]
+        return None if data is None or scale_inv is None else Rows(data, scale_inv)
+
+    def _gather(self, x: Rows) -> PendingRows:
+        return gather(x, self.group, self.backends.wgrad)
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    """``y = all_gather(norm(x)) @ weight.T + bias``; without a norm its weight is None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        fp8: Fp8,
+        linear: Fp8ColumnState,
+        gather_ahead: bool,
+    ) -> torch.Tensor:
+        flat = x.contiguous().view(-1, x.shape[-1])
+        statistics: tuple[torch.Tensor | None, ...] = ()
+        if norm_weight is None:
+            operand, saved = fp8.input(flat)
+        else:
+            operand, saved, *statistics = fp8.normed(flat, norm_weight, norm_bias)
+        data, scale_inv = saved if isinstance(saved, Rows) else (None, None)
+        prefetch.register(ctx, linear, 0 if gather_ahead else None)
+        y = _column_forward(x, operand, fp8, bias, linear.group, linear.backends)
+        normed = () if norm_weight is None else (flat, norm_weight, *statistics)
+        ctx.save_for_backward(data, scale_inv, *normed, *fp8.saved_weight())
+        ctx.fp8, ctx.linear, ctx.shape, ctx.normed = fp8, linear, x.shape, len(normed)
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        fp8: Fp8 = ctx.fp8
+        linear: Fp8ColumnState = ctx.linear
+        data, scale_inv, *others = linear.saved_tensors(ctx)
+        norm, weight = others[: ctx.normed], others[ctx.normed :]
+        need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]
+        need_dnormed = need_dx or need_norm_dw or need_norm_db
+        gradient = fp8.gradient(rows(dy).contiguous(), need_db)
+        x = None if data is None or scale_inv is None else Rows(data, scale_inv)
+        pending = dw = dx = norm_dw = norm_db = None
+        if need_dw:
+            linear.gather(x)
+        if need_dnormed:
+            pending = ops.gemm_reduce_scatter(
+                gradient.operand, fp8.dgrad_weight(weight), linear.group, async_op=True, out_dtype=dy.dtype,
+                split_accumulator=fp8.split[1], backend=linear.backends.dgrad,
+            )  # fmt: skip
+        whole = linear.gathered(x)  # waits for an early gather even where it is not needed
+        if need_dw:
+            dw = _weight_gradient(fp8, linear, fp8.transposed(whole, gradient=False), gradient.transposed, dy.dtype)
+        if pending is not None:
+            dx = pending.wait()
+            if norm:
+                flat, norm_weight, mean, reciprocal_deviation = norm
+                dx, norm_dw, norm_db = fp8.norm_backward(dx, flat, norm_weight, mean, reciprocal_deviation)
+            dx = dx.view(ctx.shape) if need_dx else None
+        fp8.end_backward()
+        norm_dw, norm_db = norm_dw if need_norm_dw else None, norm_db if need_norm_db else None
+        return dx, norm_dw, norm_db, dw, gradient.bias if need_db else None, None, None, None
+
+
+def _column_forward(
+    x: torch.Tensor,
+    operand: Fp8Operand,
+    fp8: Fp8,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    backends: Backends,
+) -> torch.Tensor:
+    try:
+        y = ops.all_gather_gemm(
+            operand,
+            fp8.weight(),
+            group,
+            bias=bias,
+            epilogue_bias=True,
+            out_dtype=x.dtype,
+            split_accumulator=fp8.split[0],
+            backend=backends.forward,
+        )
+    except BaseException:
+        prefetch.clear()  # the next row-parallel layer belongs to another graph
+        raise
+    return y.view(x.shape[0] * group.size(), *x.shape[1:-1], -1)
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    """``y = reduce_scatter(x @ weight.T)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fp8: Fp8, linear: LinearState) -> torch.Tensor:
+        operand, saved = fp8.input(x.contiguous().view(-1, x.shape[-1]))
+        ctx.column = prefetch.take(linear.group)
+        y = _row_forward(x, operand, fp8, linear.group, linear.backends)
+        transposed = (saved.data, saved.scale_inv) if isinstance(saved, Fp8Operand) else (None, None)
+        ctx.input = None if saved is None else (saved.dtype, saved.scaling)
+        ctx.save_for_backward(*transposed, *fp8.saved_weight())
+        ctx.fp8, ctx.linear, ctx.shape = fp8, linear, x.shape
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        data, scale_inv, *weight = ctx.saved_tensors
+        fp8: Fp8 = ctx.fp8
+        linear: LinearState = ctx.linear
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        gradient = fp8.gradient(rows(dy).contiguous(), need_bias=False)
+        dx = dw = transposed = None
+        whole, local = None, gradient.rows
+        if need_dx:
+            dx, gathered = ops.all_gather_gemm(
+                gradient.operand, fp8.dgrad_weight(weight), linear.group, return_gathered=True, out_dtype=dy.dtype,
+                split_accumulator=fp8.split[1], backend=linear.backends.dgrad,
+            )  # fmt: skip
+            dx = dx.view(ctx.shape)
+            if need_dw and not local.in_blocks:
+                whole = Rows(gathered.data, local.scale_inv)
+        if need_dw:
+            if whole is None:
+                whole = gather(local, linear.group, linear.backends.wgrad).wait()
+            transposed = fp8.transposed(whole, gradient=True)
+        if need_dx and ctx.column is not None:
+            ctx.column.prefetch()
+        if need_dw:
+            x = Fp8Operand(data, ctx.input[0], scale_inv, ctx.input[1])
+            dw = _weight_gradient(fp8, linear, x, transposed, dy.dtype)
+        fp8.end_backward()
+        return dx, dw, None, None
+
+
+def _row_forward(
+    x: torch.Tensor, operand: Fp8Operand, fp8: Fp8, group: dist.ProcessGroup, backends: Backends
+) -> torch.Tensor:
+    y = ops.gemm_reduce_scatter(
+        operand, fp8.weight(), group, out_dtype=x.dtype, split_accumulator=fp8.split[0], backend=backends.forward
+    )
+    return y.view(x.shape[0] // group.size(), *x.shape[1:-1], -1)
+
+
+def _weight_gradient(
+    fp8: Fp8, linear: LinearState, x: Fp8Operand, dy: Fp8Operand | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What backward returns for the weight; with ``main_grad`` the gradient itself is added there."""
+    assert dy is not None  # noqa: S101 - wgrad is needed
+    dw = fp8.wgrad(x, dy, linear.main_grad, linear.overwrite_main_grad)
+    return dw if linear.main_grad is None else unread_gradient(linear.parameter, dtype)
+
+
+def fp8_column_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    fp8: Fp8,
+    *,
+    norm: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    gradient_accumulation_fusion: bool = False,
+    overwrite_main_grad: bool = False,
+    backend: str | Backends = "auto",
+    gather_ahead: bool = True,
+) -> torch.Tensor:
+    """``all_gather(x) @ weight.T + bias`` or, with a norm's weight and bias, ``all_gather(norm(x)) @ weight.T + bias``
+    ``[s, b, n]`` of quantised operands, differentiable. The bias is added before the result is rounded.
+
+    ``fp8`` is for this call alone; the others are those of :func:`~megatron_flux.layers.column_parallel_linear`.
+    """
+    backends = Backends.of(backend)
+    if not torch.is_grad_enabled():
+        prefetch.take(group)
+        flat = x.contiguous().view(-1, x.shape[-1])
+        operand = fp8.input(flat)[0] if norm is None else fp8.normed(flat, *norm)[0]
+        return _column_forward(x, operand, fp8, bias, group, backends)
+    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+    linear = Fp8ColumnState(weight, main_grad, overwrite_main_grad, group, backends, ALL_EXACT, None, True)
+    affine = (None, None) if norm is None else norm
+    return _ColumnParallelLinear.apply(x, *affine, weight, bias, fp8, linear, gather_ahead)
+
+
+def fp8_row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    fp8: Fp8,
+    *,
+    gradient_accumulation_fusion: bool = False,
+    overwrite_main_grad: bool = False,
+    backend: str | Backends = "auto",
+) -> torch.Tensor:
+    """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]`` of quantised operands, differentiable; see
+    :func:`fp8_column_parallel_linear`. The bias is the caller's.
+    """
+    backends = Backends.of(backend)
+    if not torch.is_grad_enabled():
+        prefetch.take(group)
+        return _row_forward(x, fp8.input(x.contiguous().view(-1, x.shape[-1]))[0], fp8, group, backends)
+    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+    linear = LinearState(weight, main_grad, overwrite_main_grad, group, backends, ALL_EXACT, None, True)
+    return _RowParallelLinear.apply(x, weight, fp8, linear)

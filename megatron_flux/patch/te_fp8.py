@@ -1,0 +1,321 @@
+"""FP8 of TransformerEngine's linears: what of it flux calls, and when a call runs stock.
+
+Under its FP8 autocast a patched layer goes through TransformerEngine's own preparation (``prepare_forward``: recipe,
+amax buffers, what recompute needs), its quantizers, its quantised norm, its cache of quantised weights and its wgrad
+GEMM. The layer's collectives and the GEMMs beside them are flux's (:mod:`megatron_flux.layers.fp8_linears`).
+
+=========  =============================  ==============================================================================
+recipe     ``Recipe`` class               what ranks gather
+=========  =============================  ==============================================================================
+delayed    ``DelayedScaling``             bytes; the scale is the same on all ranks, by TransformerEngine's reduction of
+                                          amaxes at the end of its autocast and of backward
+tensorwise ``Float8CurrentScaling``       bytes; the quantizer reduces the amax over the tensor-parallel group first
+blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEMM over k and by rows for wgrad
+=========  =============================  ==============================================================================
+
+Read in the source of release 2.11 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
+``distributed.py``, ``tensor/``); other releases run stock with that reason.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from megatron_flux.comm.slab import capture_id
+from megatron_flux.config import Backends
+from megatron_flux.layers.fp8 import Gradient, Rows
+from megatron_flux.layers.fp8_linears import fp8_column_parallel_linear, fp8_row_parallel_linear
+from megatron_flux.ops.fp8_operand import BLOCK, Fp8Operand, gemm_ready
+
+SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.12")
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of activations."""
+
+_INEXACT = ("chunked_fp8", "chunked_int8")
+
+
+class TransformerEngineFp8:
+    """What flux calls and asks of the installed TransformerEngine for FP8."""
+
+    def __init__(self, symbol: Any, installed: str) -> None:
+        """``symbol`` finds ``module:name``; ImportError or AttributeError where one is missing."""
+        te = "transformer_engine.pytorch"
+        self.supported, self.installed = installed in SUPPORTED_FP8, installed
+        self.state = symbol(f"{te}.quantization:FP8GlobalStateManager")
+        if not self.supported:
+            return
+        self.kernels = (
+            symbol("transformer_engine_torch:bgrad_quantize"),
+            symbol("transformer_engine_torch:fp8_transpose"),
+        )
+        self.formats = symbol("transformer_engine_torch:Float8BlockScaleTensorFormat")
+        self.gemm = symbol(f"{te}.cpp_extensions:general_gemm")
+        self.torch_dtypes = symbol(f"{te}.constants:TE_DType_To_Torch")
+        self.any_layout = symbol(f"{te}.utils:is_non_tn_fp8_gemm_supported")
+        self.whole = symbol(f"{te}.tensor.storage.float8_tensor_storage:Float8TensorStorage")
+        self.blocks = symbol(f"{te}.tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage")
+        self.quantized = symbol(f"{te}.quantized_tensor:QuantizedTensor")
+        self.prepare_for_saving = symbol(f"{te}.quantized_tensor:prepare_for_saving")
+        self.restore_from_saved = symbol(f"{te}.quantized_tensor:restore_from_saved")
+        self.recompute_enabled = symbol(f"{te}.distributed:is_fp8_activation_recompute_enabled")
+        self.recompute_phase = symbol(f"{te}.distributed:in_fp8_activation_recompute_phase")
+        self.graph_capturing = symbol(f"{te}.graph:is_graph_capturing")
+        self.default_split = tuple(symbol(f"{te}.module.base:_2X_ACC_{which}") for which in ("FPROP", "DGRAD", "WGRAD"))
+
+    def why_stock(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
+        """Why TransformerEngine must run this FP8 call itself, or None."""
+        if not self.supported:
+            return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
+        if not layer.sequence_parallel:
+            return "fp8 without sequence parallelism"
+        recipe = self.state.get_fp8_recipe()
+        if not (recipe.delayed() or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
+            return f"fp8 recipe {type(recipe).__name__}"
+        if recipe.fp8_dpa or recipe.fp8_mha:
+            return "fp8 attention (fp8_dot_product_attention)"
+        if recipe.delayed() and not recipe.reduce_amax:
+            return "fp8 without reduce_amax"
+        if self.any_layout():
+            return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
+        if getattr(layer, "save_original_input", False):
+            return "fp8 with save_original_input"
+        if capture_id(x) is not None or self.state.fp8_graph_capturing():
+            return "fp8 in a CUDA graph"
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
+            return f"fp8 of a {type(x).__name__} in {x.dtype}"
+        if type(weight) is not torch.nn.Parameter and not isinstance(weight, (self.whole, self.blocks)):
+            return f"weight of type {type(weight).__name__}"
+        if inexact := [name for name in dict.fromkeys(backends) if name in _INEXACT]:
+            return f"fp8 over backend {inexact[0]}"
+        return self._why_stock_shapes(layer, x, weight, recipe)
+
+    def _why_stock_shapes(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any) -> str | None:
+        m, k = math.prod(x.shape[:-1]), x.shape[-1]
+        if (
+            m % 8
+            or k % 16
+            or weight.shape[0] % 16
+            or x.shape[0] % (layer.tp_size if layer.parallel_mode == "row" else 1)
+        ):
+            return f"fp8 of {m} rows, {k} columns and {weight.shape[0]} results"
+        if not recipe.float8_block_scaling():
+            return None
+        dims = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim
+        if dims != (1, 2, 1):
+            return f"fp8 in blocks of {'{}, {} and {}'.format(*dims)} dimensions (x, weight, gradient)"
+        # What is gathered must be whole blocks: x of a column-parallel layer, dy of a row-parallel one.
+        row = layer.parallel_mode == "row"
+        mine, width = (m // layer.tp_size, weight.shape[0]) if row else (m, k)
+        if mine % BLOCK or width % BLOCK:
+            return f"fp8 in blocks with {mine} rows of {width} per rank"
+        return None
+
+    def run(
+        self, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """The layer's result without a row-parallel layer's bias; ``norm`` is that of :class:`TransformerEngine`, or
+        None. ``options``: of :mod:`megatron_flux.layers.fp8_linears`.
+        """
+        with layer.prepare_forward(x) as x:
+            call = Fp8Call(self, layer, x, weight, norm)
+            if layer.parallel_mode == "row":
+                return fp8_row_parallel_linear(x, weight, layer.tp_group, call, **options)
+            if norm is not None:
+                options["norm"] = layer.layer_norm_weight, layer.layer_norm_bias
+            bias = layer.bias if layer.apply_bias else None
+            return fp8_column_parallel_linear(x, weight, bias, layer.tp_group, call, **options)
+
+
+class Fp8Call:
+    """:class:`~megatron_flux.layers.fp8.Fp8` for one forward of a layer and its backward."""
+
+    def __init__(self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any) -> None:
+        """Ask the layer for its quantizers."""
+        self._te, self._norm, self._row = te, norm, layer.parallel_mode == "row"
+        recipe, grad = te.state.get_fp8_recipe(), torch.is_grad_enabled()
+        self._x_quantizer, self._weight_quantizer, _, _, _, self._dy_quantizer = layer._get_quantizers(
+            False, False, grad
+        )
+        self._in_blocks = recipe.float8_block_scaling()
+        names = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+        splits = [
+            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
+            for name, default in zip(names, te.default_split, strict=True)
+        ]
+        self.split, self._wgrad_split = (splits[0], splits[1]), splits[2]
+        self._dtype = x.dtype
+        self._need_wgrad = grad and weight.requires_grad
+        self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or norm is not None))
+        self._updates_scales = grad and self._is_first(layer, x, weight)
+
+    def _is_first(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the end of this layer's backward updates the scales of all: the first of an autocast does."""
+        te = self._te
+        parameters = (
+            x,
+            weight,
+            *(getattr(layer, name, None) for name in ("bias", "layer_norm_weight", "layer_norm_bias")),
+        )
+        if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in parameters):
+            return False
+        before = te.state.IS_FIRST_FP8_MODULE
+        first = te.state.is_first_fp8_module()
+        if te.recompute_phase():
+            te.state.IS_FIRST_FP8_MODULE = before
+        return bool(first)
+
+    def _weight_of(self, layer: Any, weight: torch.Tensor, for_dgrad: bool) -> Any:
+        """The quantised weight, out of the layer's cache from its second micro-batch on."""
+        te, first = self._te, None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
+        if isinstance(weight, te.quantized):
+            quantizer = weight._quantizer
+        else:
+            quantizer = self._weight_quantizer
+            again = te.recompute_enabled() and not te.recompute_phase()  # its second forward is with gradients
+            quantizer.set_usage(rowwise=True, columnwise=for_dgrad or again)
+        found = layer.get_weight_workspace(
+            tensor=weight,
+            quantizer=quantizer,
+            cache_name=None if first is None else "weight",
+            update_workspace=first is None or first,
+            skip_update_flag=None,
+            fsdp_group=None,
+            workspace_dtype=self._dtype,
+        )
+        found.update_usage(rowwise_usage=True)
+        return found
+
+    def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
+        """See the protocol."""
+        quantizer = self._x_quantizer
+        quantizer.set_usage(rowwise=True, columnwise=self._need_wgrad and (self._row or self._in_blocks))
+        return self._input(quantizer(x))
+
+    def normed(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Fp8Operand, Rows | None, torch.Tensor | None, torch.Tensor]:
+        """See the protocol."""
+        quantizer = self._x_quantizer
+        quantizer.set_usage(rowwise=True, columnwise=self._need_wgrad and self._in_blocks)
+        assert self._norm is not None  # noqa: S101 - of a layer with a norm
+        y, mean, reciprocal_deviation = self._norm.forward(x, weight, bias, quantizer)
+        operand, rows = self._input(y)
+        return operand, rows, mean, reciprocal_deviation
+
+    def _input(self, x: Any) -> tuple[Fp8Operand, Any]:
+        if not self._need_wgrad:
+            return self._operand(x), None
+        return self._operand(x), self._transposed(x) if self._row else self._rows(x)
+
+    def weight(self) -> Fp8Operand:
+        """See the protocol."""
+        return self._operand(self._quantized_weight)
+
+    def saved_weight(self) -> list[torch.Tensor | None]:
+        """See the protocol."""
+        saved, self._weight_form = self._te.prepare_for_saving(self._quantized_weight)
+        self._quantized_weight = None
+        return saved
+
+    def dgrad_weight(self, saved: list[torch.Tensor | None]) -> Fp8Operand:
+        """See the protocol."""
+        (weight,) = self._te.restore_from_saved(self._weight_form, saved)
+        weight.update_usage(columnwise_usage=True)
+        return self._transposed(weight)
+
+    def gradient(self, dy: torch.Tensor, need_bias: bool) -> Gradient:
+        """See the protocol."""
+        quantizer, bias = self._dy_quantizer, None
+        columns = self._need_wgrad and (not self._row or self._in_blocks)
+        quantizer.set_usage(rowwise=True, columnwise=columns or need_bias)
+        if need_bias and not self._in_blocks:
+            bias, quantized = self._te.kernels[0](dy, quantizer)
+        else:
+            bias = dy.sum(dim=0) if need_bias else None
+            quantized = quantizer(dy)
+        rows = self._rows(quantized) if self._row and self._need_wgrad else None
+        transposed = self._transposed(quantized) if self._need_wgrad and not self._row else None
+        return Gradient(self._operand(quantized), rows, transposed, bias)
+
+    def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
+        """See the protocol."""
+        fp8_dtype = (self._dy_quantizer if gradient else self._x_quantizer).dtype
+        data = self._te.kernels[1](whole.data, fp8_dtype, out=None)
+        return Fp8Operand(data, self._te.torch_dtypes[fp8_dtype], whole.scale_inv, self._scaling)
+
+    def wgrad(
+        self, x: Fp8Operand, dy: Fp8Operand, main_grad: torch.Tensor | None, overwrite: bool
+    ) -> torch.Tensor | None:
+        """See the protocol."""
+        dw, *_ = self._te.gemm(
+            self._stored(x, self._x_quantizer),
+            self._stored(dy, self._dy_quantizer),
+            layout="NT",
+            grad=True,
+            out=main_grad,
+            out_dtype=self._dtype if main_grad is None else main_grad.dtype,
+            accumulate=main_grad is not None and not overwrite,
+            use_split_accumulator=self._wgrad_split,
+        )
+        return dw if main_grad is None else None
+
+    def norm_backward(self, *given: Any) -> Any:
+        """See the protocol."""
+        assert self._norm is not None  # noqa: S101 - of a layer with a norm
+        return self._norm.backward(*given)
+
+    def end_backward(self) -> None:
+        """See the protocol."""
+        if self._updates_scales and not self._te.graph_capturing():
+            self._te.state.reduce_and_update_fp8_tensors(forward=False)
+
+    @property
+    def _scaling(self) -> Any:
+        return "1x128" if self._in_blocks else "tensor"
+
+    def _operand(self, tensor: Any) -> Fp8Operand:
+        """Of what TransformerEngine has quantised, to multiply over its columns."""
+        dtype = self._te.torch_dtypes[tensor._fp8_dtype]
+        if not self._in_blocks:
+            return Fp8Operand(_matrix(tensor._data), dtype, tensor._scale_inv)
+        data, scales = _matrix(tensor._rowwise_data), tensor._rowwise_scale_inv
+        if tensor._is_2D_scaled:
+            return Fp8Operand(data, dtype, scales, "128x128")
+        return Fp8Operand(data, dtype, scales if tensor._is_gemm_ready_format() else gemm_ready(scales), "1x128")
+
+    def _rows(self, tensor: Any) -> Rows:
+        """The same to be gathered for wgrad."""
+        if not self._in_blocks:
+            return Rows(_matrix(tensor._data), tensor._scale_inv)
+        return Rows(_matrix(tensor._columnwise_data), tensor._columnwise_scale_inv)
+
+    def _transposed(self, tensor: Any) -> Fp8Operand:
+        """The same of the transposed matrix, to multiply over its rows."""
+        dtype = self._te.torch_dtypes[tensor._fp8_dtype]
+        if not self._in_blocks:
+            data = tensor._transpose
+            return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._scale_inv)
+        data = tensor._columnwise_data
+        scaling = "128x128" if tensor._is_2D_scaled else "1x128"
+        return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._columnwise_scale_inv, scaling)
+
+    def _stored(self, operand: Fp8Operand, quantizer: Any) -> Any:
+        """A transposed operand as TransformerEngine's GEMM takes it."""
+        te = self._te
+        if not self._in_blocks:
+            return te.whole(
+                data=None, fp8_scale_inv=operand.scale_inv, fp8_dtype=quantizer.dtype, data_transpose=operand.data,
+                quantizer=quantizer,
+            )  # fmt: skip
+        return te.blocks(
+            None, None, operand.data, operand.scale_inv, quantizer.dtype, quantizer, False, te.formats.GEMM_READY
+        )
+
+
+def _matrix(data: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., k]`` as ``[m, k]``."""
+    return data.view(-1, data.shape[-1])

@@ -1,0 +1,374 @@
+"""Layers over TransformerEngine in FP8 trained the same way stock and patched, on CPUs and on GPUs, and what ranks
+check of them.
+
+A training is a few steps of micro-batches, as Megatron runs them: forward inside of TransformerEngine's FP8 autocast
+with the tensor-parallel group, backward outside, weights changed between steps. All inputs are given, so that what is
+quantised is the same for both, to the bit, and so must be amaxes and scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, ops
+from megatron_flux.ops.fp8_operand import Fp8Operand
+from tests.distributed.data import require_close
+from tests.distributed.megatron_world import flux
+from tests.distributed.te_cases import Case, Sizes, build, gradient_of, input_of, numbers, te_megatron
+from tests.distributed.te_stand_in_fp8 import numbers_of
+
+FP8 = FluxConfig(strict=True, backend="reference", fp8=True)
+SIZES = Sizes(64, 2, 256, 384)
+"""128 rows per rank, as blocks want them."""
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+KINDS = ("norm column", "column", "row")
+BF16 = 2**-7
+"""One result may be rounded up and the other down, of sums of as many partial results as there are ranks."""
+
+
+def recipe_of(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    if name == "delayed":
+        return recipe.DelayedScaling(amax_history_len=4)
+    classes = {
+        "tensorwise": "Float8CurrentScaling",
+        "blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+        "nvfp4": "NVFP4BlockScaling",
+    }
+    return getattr(recipe, classes[name])()
+
+
+def autocast(recipe: Any) -> Any:
+    from megatron.core import parallel_state
+    from transformer_engine.pytorch import fp8_autocast
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    return fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group)
+
+
+def fp8_case(kind: str, **options: Any) -> Case:
+    given = {"fusion": True, "dtype": torch.bfloat16, "sizes": SIZES, **options}
+    given["options"] = {"bf16": True, **given.get("options", {})}
+    return Case(kind, **given)
+
+
+def built(case: Case, recipe: str | None = None) -> torch.nn.Module:
+    """The layer; with primary weights in FP8 where a recipe is given."""
+    from transformer_engine.pytorch import quantized_model_init
+
+    if recipe is None:
+        return build(case)
+    with quantized_model_init(enabled=True, recipe=recipe_of(recipe)):
+        layer = build(case)
+    if recipe == "delayed":  # it has seen what was in the parameter's memory before
+        layer.reset_fp8_meta_tensors()
+    with torch.no_grad():  # copying into a parameter quantises
+        layer.weight.copy_(numbers(*layer.weight.shape, seed=100 * (1 + dist.get_rank()), dtype=case.dtype))
+    return layer
+
+
+@dataclass
+class Training:
+    """Results by step and micro-batch; state of the quantizers after every step."""
+
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def require_same(self, stock: Training, what: str, tolerance: float = BF16) -> None:
+        assert self.found.keys() == stock.found.keys(), (what, sorted(self.found), sorted(stock.found))
+        assert self.state.keys() == stock.state.keys(), (what, sorted(self.state), sorted(stock.state))
+        for name, expected in stock.found.items():
+            assert self.found[name].dtype == expected.dtype, (what, name)
+            require_close(f"{what}: {name}", self.found[name], expected, tolerance)
+        for name, expected in stock.state.items():
+            assert torch.equal(self.state[name], expected), (what, name, self.state[name], expected)
+
+
+def state_of(layer: Any) -> dict[str, torch.Tensor]:
+    """Amax histories and scales; bytes of the cached weight."""
+    found: dict[str, torch.Tensor] = {}
+    for key in ("scaling_fwd", "scaling_bwd"):
+        for name in ("amax_history", "scale"):
+            value = getattr(layer.fp8_meta.get(key), name, None)
+            if isinstance(value, torch.Tensor):
+                found[f"{key} {name}"] = value.clone()
+    for cached, weight in layer._fp8_workspaces.items():
+        for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data"):
+            value = getattr(weight, name, None)
+            if isinstance(value, torch.Tensor):
+                found[f"{cached} {name}"] = value.clone()
+    return found
+
+
+def train(
+    case: Case,
+    layer: Any,
+    recipes: tuple[str | None, ...],
+    call: Callable[[torch.Tensor], Any] | None = None,
+) -> Training:
+    """A step for every recipe (None: without FP8)."""
+    training, weight = Training(), layer.weight
+    for step, name in enumerate(recipes):
+        layer.is_first_microbatch = True
+        for i in range(case.micro_batches):
+            x = input_of(case, 7 + 20 * step + i).requires_grad_()
+            with autocast(None if name is None else recipe_of(name)):
+                y, _ = (call or layer)(x)
+            y.backward(gradient_of(y, 70 + 20 * step + i))
+            training.found |= {f"y{step}.{i}": y.detach(), f"dx{step}.{i}": x.grad}
+        for parameter_name, parameter in layer.named_parameters():
+            fused = case.fusion and parameter_name == "weight"
+            gradient = parameter.main_grad if fused else parameter.grad
+            if gradient is None:
+                continue
+            training.found[f"{parameter_name}{step}"] = gradient.clone()
+            gradient.zero_()
+        training.state |= {f"{step} {key}": value for key, value in state_of(layer).items()}
+        with torch.no_grad():
+            weight.copy_(0.4 * numbers(*weight.shape, seed=900 + step + 50 * dist.get_rank(), dtype=case.dtype))
+    return training
+
+
+@contextlib.contextmanager
+def fp8_megatron() -> Any:
+    """As :func:`te_megatron`, with nothing of earlier autocasts left."""
+    with te_megatron(dist.get_world_size()):
+        fresh()
+        yield
+
+
+def fresh() -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
+def both(case: Case, recipes: tuple[str | None, ...], primary: str | None = None) -> tuple[Training, Training, Any]:
+    """Stock's training, ours, and what was seen of ours."""
+    stock = train(case, built(case, primary), recipes)
+    fresh()
+    layer = built(case, primary)
+    with flux(FP8) as seen:
+        ours = train(case, layer, recipes)
+    return stock, ours, seen
+
+
+def rank_fp8_case(case: Case, recipe: str, steps: int, primary: bool) -> dict[str, int]:
+    """Calls by operator and backend."""
+    with fp8_megatron():
+        stock, ours, seen = both(case, (recipe,) * steps, recipe if primary else None)
+        ours.require_same(stock, f"{case.kind}, {recipe}")
+        assert (seen.active_layers, seen.fallbacks) == (1, {})
+        return seen.calls
+
+
+# What is multiplied
+
+
+@contextlib.contextmanager
+def multiplied() -> Iterator[list[tuple[str, Any, Any]]]:
+    """The operands of every GEMM: ``(name, weight or x, x or dy)``, each as :func:`described`.
+
+    Of TransformerEngine's GEMM names are its layouts, of ours the operators', whose x is the rank's own shard.
+    """
+    import transformer_engine_torch as tex
+
+    seen: list[tuple[str, Any, Any]] = []
+    stock, gather, scatter = tex.generic_gemm, ops.all_gather_gemm, ops.gemm_reduce_scatter
+
+    def gemm(a: Any, transa: bool, b: Any, transb: bool, *args: Any, **kwargs: Any) -> Any:
+        name = f"{'NT'[transa]}{'NT'[transb]}"
+        seen.append((name, described(a, not transa), described(b, transb)))
+        return stock(a, transa, b, transb, *args, **kwargs)
+
+    def operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Fp8Operand, weight: Fp8Operand, *args: Any, **kwargs: Any) -> Any:
+            seen.append((name, (weight.data.clone(), weight.dequantized()), (x.data.clone(), x.dequantized())))
+            return run(x, weight, *args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(tex, "generic_gemm", gemm),
+        mock.patch.object(ops, "all_gather_gemm", operator("all_gather_gemm", gather)),
+        mock.patch.object(ops, "gemm_reduce_scatter", operator("gemm_reduce_scatter", scatter)),
+    ):
+        yield seen
+
+
+def described(operand: Any, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes and numbers ``[rows, k]``, k-major."""
+    names = ("_transpose", "_columnwise_data") if transposed else ("_data", "_rowwise_data")
+    (data,) = [found for name in names if (found := getattr(operand, name, None)) is not None]
+    numbers = numbers_of(operand, transposed)
+    return data.reshape(numbers.shape).clone(), numbers
+
+
+def rank_operands(kind: str, recipe: str) -> None:
+    case, rank = fp8_case(kind, micro_batches=1), dist.get_rank()
+    with fp8_megatron():
+        with multiplied() as stock:
+            train(case, built(case), (recipe,) * 2)
+        fresh()
+        layer = built(case)
+        with flux(FP8), multiplied() as ours:
+            train(case, layer, (recipe,) * 2)
+    gathered = {"row": ("gemm_reduce_scatter", "all_gather_gemm")}.get(kind, ("all_gather_gemm", "gemm_reduce_scatter"))
+    assert [name for name, *_ in stock] == ["TN", "NN", "NT"] * 2
+    assert [name for name, *_ in ours] == [*gathered, "NT"] * 2
+    for (name, *expected), (_, *found) in zip(stock, ours, strict=True):
+        for which, (data, values), (our_data, our_values) in zip("ab", expected, found, strict=True):
+            if data.shape != our_data.shape:  # of what is gathered, the rank's own rows
+                mine = slice(rank * our_data.shape[0], (rank + 1) * our_data.shape[0])
+                data, values = data[mine], values[mine]
+            assert our_data.any()
+            assert torch.equal(our_data, data), (kind, recipe, name, which)
+            assert torch.equal(our_values, values), (kind, recipe, name, which)
+
+
+def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
+    """How often stock and ours quantise over three micro-batches: the weight once a step."""
+    import transformer_engine_torch as tex
+
+    case, counts = fp8_case(kind, micro_batches=3), []
+    with fp8_megatron():
+        for patch in (contextlib.nullcontext(), flux(FP8)):
+            layer = built(case)
+            with patch, mock.patch.object(tex, "quantize", wraps=tex.quantize) as quantize:
+                train(case, layer, (recipe,) * 2)
+            counts.append(quantize.call_count)
+            fresh()
+    return counts[0], counts[1]
+
+
+# Recompute, no_grad, memory
+
+
+def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
+    case = fp8_case(kind)
+    with fp8_megatron():
+        from megatron.core import parallel_state, tensor_parallel
+        from transformer_engine.pytorch import checkpoint
+
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def call(layer: Any) -> Callable[[torch.Tensor], Any]:
+            def recomputed(x: torch.Tensor) -> Any:
+                if by_te:
+                    tracker = tensor_parallel.random.get_cuda_rng_tracker
+                    return checkpoint(layer, x, get_rng_state_tracker=tracker, tp_group=group, use_reentrant=True)
+                return tensor_parallel.checkpoint(lambda x: layer(x), False, x)
+
+            return recomputed
+
+        layer = built(case)
+        stock = train(case, layer, (recipe,) * 2, call(layer))
+        fresh()
+        layer = built(case)
+        with flux(FP8):
+            train(case, layer, (recipe,) * 2, call(layer)).require_same(stock, f"{kind}, {recipe}")
+
+
+def rank_fp8_no_grad(kind: str, recipe: str) -> None:
+    case = fp8_case(kind)
+    with fp8_megatron(), torch.no_grad():
+        layer = built(case)
+        x = input_of(case, 7)
+        found = []
+        for patch in (contextlib.nullcontext(), flux(FP8)):
+            layer.is_first_microbatch = True
+            with patch, autocast(recipe_of(recipe)):
+                found.append(layer(x)[0])
+        assert not found[1].requires_grad
+        require_close("y", found[1], found[0], BF16)
+
+
+def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
+    """Bytes saved for backward beside the weight's cache, by stock and by ours, each memory once."""
+    case, found = fp8_case(kind), []
+    with fp8_megatron():
+        for patch in (contextlib.nullcontext(), flux(FP8)):
+            layer = built(case)
+            memory: dict[int, int] = {}
+
+            def keep(t: torch.Tensor, memory: dict[int, int] = memory) -> torch.Tensor:
+                if type(t) is torch.Tensor:
+                    memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                return t
+
+            x = input_of(case, 7).requires_grad_()
+            with patch, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe_of(recipe)):
+                y, _ = layer(x)
+            y.backward(torch.ones_like(y))
+            found.append(sum(memory.values()))
+            fresh()
+    return found[0], found[1]
+
+
+# Two layers
+
+
+def rank_fp8_pair(recipe: str, ahead: bool) -> dict[str, int]:
+    """A row-parallel layer behind a column-parallel one, the input of which it gathers ahead."""
+    first, second = fp8_case("norm column", bias=False), fp8_case("row", bias=False, sizes=Sizes(64, 2, 384, 256))
+    found: list[dict[str, torch.Tensor]] = []
+    with fp8_megatron():
+        for patch in (contextlib.nullcontext(), flux(replace(FP8, gather_ahead=ahead))):
+            layers = [built(first), built(second)]
+            with patch as seen:
+                for i in range(3):
+                    x = input_of(first, 7 + i).requires_grad_()
+                    with autocast(recipe_of(recipe)):
+                        y = layers[1](layers[0](x)[0])[0]
+                    y.backward(gradient_of(y, 70 + i))
+            results = {"y": y.detach(), "dx": x.grad}
+            for i, layer in enumerate(layers):
+                results[f"weight {i}"] = layer.weight.main_grad
+                results |= {f"{i} {name}": value for name, value in state_of(layer).items()}
+            found.append(results)
+            fresh()
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        if expected.any() and expected.is_floating_point():
+            require_close(name, found[1][name], expected, 2**-5)  # what one rounds otherwise, the other quantises
+    return seen.calls
+
+
+# Checkpoints
+
+
+def rank_fp8_state(kind: str, recipe: str) -> None:
+    case = fp8_case(kind)
+    with fp8_megatron():
+        stock = built(case)
+        train(case, stock, (recipe,) * 2)
+        fresh()
+        ours = built(case)
+        with flux(FP8):
+            train(case, ours, (recipe,) * 2)
+            states = [layer.state_dict() for layer in (stock, ours)]
+            assert list(states[0]) == list(states[1])
+            extra = [pickle.loads(state["_extra_state"].numpy().tobytes()) for state in states]
+            assert extra[0].keys() == extra[1].keys()
+            for name, value in extra[0].items():
+                same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: str(a) == str(b)
+                assert same(extra[1][name], value), (name, extra[1][name], value)
+        trainings = []
+        for patch, state in ((contextlib.nullcontext(), states[1]), (flux(FP8), states[0])):
+            fresh()
+            layer = built(case)
+            layer.load_state_dict(state)
+            with patch:
+                trainings.append(train(case, layer, (recipe,)))
+        trainings[1].require_same(trainings[0], f"{kind}, {recipe}")

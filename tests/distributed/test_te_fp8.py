@@ -1,0 +1,327 @@
+"""megatron-core's layers over TransformerEngine under its FP8 autocast, patched against stock.
+
+Covered, for tp 2 and 4 and three recipes: what is multiplied and gathered, to the bit; forward, dx, gradients of
+weight, bias and norm; main_grad; amax histories, scales and the cached weight after several steps; primary weights in
+FP8; recipes that change between steps; recompute; no_grad; a row-parallel layer behind a column-parallel one, whose
+input is gathered ahead; checkpoints and extra state; reasons to run stock. TransformerEngine's own Python runs over a
+stand-in for its compiled part (te_stand_in_fp8.py). On GPUs: tests/gpu/test_te_fp8.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_flux import FallbackError, FluxConfig
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import flux
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import NORMS, Sizes, input_of
+from tests.distributed.te_fp8_cases import (
+    FP8,
+    KINDS,
+    RECIPES,
+    autocast,
+    both,
+    built,
+    fp8_case,
+    fp8_megatron,
+    fresh,
+    rank_fp8_case,
+    rank_fp8_no_grad,
+    rank_fp8_pair,
+    rank_fp8_recompute,
+    rank_fp8_saved,
+    rank_fp8_state,
+    rank_operands,
+    rank_quantised,
+    recipe_of,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not())),
+]
+
+
+def rank_near_bf16(kind: str, recipe: str) -> None:
+    case = fp8_case(kind)
+    with fp8_megatron():
+        plain, quantised = (train(case, built(case), (name,) * 2) for name in (None, recipe))
+        assert plain.found.keys() == quantised.found.keys()
+        for name, expected in plain.found.items():
+            error = (quantised.found[name].float() - expected.float()).norm() / expected.float().norm()
+            assert error < 0.08, (kind, recipe, name, error)  # a part of an e5m2 gradient is off by 1/8 at most
+            assert error > 1e-3 or "bias" in name, (kind, recipe, name, error)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_stand_in_quantises(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    """Stock layers alone: in FP8 they are near what they are in bf16, and not the same."""
+    te_world2.run(rank_near_bf16, kind, recipe)
+
+
+@pytest.mark.parametrize("primary", [False, True], ids=["cached", "primary"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_patched_equals_stock(te_world: WorkerPool, kind: str, recipe: str, primary: bool) -> None:
+    found = te_world.run(rank_fp8_case, fp8_case(kind), recipe, 3, primary)
+    gathers = 6 * (2 if recipe == "blockwise" else 1)  # x of column-parallel layers, and its scales
+    calls = {"all_gather_gemm/reference": 6, "gemm_reduce_scatter/reference": 6}
+    if kind != "row" or recipe == "blockwise":
+        calls["all_gather/reference"] = gathers
+    assert found == [calls] * te_world.size
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_multiplied_is_stocks_to_the_bit(te_world: WorkerPool, kind: str, recipe: str) -> None:
+    te_world.run(rank_operands, kind, recipe)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"fusion": False}, id="wgrad"),
+        pytest.param({"bias": False}, id="no bias"),
+        pytest.param({"skip_bias_add": True}, id="bias returned"),
+        pytest.param({"options": {"disable_parameter_transpose_cache": True}}, id="no weight cache"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_options(te_world2: WorkerPool, kind: str, recipe: str, options: dict[str, Any]) -> None:
+    te_world2.run(rank_fp8_case, fp8_case(kind, **options), recipe, 2, False)
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norms(te_world2: WorkerPool, norm: str, recipe: str) -> None:
+    te_world2.run(rank_fp8_case, fp8_case("norm column", options=NORMS[norm]), recipe, 2, False)
+
+
+def rank_switches(kind: str, recipes: tuple[str | None, ...]) -> None:
+    with fp8_megatron():
+        stock, ours, seen = both(fp8_case(kind), recipes)
+        ours.require_same(stock, f"{kind}, {recipes}")
+        assert (seen.active_layers, seen.fallbacks) == (1, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recipes_change_between_steps(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_switches, kind, ("delayed", "tensorwise", None, "blockwise", "delayed", "delayed"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_is_quantised_once_a_step(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    for stock, ours in te_world2.run(rank_quantised, kind, recipe):
+        assert ours == stock
+
+
+@pytest.mark.parametrize("by_te", [False, True], ids=["megatron", "TransformerEngine"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute(te_world2: WorkerPool, kind: str, recipe: str, by_te: bool) -> None:
+    te_world2.run(rank_fp8_recompute, kind, recipe, by_te)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_grad(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    te_world2.run(rank_fp8_no_grad, kind, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    for stock, ours in te_world2.run(rank_fp8_saved, kind, recipe):
+        assert 0 < ours <= stock, (stock, ours)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_layers(te_world: WorkerPool, recipe: str, ahead: bool) -> None:
+    for calls in te_world.run(rank_fp8_pair, recipe, ahead):
+        assert calls["all_gather/reference"] == 3 * (4 if recipe == "blockwise" else 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_and_extra_state(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    te_world2.run(rank_fp8_state, kind, recipe)
+
+
+# Frozen parameters, and an input without gradient
+
+
+def rank_fp8_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:
+    case, found = fp8_case(kind, fusion=False, skip_bias_add=True), []
+    with fp8_megatron():
+        for patch in (contextlib.nullcontext(), flux(FP8)):
+            layer = built(case)
+            for name in names:
+                getattr(layer, name).requires_grad_(False)
+            x = input_of(case, 7).requires_grad_(input_grad)
+            with patch:
+                with autocast(recipe_of(recipe)):
+                    y, _ = layer(x)
+                y.backward(torch.ones_like(y))
+            gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+            found.append({"y": y.detach(), "dx": x.grad, **gradients})
+            fresh()
+    for name, expected in found[0].items():
+        assert (found[1][name] is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(found[1][name], expected, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("kind", "names", "input_grad"),
+    [
+        ("norm column", ("weight",), True),
+        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True),
+        ("norm column", (), False),
+        ("column", ("weight",), True),
+        ("column", (), False),
+        ("row", ("weight",), True),
+        ("row", (), False),
+    ],
+)
+def test_frozen_parameters(
+    te_world2: WorkerPool, kind: str, recipe: str, names: tuple[str, ...], input_grad: bool
+) -> None:
+    te_world2.run(rank_fp8_frozen, kind, recipe, names, input_grad)
+
+
+# Calls that stay stock
+
+
+def _set(**attributes: Any) -> Callable[[Any], Any]:
+    def change(layer: Any) -> Any:
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        return contextlib.nullcontext()
+
+    return change
+
+
+def _configured(layer: Any) -> Any:
+    layer.config.fp8 = "hybrid"
+    return contextlib.nullcontext()
+
+
+def _other_release(layer: Any) -> Any:
+    from megatron_flux.patch import te_fp8
+
+    return mock.patch.object(te_fp8, "SUPPORTED_FP8", type(te_fp8.SUPPORTED_FP8)(">=99"))
+
+
+def _any_layout(layer: Any) -> Any:
+    from transformer_engine.pytorch import utils
+
+    return mock.patch.object(utils, "is_non_tn_fp8_gemm_supported", return_value=True)
+
+
+def _attention() -> Any:
+    from transformer_engine.common.recipe import DelayedScaling
+
+    return DelayedScaling(fp8_dpa=True)
+
+
+def _blocks_of_weight() -> Any:
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    return Float8BlockScaling(w_block_scaling_dim=1)
+
+
+def _custom() -> Any:
+    from transformer_engine.common.recipe import CustomRecipe
+
+    return CustomRecipe(qfactory=lambda role: None)
+
+
+def _nothing(layer: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+def _reason(
+    recipe: str | Callable[[], Any] | None = "tensorwise",
+    change: Callable[[Any], Any] = _nothing,
+    config: dict[str, Any] | None = None,
+    **case: Any,
+) -> tuple[Any, ...]:
+    return recipe, change, config or {}, case
+
+
+REASONS = {
+    "fp8 (autocast)": _reason(config={"fp8": False}),
+    "fp8 (hybrid, outside of its autocast)": _reason(None, _configured),
+    "fp8 recipe MXFP8BlockScaling": _reason("mxfp8"),
+    "fp8 recipe NVFP4BlockScaling": _reason("nvfp4"),
+    "fp8 recipe CustomRecipe": _reason(_custom),
+    "fp8 attention (fp8_dot_product_attention)": _reason(_attention),
+    "fp8 in blocks of 1, 1 and 1 dimensions (x, weight, gradient)": _reason(_blocks_of_weight),
+    "fp8 in blocks with 64 rows": _reason("blockwise", sizes=Sizes(32, 2, 256, 384)),
+    "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
+    "userbuffers (tp_comm_overlap)": _reason(change=_set(ub_overlap_ag_fprop=True)),
+    "fp8 without sequence parallelism": _reason(change=_set(sequence_parallel=False)),
+    "fp8 with save_original_input": _reason(change=_set(save_original_input=True)),
+    "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
+    "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
+    "fp8 on a GPU whose GEMMs take any layout": _reason(change=_any_layout),
+    "fp8 with TransformerEngine": _reason(change=_other_release),
+}
+ROWS = ("fp8 of 60 rows, ",)
+"""Of column-parallel layers, whose rows are the rank's."""
+
+
+def rank_fp8_reason(kind: str, reason: str) -> None:
+    recipe, change, config, options = REASONS[reason]
+    case = fp8_case(kind, **options)
+    with fp8_megatron():
+        layer = built(case)
+        x = input_of(case, 7)
+        given = recipe() if callable(recipe) else None if recipe is None else recipe_of(recipe)
+        with change(layer), flux(FluxConfig(**{"strict": True, "backend": "reference", "fp8": True, **config})) as seen:
+            try:
+                with autocast(given):
+                    layer(x)
+            except FallbackError as error:
+                assert reason in str(error)  # noqa: PT017
+            else:
+                raise AssertionError(f"strict let {reason} pass")
+        assert (seen.active_layers, seen.calls) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(kind, r) for r in REASONS for kind in (KINDS[:2] if r in ROWS else KINDS)]
+)
+def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
+    te_world2.run(rank_fp8_reason, kind, reason)
+
+
+def rank_runs_stock(kind: str) -> None:
+    case = fp8_case(kind)
+    with fp8_megatron():
+        stock = train(case, built(case), ("delayed",) * 2)
+        fresh()
+        layer = built(case)
+        with flux() as seen:
+            ours = train(case, layer, ("delayed",) * 2)
+        ours.require_same(stock, kind, 2**-30)
+        assert seen.fallbacks == {f"TE {kind}: fp8 (autocast)": 4}
+        assert (seen.active_layers, seen.calls) == (0, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_off_by_default(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_runs_stock, kind)

@@ -44,7 +44,7 @@ STEP, OPTIMIZER = "flux::step", "flux::optimizer"
 
 _KERNELS = {
     # megatron_flux.kernels: GEMM and communication in one kernel. Inductor's "triton_poi_fused_..." are no such thing.
-    "fused": re.compile(r"(?<![a-z])(ag_gemm|gemm_rs)_", re.IGNORECASE),
+    "fused": re.compile(r"(?<![a-z])(ag_gemm|gemm_rs|gemm_one_shot)_", re.IGNORECASE),
     # NCCL; TransformerEngine's userbuffers; flux's wait for a gather; torch's symmetric memory (async-TP's barriers).
     "communication": re.compile(
         r"nccl|userbuffers|gather_wait_kernel|symmetric_memory|barrier_kernel|(put|wait)_signal_kernel"

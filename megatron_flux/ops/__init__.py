@@ -13,6 +13,9 @@ gemm_all_reduce        ``[m, k]``        ``[n, k]``                   ``all_redu
   transposed=True      ``[m, k]``        ``[k, n]``                   ``all_reduce(x @ weight)``        ``[m, n]``
 =====================  ================  ===========================  ============================================
 
+x and weight of the first two may be FP8 (:class:`Fp8Operand`, both ``[rows, k]``): bytes are gathered, with the scales
+of blocks; partial sums are scattered in bf16 or fp16.
+
 ``n`` and ``k`` are the rank's own. Megatron stores weights ``[out, in]``: the forward pass uses the first form, dgrad
 the transposed one, and the weight is never copied. Source: FLUX (arXiv 2406.06858), section 2.
 
@@ -26,12 +29,14 @@ tuned          whichever of these measures fastest for the call's shape, remembe
 auto           ``tuned`` between GPUs with NVLink, else ``reference`` with the reason counted
 =============  =====================================================================================================
 
-Read ``operators``, ``checks``, ``backends``, ``kernel_config``, ``launch``, then ``fast_path`` (calls made before);
-``cuda_graphs``, ``call_events`` (counts, names, times) and ``timing`` stand by themselves.
+Read ``operators`` (of FP8 ``fp8_operand``, ``fp8_operators``), ``checks``, ``backends``, ``kernel_config``, ``launch``,
+then ``fast_path`` (calls made before); ``cuda_graphs``, ``call_events`` (counts, names, times) and ``timing`` stand by
+themselves.
 """
 
 from megatron_flux.ops.backends.registry import backend_names, register_backend
 from megatron_flux.ops.call_events import OpStats, stats
+from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.operators import (
     all_gather,
     all_gather_gemm,
@@ -41,6 +46,7 @@ from megatron_flux.ops.operators import (
 )
 
 __all__ = [
+    "Fp8Operand",
     "OpStats",
     "all_gather",
     "all_gather_gemm",

@@ -69,6 +69,12 @@ class OperatorCall(NamedTuple):
         """What is multiplied, beside shapes: the dtype of x, or all about FP8 operands."""
         return (self.x.dtype,) if self.fp8 is None else self.fp8.kind
 
+    @property
+    def sent_scales(self) -> torch.Tensor | None:
+        """The scales that travel with x where it is gathered: of blocks. One for all is the same on all ranks."""
+        gathers = self.fp8 is not None and self.fp8.blocks and self.operator in GATHERING
+        return self.fp8.x.scale_inv if gathers else None  # type: ignore[union-attr]
+
     def run(self, backend: Any, **options: Any) -> Any:
         """Make the call on ``backend``; ``options``: what only this backend takes."""
         return getattr(backend, self.operator)(self, **options)

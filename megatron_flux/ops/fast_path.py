@@ -34,6 +34,7 @@ from megatron_flux.comm.slab import CopyStream, Slab, broken_off, waited_elsewhe
 from megatron_flux.ops import call_events
 from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.kernel_config import KernelConfig
 
 if TYPE_CHECKING:
@@ -76,8 +77,34 @@ def key_of(
     )  # fmt: skip
 
 
-def find(state: GroupState, key: Hashable | None, x: torch.Tensor, weight: torch.Tensor | None) -> Entry | None:
-    """The prepared call, if it can be used now."""
+def key_of_fp8(
+    operator: str,
+    pair: Fp8Pair,
+    bias: torch.Tensor | None,
+    backend: str,
+    *,
+    return_gathered: bool = False,
+    inside: torch.Tensor | None = None,
+) -> Hashable | None:
+    """As :func:`key_of`, of FP8 operands."""
+    x, weight = pair.x, pair.weight
+    bias_kind, inside_kind = (None if b is None else (b.shape, b.dtype, b.get_device()) for b in (bias, inside))
+    if not x.data.is_cuda or call_events.watching():
+        return None
+    return (
+        operator, backend, pair.kind, return_gathered, x.data.get_device(), x.data.shape, x.scale_inv.shape, x.shards,
+        weight.data.get_device(), weight.data.shape, weight.scale_inv.shape, weight.scaling, bias_kind, inside_kind,
+    )  # fmt: skip
+
+
+def find(
+    state: GroupState,
+    key: Hashable | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    scales: Sequence[torch.Tensor] = (),
+) -> Entry | None:
+    """The prepared call, if it can be used now; ``scales`` of FP8 operands are contiguous."""
     found = None if key is None else state.prepared.get(key)
     if found is None or found.call is None or not found.call.usable():
         return None
@@ -86,6 +113,9 @@ def find(state: GroupState, key: Hashable | None, x: torch.Tensor, weight: torch
         return None
     if weight is not None and (weight.data_ptr() % ALIGNMENT or not weight.is_contiguous()):
         return None
+    for by in scales:
+        if by.data_ptr() % ALIGNMENT:
+            return None
     return found
 
 
@@ -117,16 +147,25 @@ class PreparedCall:
         work: Slab,
         launches: Sequence[Relaunch | None],
         shape: tuple[int, ...],
-        gathered: Sequence[torch.Tensor] = (),
+        gathered: Sequence[Any] = (),
         pushes: Sequence[Push | None] | None = None,
         side: Side | None = None,
+        *,
+        out: torch.dtype | None = None,
+        own_scales: Sequence[torch.Tensor] = (),
     ) -> None:
-        """By half, None where no call has met it yet; without ``pushes`` the kernel copies. ``shape``: the result's."""
+        """By half, None where no call has met it yet; without ``pushes`` the kernel copies. ``shape`` and ``out``: the
+        result's, if its dtype is not that of x. ``own_scales``: where x's scales go for the caller.
+        """
         if pushes is not None:
             launches = [None if push is None else kernel for kernel, push in zip(launches, pushes, strict=True)]
         self._work, self._launches, self._shape = work, launches, shape
         self._gathered, self._pushes, self._side = gathered, pushes, side
+        self._out, self._own_scales = out, own_scales
         self.complete = None not in launches  # preparing it once more would change nothing
+
+    def _result(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(self._shape) if self._out is None else x.new_empty(self._shape, dtype=self._out)
 
     def usable(self) -> bool:
         """Whether the next call can be made this way: its half has met a kernel, and nothing is captured."""
@@ -136,17 +175,20 @@ class PreparedCall:
 class PreparedAllGatherGemm(PreparedCall):
     """``all_gather_gemm`` of one shape."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Result and gathered ``x``; ``bias`` where the kernel adds one."""
-        y = x.new_empty(self._shape)
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Result and gathered ``x``; ``others``: the bias where the kernel adds one, then both scales of FP8."""
+        y = self._result(x)
         side = self._side
         try:
             half, stream = self._work.step()
             if side is None:
-                self._launches[half](stream, x, weight, y, x, *bias)
+                self._launches[half](stream, x, weight, y, x, *others)
             else:
-                _push(x.data_ptr(), self._pushes[half], side, stream)
-                self._launches[half](stream, x, weight, y, x, *bias)
+                push = self._pushes[half]
+                _push(x.data_ptr(), push, side, stream, others[-2].data_ptr() if push.scale_bytes else 0)
+                self._launches[half](stream, x, weight, y, x, *others)
+                if self._own_scales:
+                    self._own_scales[half].copy_(others[-2])
                 driver.wait(stream, side.after)
         except BaseException as error:
             broken_off(self._work, "all_gather_gemm", error)
@@ -157,12 +199,12 @@ class PreparedAllGatherGemm(PreparedCall):
 class PreparedGemmReduceScatter(PreparedCall):
     """``gemm_reduce_scatter`` of one shape."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The rank's rows of the sum."""
-        y = x.new_empty(self._shape)
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        """The rank's rows of the sum; ``scales``: both of FP8."""
+        y = self._result(x)
         try:
             half, stream = self._work.step()
-            self._launches[half](stream, x, weight, y)
+            self._launches[half](stream, x, weight, y, *scales)
         except BaseException as error:
             broken_off(self._work, "gemm_reduce_scatter", error)
             raise
@@ -212,11 +254,13 @@ class PreparedAllGather(PreparedCall):
         return pending
 
 
-def _push(source: int, push: Push, side: Side, stream: int) -> None:
-    """Enqueue the copies behind what ``stream`` has been given so far, and ``side.after`` behind them."""
+def _push(source: int, push: Push, side: Side, stream: int, scales: int = 0) -> None:
+    """Enqueue the copies, those of ``scales`` too, behind what ``stream`` has been given so far, and ``side.after``
+    behind them.
+    """
     driver.record(side.before, stream)
     driver.wait(side.stream, side.before)
-    push.enqueue(source, side.stream)
+    push.enqueue(source, side.stream, scales)
     driver.record(side.after, side.stream)
 
 
@@ -237,14 +281,28 @@ def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: 
         return None
     kernels = [work.kernels.get(key) or None for key in keys]
     if call.operator == "gemm_reduce_scatter":
-        return PreparedGemmReduceScatter(work, kernels, shape)
+        return PreparedGemmReduceScatter(work, kernels, shape, out=None if call.fp8 is None else call.fp8.out)
     buffers = [work.gather_buffers(half, call.m, call.k, x.dtype)[work.rank] for half in halves]
     gathered = [whole.view(-1, *x.shape[1:]) for whole in buffers]
     if config is not None and config.comm:
         return PreparedAllGatherGemm(work, kernels, shape, gathered)
-    pushes = [work.pushes.get((half, call.m // work.tp, call.k, x.dtype, edges, None)) for half in halves]
+    scales = call.sent_scales
+    key = (call.m // work.tp, call.k, x.dtype, edges, None if scales is None else scales.shape)
+    pushes = [work.pushes.get((half, *key)) for half in halves]
     copies = work.side
     assert copies is not None, "the call has been made"  # noqa: S101
     side = Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)
-    kind = PreparedAllGather if config is None else PreparedAllGatherGemm
-    return kind(work, kernels, shape, gathered, pushes, side)
+    if config is None:
+        return PreparedAllGather(work, kernels, shape, gathered, pushes, side)
+    if call.fp8 is None:
+        return PreparedAllGatherGemm(work, kernels, shape, gathered, pushes, side)
+    own: list[torch.Tensor] = []
+    whole: list[Any] = gathered
+    if scales is not None:
+        arrived = [work.scale_buffers(half, call.m * call.k, scales.shape)[work.rank] for half in halves]
+        whole = [
+            Fp8Operand(data.view(torch.uint8), x.dtype, by, call.fp8.x.scaling, work.tp)
+            for data, by in zip(gathered, arrived, strict=True)
+        ]
+        own = [by[work.rank] for by in arrived] if call.return_gathered else []
+    return PreparedAllGatherGemm(work, kernels, shape, whole, pushes, side, out=call.fp8.out, own_scales=own)

@@ -7,14 +7,16 @@ blocks; one scale for all is the same on all ranks, as TransformerEngine has it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events
+from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.reference import fp8_gemm
 from megatron_flux.ops.backends.registry import select
 from megatron_flux.ops.call_events import stats
@@ -22,7 +24,7 @@ from megatron_flux.ops.checks import OperatorCall, aligned
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 
 _PAIRS = {"tensor": "tensor", "1x128": "128x128"}
-_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+_RESULTS = (torch.bfloat16, torch.float16)
 
 
 def all_gather_gemm(
@@ -36,18 +38,29 @@ def all_gather_gemm(
 ) -> torch.Tensor | tuple[torch.Tensor, Fp8Operand]:
     """``[m, n]``, with ``return_gathered`` also the gathered x, of ``tp`` shards. Raises as the public operator."""
     x, tp = pair.x, group.size()
-    inside = aligned(bias) if epilogue_bias and bias is not None else None
+    inside = None
+    if epilogue_bias and bias is not None:
+        inside, bias = aligned(bias), None
+    key = fast_path.key_of_fp8("all_gather_gemm", pair, bias, backend, return_gathered=return_gathered, inside=inside)
+    found, operands = _found(key, pair, group, inside)
+    if found is not None:
+        y, gathered = found.call(*operands)
+        stats.count("all_gather_gemm", found.backend, found.nbytes)
+        y = y if bias is None else y.add_(bias)
+        if return_gathered and not pair.blocks:
+            gathered = Fp8Operand(gathered.view(torch.uint8), x.dtype, x.scale_inv, x.scaling, tp)
+        return (y, gathered) if return_gathered else y
     call = OperatorCall(
         "all_gather_gemm", x.numbers, pair.weight.numbers, group, bias=inside, return_gathered=return_gathered, fp8=pair
     )
-    _check(call, pair, bias)
+    _check(call, pair, bias if inside is None else inside)
     sent = x.data.numel() + (4 * x.scale_inv.numel() if pair.blocks else 0)
     if tp == 1:
         y, gathered = fp8_gemm(pair, inside), x
         stats.count(call.operator, "none", 0)
     else:
-        y, gathered = _run(call, backend, (tp - 1) * sent)
-    if bias is not None and inside is None:
+        y, gathered = _run(call, backend, key, (call.m, call.n), (tp - 1) * sent)
+    if bias is not None:
         y = y.add_(bias)
     return (y, gathered) if return_gathered else y
 
@@ -57,22 +70,44 @@ def gemm_reduce_scatter(
 ) -> torch.Tensor | Pending:
     """``[m/tp, n]``, pending with ``async_op``. Raises as the public operator."""
     tp = group.size()
+    key = fast_path.key_of_fp8("gemm_reduce_scatter", pair, bias, backend)
+    found, operands = _found(key, pair, group, None)
+    if found is not None:
+        y = found.call(*operands)
+        stats.count("gemm_reduce_scatter", found.backend, found.nbytes)
+        if async_op:
+            return Pending(y)
+        return y if bias is None else y.add_(bias)
     call = OperatorCall("gemm_reduce_scatter", pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
     _check(call, pair, bias)
     if tp == 1:
         pending = Pending(fp8_gemm(pair, None))
         stats.count(call.operator, "none", 0)
     else:
-        pending = _run(call, backend, (tp - 1) * (call.m // tp) * call.n * pair.out.itemsize)
+        received = (tp - 1) * (call.m // tp) * call.n * pair.out.itemsize
+        pending = _run(call, backend, key, (call.m // tp, call.n), received)
     if async_op:
         return pending
     y = pending.wait()
     return y if bias is None else y.add_(bias)
 
 
-def _run(call: OperatorCall, backend: str, nbytes: int) -> Any:
+def _found(
+    key: Hashable | None, pair: Fp8Pair, group: dist.ProcessGroup, inside: torch.Tensor | None
+) -> tuple[fast_path.Entry | None, tuple[torch.Tensor, ...]]:
+    """The prepared call, if it can be used now, and what it takes."""
+    if key is None:
+        return None, ()
+    x, weight, scales = pair.x.numbers, pair.weight.numbers, (pair.x.scale_inv, pair.weight.scale_inv)
+    found = fast_path.find(state_of(group), key, x, weight, scales)
+    return found, (x, weight, *scales) if inside is None else (x, weight, inside, *scales)
+
+
+def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
+    """What the backend returns of a call that is not prepared, and have it prepared for the next time."""
     chosen = select(backend, call.x, call.weight, call.group)
     result = call_events.run(call, chosen)
+    fast_path.remember(key, chosen, call, shape, nbytes)
     stats.count(call.operator, chosen.name, nbytes)
     return result
 

@@ -108,7 +108,7 @@ def all_gather_gemm(
         wire: what the tuner may send over a ``host`` link: ``exact``, or also ``fp8`` or ``int8``. Not with FP8.
         split_accumulator: of FP8: the tensor core's sums, of 14 bits on Hopper, go to fp32 every 128 of k.
             TransformerEngine's recipes ask for it in dgrad and wgrad. Blocks always do so.
-        out_dtype: of the result of FP8 operands, and of their bias: bf16, fp16 or fp32.
+        out_dtype: of the result of FP8 operands, and of their bias: bf16 or fp16.
 
     Returns:
         ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``, of FP8 with ``tp``

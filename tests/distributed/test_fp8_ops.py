@@ -120,11 +120,11 @@ def rank_random() -> None:
         if kinds[0] == "tensor":
             xs = [Fp8Operand(x.data, x.dtype, torch.tensor([0.37])) for x in xs]
         weight = quantized(torch.randn(24, 256, generator=torch.Generator().manual_seed(9 + rank)), kinds[1])
-        y = ops.all_gather_gemm(xs[rank], weight, out_dtype=torch.float32)
+        y = ops.all_gather_gemm(xs[rank], weight, out_dtype=torch.float16)
         want = torch.cat([x.dequantized() for x in xs]).double() @ weight.dequantized().double().t()
-        assert y.dtype == torch.float32
-        assert relative_error(y, want) < 1e-5
-        pending = ops.gemm_reduce_scatter(xs[rank], weight, async_op=True, out_dtype=torch.float32)
+        assert y.dtype == torch.float16
+        assert relative_error(y, want) < 1e-3
+        pending = ops.gemm_reduce_scatter(xs[rank], weight, async_op=True, out_dtype=torch.float16)
         assert pending.wait().shape == (8 // tp, 24)
 
 
@@ -149,7 +149,7 @@ def rank_refusals() -> list[str]:
         ((wide, Fp8Operand(weight.data, E5M2, weight.scale_inv)), {}),
         ((gathered, weight), {}),
         ((x, weight), {"bias": torch.zeros(16)}),
-        ((x, weight), {"out_dtype": torch.int8}),
+        ((x, weight), {"out_dtype": torch.float32}),
         ((integer_operand(7, 256, "tensor", 0), weight), {}),
         ((x, weight), {"backend": "chunked"}),
     ):

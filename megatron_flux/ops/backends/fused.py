@@ -186,8 +186,8 @@ class FusedBackend:
         if operator == "all_gather_gemm":
             config = within_flags(config, m)
             nbytes = x.numel() * x.element_size()
-            if call.fp8 is not None and call.fp8.blocks:
-                nbytes += scale_bytes(call.fp8.x.scale_inv.shape)
+            if (scales := call.sent_scales) is not None:
+                nbytes += scale_bytes(scales.shape)
         else:
             nbytes = rs_tiles(m // tp, n, config) * config.bm * config.bn * call.out.itemsize
         return self._slab(call, nbytes, config, captured), config

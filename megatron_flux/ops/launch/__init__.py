@@ -74,7 +74,7 @@ def all_gather_gemm(
     """
     x, m, k = made.x, made.m, made.k
     sms, out = sm_count(x.device), torch.empty((m, made.n), dtype=made.out, device=x.device)
-    scales = sent_scales(made)
+    scales = made.sent_scales
     with unbroken(work, "all_gather_gemm"):
         turn = work.begin()
         gathered = work.gather_buffers(turn.half, m, k, x.dtype)[work.rank]
@@ -120,14 +120,9 @@ class Scales:
                 self.strides = self.x.shape[-1], self.weight.shape[-1]
 
 
-def sent_scales(made: OperatorCall) -> torch.Tensor | None:
-    """The scales that travel with x of an all_gather_gemm: of blocks. One scale for all is the same on all ranks."""
-    return made.fp8.x.scale_inv if made.fp8 is not None and made.fp8.blocks else None
-
-
 def gathered_scales(call: SlabCall) -> torch.Tensor | None:
-    """``[tp, kb, ld]`` of this rank, where :func:`sent_scales` arrive."""
-    scales, work = sent_scales(call.made), call.work
+    """``[tp, kb, ld]`` of this rank, where the scales of blocks arrive."""
+    scales, work = call.made.sent_scales, call.work
     if scales is None:
         return None
     buffers = work.scale_buffers(call.turn.half, call.made.m * call.made.k, scales.shape)

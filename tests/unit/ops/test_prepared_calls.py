@@ -28,7 +28,8 @@ from megatron_flux.ops.fast_path import (
     Push,
     Side,
 )
-from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
+from megatron_flux.ops.kernel_config import KernelConfig, for_fp8
 from tests.unit.groups import group_of
 
 STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
@@ -94,6 +95,28 @@ def test_copies_are_enqueued_before_the_kernel(done: list[tuple[Any, ...]]) -> N
             ("copy", 2000 + half, 3000 + half, 4, SIDE),
             ("record", AFTER, SIDE),
             (f"k{half}", STREAM, x, weight, y, x),
+            ("wait", STREAM, AFTER),
+        ]
+        done.clear()
+
+
+def test_scales_of_blocks_travel_before_their_shard_and_stay_with_the_gathered_x(done: list[tuple[Any, ...]]) -> None:
+    pushes = [Push([Copy(1000 + half, 0, 64, 1, 64, 2000, 4000 + half)], 3000, 96) for half in (0, 1)]
+    kernels, own = [kernel(done, "k0"), kernel(done, "k1")], [torch.zeros(2, 4), torch.zeros(2, 4)]
+    call = PreparedAllGatherGemm(
+        Work(), kernels, (8, 6), [None, None], pushes, ON_THE_SIDE, out=torch.float16, own_scales=own
+    )
+    x, weight, by_x, by_weight = torch.zeros(4, 4), torch.zeros(6, 4), torch.ones(2, 4), torch.ones(1, 4)
+    for half in (0, 1):
+        y, _ = call(x, weight, by_x, by_weight)
+        assert y.dtype == torch.float16
+        assert own[half].eq(1).all()
+        assert done[2:] == [
+            ("copy", 4000 + half, by_x.data_ptr(), 96, SIDE),
+            ("copy", 1000 + half, x.data_ptr(), 64, SIDE),
+            ("copy", 2000, 3000, 4, SIDE),
+            ("record", AFTER, SIDE),
+            (f"k{half}", STREAM, x, weight, y, x, by_x, by_weight),
             ("wait", STREAM, AFTER),
         ]
         done.clear()
@@ -267,8 +290,10 @@ def test_the_table_keeps_to_operands_that_lie_right() -> None:
     found = find(key, x, x)
     assert (found.call, found.backend, found.nbytes) == (call, "tuned", 99)
     assert find(key, Operand(contiguous=False), x) is None
-    for operands in ((Operand(address=4104), x), (x, Operand(address=4104))):  # no address for TMA
+    misplaced = Operand(address=4104)
+    for operands in ((misplaced, x), (x, misplaced), (x, x, [x, misplaced])):  # no address for TMA
         assert find(key, *operands) is None
+    assert find(key, x, x, [x, x]) is found
     assert find(fast_path.key_of("all_gather_gemm", x, x, x, "auto"), x, x) is None  # with a bias
     with call_events.ranges(profiler=True):
         assert fast_path.key_of("all_gather_gemm", x, x, None, "auto") is None
@@ -330,3 +355,66 @@ def test_what_the_ordinary_path_has_launched_is_what_is_prepared(
     assert found.complete
     other = call._replace(transposed=True, weight=weight.t())
     assert fast_path.prepare(other, work, config, (8, 4, 32))._launches == [None, None]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "blocks"])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_launches_of_fp8_are_prepared_with_their_scales(
+    operator: str, scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel gets all its arguments, and a prepared call gives it its operands in the order they were named in."""
+    pytest.importorskip("triton")
+    from megatron_flux.ops import launch
+    from megatron_flux.ops.launch import hopper
+
+    named: list[list[str]] = []
+    keys: list[Any] = []
+
+    def first(known: Any, key: Any, grid: int, launched: Any, *_: Any, **operands: Any) -> None:
+        keys.append(key)
+        named.append(list(operands))
+        (kernel, constants), arguments = launched()
+        names = kernel.arg_names
+        assert sorted(constants) == sorted([*names[len(arguments) :], "num_warps"])
+        given = dict(zip(names, arguments, strict=False))
+        assert given["xs"] is pair.x.scale_inv
+        assert given["ws"] is pair.weight.scale_inv
+        assert (given["ld"], given["ldw"]) == ((128, 4) if scaling == "blocks" else (0, 0))
+        assert constants["SCALES"] == scaling
+        assert (constants["num_warps"], constants["TEAMS"]) == ((4, 2) if scaling == "blocks" else (8, 1))
+
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    monkeypatch.setattr(hopper.kernel_launch, "first_or_again", first)
+    monkeypatch.setattr(hopper.kernel_launch, "by_triton", lambda kernel, grid, *_, **constants: (kernel, constants))
+    kinds = ("tensor", "tensor") if scaling == "tensor" else ("1x128", "128x128")
+    pair = Fp8Pair(quantized(torch.randn(128, 256), kinds[0]), quantized(torch.randn(64, 256), kinds[1]))
+    config = for_fp8(KernelConfig(ws=True), promoted=pair.promoted)
+    call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group_of(2), fp8=pair)
+    gathered, by = torch.zeros(256, 256).to(torch.float8_e4m3fn), torch.zeros(2, 2, 128)
+    work: Any = SimpleNamespace(
+        tp=2, rank=1, half_bytes=1 << 20, data=[torch.zeros(2 << 20, dtype=torch.uint8)] * 2, kernels={}, pushes={},
+        descriptors={}, flags=[None, None], data_table=None, flag_table=None, arguments=lambda turn: range(7),
+        gather_buffers=lambda *_: [gathered] * 2, scale_buffers=lambda *_: [by] * 2,
+        side=SimpleNamespace(**{name: SimpleNamespace(cuda_stream=1, cuda_event=2) for name in CopyStream._fields}),
+    )  # fmt: skip
+    for half in (0, 1):
+        out = torch.zeros(256 if operator == "all_gather_gemm" else 64, 64, dtype=torch.bfloat16)
+        turned = launch.SlabCall(call, out, work, Turn(half, False), config, 132)
+        getattr(hopper, operator)(turned, *([gathered] if operator == "all_gather_gemm" else []))
+        sent = None if scaling == "tensor" else pair.x.scale_inv.shape
+        work.pushes[half, 128, 256, torch.float8_e4m3fn, fast_path.WHOLE, sent] = f"push {half}"
+    assert (
+        named
+        == [["xd", "b", "c", "x", "xs", "ws"] if operator == "all_gather_gemm" else ["a", "b", "out", "xs", "ws"]] * 2
+    )
+    work.kernels = {key: f"kernel {at}" for at, key in enumerate(keys)}
+    found = fast_path.prepare(call, work, config, (256, 64))
+    assert found.complete
+    assert found._launches == ["kernel 0", "kernel 1"]
+    assert found._out == torch.bfloat16
+    if operator == "all_gather_gemm" and scaling == "blocks":
+        assert by[1].equal(pair.x.scale_inv), "the own scales, as the kernel's caller has left them"
+        assert all(isinstance(whole, Fp8Operand) and whole.shards == 2 for whole in found._gathered)
+        assert len(found._own_scales) == 2
+    other = call._replace(fp8=pair._replace(split=True, out=torch.float16))
+    assert fast_path.prepare(other, work, config, (256, 64))._launches == [None, None]

@@ -1,11 +1,12 @@
 """The FP8 kernels on real GPUs: their GEMMs on one GPU, without communication; with two, both operators.
 
-    python tests/gpu/checks_fp8.py --out FOLDER [--seconds 100]                       # one GPU
+    python tests/gpu/checks_fp8.py --out FOLDER [--seconds 150]                       # one GPU
     python -m torch.distributed.run --nproc-per-node 2 tests/gpu/checks_fp8.py --out FOLDER [--only NAME]
 
 One GPU stands for a rank of tp 4. What peers would have sent is there before a gathering kernel begins; a scattering
 one writes peers' partials into its own memory, and adds up what it would have sent (:func:`slab_of`). All is checked
-against fp32 products of the same FP8 numbers, then timed in turns with cuBLASLt (``torch._scaled_mm``).
+against fp32 products of the same FP8 numbers, then timed with cuBLASLt (``torch._scaled_mm``): in bursts whose order
+changes every round, and the finalists of each kind by themselves, until the GPU has settled at its power limit.
 
 FOLDER/fp8.jsonl gets a line for each thing as it ends. A worker process does the work; when it dies, another goes on
 without what it died of. Nothing is begun after ``--seconds``.
@@ -18,6 +19,7 @@ import faulthandler
 import functools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -36,7 +38,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.ops import launch
+from megatron_flux.ops import launch, timing
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
@@ -50,6 +52,7 @@ SHAPES = {  # operator, n, k
 }
 SMALL = {"small ag": ("all_gather_gemm", 520, 1040, 1024), "small rs": ("gemm_reduce_scatter", 520, 1040, 1040)}
 ROUNDS, CALLS = 24, 4
+CLOSE, FINALISTS = 1.03, 2  # kernels of a kind that are timed by themselves: how much slower than the fastest, how many
 PATIENCE = 20.0  # seconds that a thing may take
 
 
@@ -329,7 +332,7 @@ def worker(out: Path, deadline: float) -> None:
     log.say(gpu=gpu, torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda)
     integers(log)
     for shape in SHAPES:
-        if log.left() > 4 and (shape, "rounds") not in log.ended:
+        if log.left() > 4 and (shape, "lasting") not in log.ended:
             one_shape(shape, log)
     log.say(done=True)
 
@@ -355,20 +358,27 @@ def one_shape(shape: str, log: Log) -> None:
     for name, (scaling, make) in arms_of(operator, cases).items():
         if scaling in cases:
             log.attempt((shape, name), functools.partial(arm, name, scaling, make))
-    log.attempt((shape, "rounds"), lambda: rounds(calls, 2.0 * M * n * k, log))
+    ms: dict[str, float] = {}
+    flop = 2.0 * M * n * k
+    rated = log.attempt((shape, "rounds"), lambda: rounds(calls, ms, flop, log))
+    if rated and log.left() > timing.TURNS * (timing.SETTLE + timing.LASTING) * len(finalists(ms)):
+        log.attempt((shape, "lasting"), lambda: lasting(calls, ms, flop))
     calls.clear()
     torch.cuda.empty_cache()
 
 
-def rounds(calls: dict[str, Callable[[], torch.Tensor]], flop: float, log: Log) -> dict[str, Any]:
-    """Milliseconds of a call, in turns, each in another order."""
+def rounds(calls: dict[str, Callable[[], torch.Tensor]], ms: dict[str, float], flop: float, log: Log) -> dict[str, Any]:
+    """Milliseconds of a call in bursts, into ``ms`` as well. Each round has an order of its own: what comes behind an
+    arm that draws little power finds a higher clock.
+    """
     raw: dict[str, list[float]] = {name: [] for name in calls}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    names = list(calls)
     for number in range(ROUNDS):
         if log.left() < 0 and number > 3:
             break
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        order = list(calls)
+        random.Random(number).shuffle(order)
+        for name in order:
             calls[name]()
             begin.record()
             for _ in range(CALLS):
@@ -376,8 +386,35 @@ def rounds(calls: dict[str, Callable[[], torch.Tensor]], flop: float, log: Log) 
             end.record()
             end.synchronize()
             raw[name].append(begin.elapsed_time(end) / CALLS)
-    ms = {name: round(statistics.median(times), 4) for name, times in raw.items()}
-    return {"ms": ms, "tflops": {name: round(flop / t / 1e9) for name, t in ms.items()}, "raw": raw}
+    ms |= {name: round(statistics.median(times), 4) for name, times in raw.items()}
+    return {"ms": ms, "tflops": tflops(ms, flop), "raw": raw}
+
+
+def tflops(ms: dict[str, float], flop: float) -> dict[str, int]:
+    return {name: round(flop / t / 1e9) for name, t in ms.items()}
+
+
+def finalists(ms: dict[str, float]) -> list[str]:
+    """All of cuBLAS's, and of each kind of scales and sums the kernels that were the fastest in bursts."""
+    found = [name for name in ms if name.startswith("cublas")]
+    for kind in ("fast", "split", "blocks"):
+        of = sorted((name for name in ms if name.split()[0] == kind), key=ms.__getitem__)
+        found += [name for name in of if ms[name] <= CLOSE * ms[of[0]]][:FINALISTS]
+    return found
+
+
+def lasting(calls: dict[str, Callable[[], torch.Tensor]], ms: dict[str, float], flop: float) -> dict[str, Any]:
+    """Milliseconds of a call that runs by itself, at the clock that its own power leaves it: as ``timing.sustained``,
+    of one GPU. The second turn goes the other way round.
+    """
+    names, device = finalists(ms), torch.device("cuda", torch.cuda.current_device())
+    raw: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(timing.TURNS):
+        for name in names if turn % 2 == 0 else reversed(names):
+            warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (timing.SETTLE, timing.LASTING))
+            raw[name].append(timing.own_burst(calls[name], count, device, lambda: None, warm)[0])
+    found = {name: round(statistics.mean(times), 4) for name, times in raw.items()}
+    return {"lasting_ms": found, "lasting_tflops": tflops(found, flop), "raw": raw}
 
 
 def alone(out: Path, seconds: float) -> int:
@@ -439,7 +476,7 @@ def of_group(out: Path, only: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--only", default="", help="checks of a group, by name")
     given = parser.parse_args()

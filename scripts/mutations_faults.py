@@ -34,6 +34,7 @@ class Fault:
     """Checks of tests/gpu/checks.py; each must fail on two GPUs."""
 
 
+FP8 = "tests/distributed/test_fp8_ops.py"
 PROGRAM = "tests/unit/comm/test_host_program.py"
 P2P = "tests/unit/comm/test_p2p_program.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
@@ -411,6 +412,44 @@ FAULTS: tuple[Fault, ...] = (
         "",
         (FENCES,),
         ("fences",),
+    ),
+    # FP8.
+    _fault(
+        "scales of a shard are not sent",
+        "megatron_flux/comm/copy_engine.py",
+        "ctypes.memmove(scales_to, scales, self.scale_bytes)",
+        "pass",
+        (f"{FP8}::test_fused_is_exact_on_two_ranks",),
+    ),
+    _fault(
+        "a prepared call does not send the scales of a shard",
+        "megatron_flux/ops/fast_path.py",
+        "others[-2].data_ptr() if push.scale_bytes else 0",
+        "0",
+        (
+            "tests/unit/ops/test_prepared_calls.py::test_scales_of_blocks_travel_before_their_shard_and_stay_with_the_gathered_x",
+        ),
+    ),
+    _fault(
+        "every shard is scaled as the own one",
+        f"{KERNELS}/plain.py",
+        "by_row += src * tl.cdiv(k, 128) * ld + pm * BM",
+        "by_row += rank * tl.cdiv(k, 128) * ld + pm * BM",
+        (f"{FP8}::test_fused_is_exact_on_two_ranks",),
+    ),
+    _fault(
+        "the tuner keeps one answer for sums that are promoted and sums that are not",
+        f"{OPS}/fp8_operand.py",
+        "return (self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)",
+        "return (self.x.dtype, self.weight.dtype, self.x.scaling, self.out)",
+        ("tests/distributed/test_tuner.py::test_fp8_is_decided_by_how_it_is_scaled_and_added_up",),
+    ),
+    _fault(
+        "sums of FP8 stay in the tensor core",
+        f"{KERNELS}/device.py",
+        "acc = tl.dot(x, y, acc, max_num_imprecise_acc=BK)",
+        "acc = tl.dot(x, y, acc)",
+        ("tests/unit/kernels/test_compiled.py::test_sums_of_fp8_are_promoted",),
     ),
 )
 

@@ -237,7 +237,10 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, (capability, op, tma, scales) in PLAIN.items():
         ptx = plain(capability, op, tma, scales).asm["ptx"]
-        found[name] = {"missing": missing_in_plain(ptx, tma=tma, sums=op == "gemm_rs")}
+        found[name] = {
+            "missing": missing_in_plain(ptx, tma=tma, sums=op == "gemm_rs"),
+            "sums": ptx.count("add.f32") + ptx.count("fma.rn.f32"),
+        }
     for name, (op, given) in HOPPER.items():
         kernel = hopper(op, given)
         ptx, gathers = kernel.asm["ptx"], op == "ag_gemm"
@@ -247,6 +250,7 @@ def main() -> None:
             "shared": kernel.metadata.shared,
             "spilled": spilled,
             "waits": waits,
+            "sums": ptx.count("add.f32") + ptx.count("fma.rn.f32"),
             "wgmma": ptx.count("wgmma.mma_async"),
             "wide_stores": ptx.count("st.global.v4"),
             "relaunched": relaunched(kernel, op, "BIAS" in given, "FP8" in given),

@@ -62,6 +62,16 @@ def test_hopper_kernels_run_at_full_speed(kernels: dict[str, Any]) -> None:
     assert kernels["pushed"]["wide_stores"] >= 6  # to three peers, two 16-byte stores of a thread each
 
 
+def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:
+    """By additions in fp32 for each number of a tile: 32 a thread in plain kernels, 128 or 64 in each of two teams."""
+    assert kernels["9.0 ag_gemm"]["sums"] == 0
+    for name in ("9.0 ag_gemm fp8 tensor", "9.0 ag_gemm fp8 blocks"):
+        assert kernels[name]["sums"] >= 32, name
+    assert kernels["gathered and not kept, half tiles, two ranks"]["sums"] == 0
+    for name, least in (("fp8 gathered, promoted", 256), ("fp8 gathered, blocks, half tiles", 128)):
+        assert kernels[name]["sums"] >= least, name
+
+
 def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str, Any]) -> None:
     """Compared with the compiled kernels in :func:`tests.unit.kernels.compiled.relaunched`."""
     assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)

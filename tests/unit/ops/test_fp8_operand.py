@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from megatron_flux.errors import UserError
-from megatron_flux.ops.fp8_operand import Fp8Operand, gemm_ready, quantized
+from megatron_flux.ops.backends.reference import gemm_only
+from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, gemm_ready, quantized
+from tests.unit.groups import group_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -53,6 +56,35 @@ def test_shards_have_their_own_scales(scaling: str) -> None:
     assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
     assert torch.equal(whole.shard(2).dequantized(), parts[2].dequantized())
     assert whole.shard(1).data.data_ptr() == data[6:].data_ptr()
+
+
+def test_shards_become_one_and_rows_are_repeated() -> None:
+    parts = [quantized(numbers(6, 300) * 10**r, "1x128") for r in range(2)]
+    stacked = torch.stack([part.scale_inv for part in parts])
+    whole = Fp8Operand(torch.cat([part.data for part in parts]), E4M3, stacked, "1x128", 2)
+    one = whole.one_shard()
+    assert (one.shards, one.scale_inv.shape) == (1, (3, 12))
+    assert torch.equal(one.dequantized(), whole.dequantized())
+    assert one.one_shard() is one
+    twice = parts[1].repeated(2)
+    assert twice.shards == 2
+    assert torch.equal(twice.dequantized(), parts[1].dequantized().repeat(2, 1))
+    by_tensor = quantized(numbers(4, 16), "tensor")
+    assert torch.equal(by_tensor.repeated(3).one_shard().dequantized(), by_tensor.dequantized().repeat(3, 1))
+    with pytest.raises(UserError, match="no common one"):
+        Fp8Operand(whole.data, E4M3, torch.ones(2), "tensor", 2).one_shard()
+
+
+@pytest.mark.parametrize(("kinds", "rows"), [(("tensor", "tensor"), 8), (("1x128", "128x128"), 6)])
+def test_the_gemm_alone_is_that_of_the_gathered_rows(kinds: tuple[str, str], rows: int) -> None:
+    """For measuring; with a bias before it rounds."""
+    pair = Fp8Pair(quantized(numbers(rows, 256), kinds[0]), quantized(numbers(40, 256), kinds[1]))
+    bias = torch.arange(40.0).bfloat16()
+    call = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, group_of(2), bias=bias, fp8=pair)
+    product = pair.x.dequantized() @ pair.weight.dequantized().t() + bias.float()
+    alone = gemm_only(call)
+    assert alone is not None
+    assert torch.equal(alone(), product.bfloat16().repeat(2, 1))
 
 
 def test_one_scale_is_that_of_every_shard() -> None:

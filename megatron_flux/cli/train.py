@@ -57,7 +57,7 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     from megatron_flux.metrics.summary import parity
     from megatron_flux.metrics.table import counted
     from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.train import checkpoint_access, config, data, run_folder, worker
+    from megatron_flux.train import checkpoint_access, config, data, fp8, run_folder, worker
 
     run = resolved(given, special, command, given.preset)
     checkpoint_access.check_resume(run)
@@ -91,7 +91,7 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
         asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
-            f"preset {run.preset}, {run.precision}, run folder {run.out}",
+            f"preset {run.preset}, {fp8.words(run.precision, run.fp8)}, run folder {run.out}",
             worker,
             str(run.out),
             run.world_size,

@@ -21,10 +21,10 @@ CHECKS = ("step-time", "loss", "memory")
 
 _TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
-    *("precision", "recompute", "cuda_graph_impl"),
+    *("precision", "fp8", "recompute", "cuda_graph_impl"),
 )
 _LOSS_SETTINGS = (
-    *("seed", "data", "global_batch_size", "precision", "dropout"),
+    *("seed", "data", "global_batch_size", "precision", "fp8", "dropout"),
     "padded_vocab_size",  # differs with tp, and the loss with it
     *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )

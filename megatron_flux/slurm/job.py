@@ -39,6 +39,7 @@ from megatron_flux.slurm.profile import (
     validated,
 )
 from megatron_flux.train import config
+from megatron_flux.train.fp8 import check_capability
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
 
@@ -143,6 +144,9 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
+    known = device_named(profile.gpu.name) if profile.gpu is not None else None
+    if run.fp8 is not None and known is not None:
+        check_capability(run.fp8, known.capability, f"the {known.name} of profile {profile.name}")
     needed = least_memory(run)
     if profile.gpu is not None and needed >= profile.gpu.memory_gib:
         both = "both arms of a comparison" if run.command == "compare" else "this run"

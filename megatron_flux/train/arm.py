@@ -50,7 +50,9 @@ class Arm:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
-        self._peak_tflops, self._peak_source = device_peak(environment.device_name(), device.type, config.precision)
+        self._peak_tflops, self._peak_source = device_peak(
+            environment.device_name(), device.type, config.precision, config.fp8
+        )
         # Of one step, per device.
         self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12
         # Whether operator calls are in CUDA graphs: what Python counts is not what runs.

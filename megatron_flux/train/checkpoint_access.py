@@ -34,7 +34,7 @@ from megatron_flux.train.presets import parameters
 
 logger = logging.getLogger("megatron_flux")
 
-MUST_MATCH = ("precision", "distributed_optimizer", "transformer_impl")
+MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl")
 """Of a checkpoint and the run that loads it, beside the model's shape."""
 OWN_LOCK_SECONDS = 150.0
 """How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""

@@ -24,6 +24,8 @@ from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train import tokenizer
+from megatron_flux.train.fp8 import Recipe, check_capability
+from megatron_flux.train.fp8 import check as check_fp8
 from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire, check_keep
 from megatron_flux.train.presets import PRESETS, ModelShape
 
@@ -52,6 +54,7 @@ class RunConfig(CheckpointOptions, RunOptions):
     shape: ModelShape
     padded_vocab_size: int
     transformer_impl: Literal["local", "transformer_engine"]
+    fp8: Recipe | None = None
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     device: Literal["cuda", "cpu"]
     wire: Wire = "exact"
@@ -104,8 +107,8 @@ class RunConfig(CheckpointOptions, RunOptions):
         """How the layers of a flux arm run."""
         # Those of directions are options of another name.
         other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
-        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # these trainings are in 16 or 32 bits
-        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})
+        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]
+        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names}, fp8=self.fp8 is not None)
 
     @property
     def tokens_per_step(self) -> int:
@@ -144,6 +147,9 @@ def resolve(
     shape = _with_vocabulary(_shape(options, preset.shape), options)
     _check_shape(shape, tp, options)
     micro = options.micro_batch_size or preset.micro_batch_size
+    if options.fp8 is not None:
+        _check_fp8(options, device, precision)
+        check_fp8(options.fp8, shape, tp, micro * shape.seq_length, tp if options.sequence_parallel else 1)
     batch = options.global_batch_size or micro * dp * preset.micro_batches
     if batch % (micro * dp):
         raise UserError(
@@ -254,6 +260,20 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         needs = f"TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own guide"
         raise UserError(f"{given} needs {needs}, or {instead}")
+
+
+def _check_fp8(options: TrainOptions, device: str, precision: str) -> None:
+    assert options.fp8 is not None  # noqa: S101
+    given = f"--fp8 {options.fp8}"
+    if options.transformer_impl != "transformer_engine":
+        raise UserError(f"{given} is of TransformerEngine's layers; give --transformer-impl transformer_engine")
+    _check_transformer_engine(device, given, "leave it out")
+    if precision != "bf16":
+        raise UserError(f"{given} needs bf16 around the linears, this run is {precision}; leave --precision out")
+    if options.cuda_graph_impl != "none":
+        raise UserError(f"{given} with --cuda-graph-impl {options.cuda_graph_impl} is untried; leave one of them out")
+    if torch.cuda.is_available():  # else this is where jobs are written
+        check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 
 
 def _check_cuda_graphs(

@@ -25,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_flux.train import fp8
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import ModelShape
 from megatron_flux.train.shims import SequenceParallelNorm
@@ -52,6 +53,7 @@ def transformer_config(config: RunConfig) -> Any:
         # A graph serves all micro-batches: none of them may replace what others have added to main_grad, as stock
         # TransformerEngine (to 2.13) has the first one do. Otherwise it is a matter of fp8.
         disable_parameter_transpose_cache=config.cuda_graph_impl == "transformer_engine",
+        **fp8.transformer_options(config.fp8),
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_flux.config import number_of_bytes
 from megatron_flux.errors import UserError
+from megatron_flux.train.fp8 import Recipe
 
 
 def _option(default: Any, text: str, **limits: Any) -> Any:
@@ -97,6 +98,11 @@ class ModelOptions(ShapeOptions):
     normalization: Literal["LayerNorm", "RMSNorm"] | None = _option(None, "Norm, instead of the preset's.")
     transformer_impl: Literal["local", "transformer_engine"] = _option(
         "local", "Linears of the layers: megatron-core's own, or TransformerEngine's (GPUs only)."
+    )
+    fp8: Recipe | None = _option(
+        None,
+        "Run the linears of TransformerEngine's layers in FP8 by this recipe, in flux by its FP8 kernels, which have "
+        "trained nothing on GPUs yet: delayed, current or blockwise (bf16, --transformer-impl transformer_engine).",
     )
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _option(
         "none",

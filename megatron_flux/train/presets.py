@@ -133,13 +133,17 @@ def step_flops(shape: ModelShape, sequences: int) -> float:
     return 3.0 * sequences * (shape.num_layers * (2 * s * shape.layer_weights + scores) + logits)
 
 
-def device_peak(device_name: str, device: str, precision: str) -> tuple[float | None, str]:
-    """Dense peak in TFLOP/s of a device (``cuda`` or ``cpu``) and its source; None and why, where it is not known."""
+def device_peak(device_name: str, device: str, precision: str, fp8: str | None = None) -> tuple[float | None, str]:
+    """Dense peak in TFLOP/s of a device (``cuda`` or ``cpu``) and its source; None and why, where it is not known.
+
+    Where layers run in FP8 (a recipe) it is twice that of bf16, as in these data sheets; not all of a step is FP8.
+    """
     if device != "cuda":
         return None, "no MFU: the peak of processors is not in the table"
     if precision != "bf16":
         return None, f"no MFU: the table of peaks is for bf16, this run is {precision}"
     for name, peak in _PEAK_BF16_TFLOPS.items():
         if name in device_name:
-            return peak, f"NVIDIA's data sheet of the {name}, bf16 without sparsity"
+            of, times = ("bf16", 1) if fp8 is None else ("FP8", 2)
+            return times * peak, f"NVIDIA's data sheet of the {name}, {of} without sparsity"
     return None, f"no MFU: the peak of {device_name!r} is not in the table (megatron_flux/train/presets.py)"

@@ -66,7 +66,7 @@ def description(config: RunConfig) -> dict[str, Any]:
 
 def run_info(config: RunConfig) -> dict[str, Any]:
     """Versions, device, link, wire, job, layout: no words or paths of the machine, which wandb is not told either."""
-    layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision")
+    layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision", "fp8")
     return {
         "versions": environment.versions(),
         "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_wires_of_gradients_are_checked_as_those_of_activations() -> None:
     with pytest.raises(UserError, match=r"grad_wire int8 is for groups within a node .* the link nvlink; leave grad_"):
         job.resolve(small, Profile.load("nvlink-h100"), "flux", {"grad_wire": "int8"})
     job.resolve(small, Profile.load("nvlink-h100"), "baseline", {"grad_wire": "int8"})
+
+
+def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: "transformer_engine" in name or there(name, *of))
+    asked = {"fp8": "blockwise", "transformer_impl": "transformer_engine"}
+    text = job.job_script(job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "compare", asked), "a test")
+    assert "--fp8=blockwise" in text
+    with pytest.raises(UserError, match=r"--fp8 blockwise needs compute capability 9.0, the A100 .* pcie-a100 has 8.0"):
+        job.resolve(Job.load("llama2-70b"), Profile.load("pcie-a100"), "compare", asked)
 
 
 def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:

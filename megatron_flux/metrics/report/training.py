@@ -20,6 +20,8 @@ from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, memory, millise
 NOT_RECORDED = "Not recorded"
 """How the caption of a part begins whose data the run does not have: such parts become one table."""
 
+_LAYOUT = ("tp", "pp", "dp", "precision", "fp8")
+
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """What can be compared between arms: waiting for peers is in one of the three, whichever arm it is."""
 
@@ -93,7 +95,7 @@ def _subtitle(run: Run) -> str:
     if isinstance(device, dict):
         words.append(f"{device.get('count', '?')} {CROSS} {device.get('name', '?')}")
     if isinstance(layout, dict):
-        words.append(", ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "dp", "precision") if name in layout))
+        words.append(", ".join(f"{name} {layout[name]}" for name in _LAYOUT if layout.get(name) is not None))
     return "; ".join(words)
 
 

@@ -112,7 +112,7 @@ def test_cards_get_the_plain_kernels() -> None:
     ("dtype", "size", "capability", "shielded", "reason"),
     [
         ("bfloat16", 8, (9, 0), True, None),
-        ("float32", 8, (9, 0), True, "bf16 or fp16"),
+        ("float32", 8, (9, 0), True, "bf16, fp16 or FP8"),
         ("bfloat16", 3, (9, 0), True, "2, 4 or 8 ranks, not 3"),
         ("bfloat16", 8, (7, 5), True, "compute capability 8.0, this GPU has 7.5"),
         ("bfloat16", 8, (9, 0), False, "CUDA_DEVICE_MAX_CONNECTIONS=1"),

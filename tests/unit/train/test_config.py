@@ -182,6 +182,73 @@ def test_cuda_graphs_of_transformer_engine_need_it(monkeypatch: pytest.MonkeyPat
         config.resolve(options, CheckpointOptions(), world_size=2, device="cuda", out=Path("runs/x"))
 
 
+def in_fp8(recipe: Any, world_size: int = 2, **given: Any) -> config.RunConfig:
+    options = TrainOptions(**{"fp8": recipe, "transformer_impl": "transformer_engine", "preset": "gpt3-175b", **given})
+    return config.resolve(options, CheckpointOptions(), world_size=world_size, device="cuda", out=Path("runs/x"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "name"),
+    [("delayed", "hybrid", "delayed"), ("current", "hybrid", "tensorwise"), ("blockwise", "e4m3", "blockwise")],
+)
+def test_fp8_reaches_megatrons_configuration_and_flux(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, kind: str, name: str
+) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    run = in_fp8(recipe)
+    made = transformer_config(run)
+    assert (made.fp8, made.fp8_recipe, made.bf16) == (kind, name, True)
+    assert (made.fp8_amax_history_len, made.fp8_amax_compute_algo) == (
+        (1024, "max") if recipe == "delayed" else (1, "most_recent")
+    )
+    assert run.flux_config.fp8
+    plain = in_fp8(None)
+    assert (transformer_config(plain).fp8, plain.flux_config.fp8) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "said"),
+    [
+        (
+            "current",
+            {"transformer_impl": "local"},
+            "--fp8 current is of TransformerEngine's layers; give --transformer-",
+        ),
+        ("current", {"precision": "fp32"}, "--fp8 current needs bf16 around the linears, this run is fp32"),
+        ("delayed", {"cuda_graph_impl": "local"}, "--fp8 delayed with --cuda-graph-impl local is untried"),
+        ("current", {"ffn_hidden_size": 4112}, "MLP hidden size 4112 / tp 2 must be a multiple of 16 on each rank"),
+        ("blockwise", {"ffn_hidden_size": 4224}, "MLP hidden size 4224 / tp 2 must be a multiple of 128 on each rank"),
+        ("current", {"seq_length": 8}, "tokens of a micro-batch 8 / tp 2 must be a multiple of 8 on each rank; change"),
+        ("blockwise", {"seq_length": 2112}, "tokens of a micro-batch 2112 must be a multiple of 128 on each rank"),
+    ],
+)
+def test_fp8_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    with pytest.raises(UserError) as error:
+        in_fp8(recipe, **{"micro_batch_size": 1, **given})
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "said"),
+    [("current", (8, 0), "8.9"), ("blockwise", (8, 9), "9.0"), ("delayed", (8, 9), None), ("blockwise", (9, 0), None)],
+)
+def test_fp8_needs_a_gpu_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, capability: tuple[int, int], said: str | None
+) -> None:
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(config.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(config.torch.cuda, "get_device_capability", lambda: capability)
+    if said is None:
+        in_fp8(recipe)
+        return
+    has = ".".join(map(str, capability))
+    with pytest.raises(UserError, match=f"--fp8 {recipe} needs compute capability {said}, this GPU has {has}"):
+        in_fp8(recipe)
+
+
 @pytest.mark.parametrize("impl", ["none", "local"])
 def test_cuda_graphs_reach_megatrons_configuration(impl: Any) -> None:
     options = TrainOptions(cuda_graph_impl=impl)

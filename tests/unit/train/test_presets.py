@@ -49,6 +49,12 @@ def test_peaks(name: str, teraflops: float | None) -> None:
         assert name in source
 
 
+def test_the_peak_of_fp8_is_said_to_be_that() -> None:
+    peak, source = device_peak("NVIDIA H200", "cuda", "bf16", "current")
+    assert peak == pytest.approx(2 * 989.4)
+    assert "FP8 without sparsity" in source
+
+
 @pytest.mark.parametrize(("device", "precision"), [("cuda", "fp32"), ("cpu", "bf16")])
 def test_an_unknown_peak_says_why(device: str, precision: str) -> None:
     peak, source = device_peak("NVIDIA H200", device, precision)

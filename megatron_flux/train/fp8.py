@@ -1,0 +1,78 @@
+"""FP8 trainings: recipes by the names that users give, as megatron-core takes them, and what a model needs for them.
+
+=========  =============  ====================================================================================
+recipe     TransformerEngine's recipe, and what is scaled
+=========  =============  ====================================================================================
+delayed    ``DelayedScaling``: a tensor, by the largest value of its last 1024 amaxes (e4m3, gradients e5m2)
+current    ``Float8CurrentScaling``: a tensor, by its own amax (e4m3, gradients e5m2)
+blockwise  ``Float8BlockScaling``: 1 x 128 of activations and gradients, 128 x 128 of weights (all e4m3)
+=========  =============  ====================================================================================
+
+As NVIDIA's own recipes for megatron-core set them. First and last layers are in FP8 as well; embedding, output layer
+and attention's two products are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megatron_flux.errors import UserError
+from megatron_flux.train.presets import ModelShape
+
+Recipe = Literal["delayed", "current", "blockwise"]
+
+_MEGATRON: dict[str, dict[str, Any]] = {
+    "delayed": {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+    },
+    "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 128}
+_CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0)}
+"""The least that TransformerEngine has the recipe for."""
+
+
+def transformer_options(recipe: Recipe | None) -> dict[str, Any]:
+    """What megatron-core's TransformerConfig is given of ``recipe``; None is none."""
+    return {} if recipe is None else dict(_MEGATRON[recipe])
+
+
+def words(precision: str, recipe: str | None) -> str:
+    """Of a run, for people."""
+    return precision if recipe is None else f"{precision} with FP8 layers ({recipe} scaling)"
+
+
+def check_capability(recipe: Recipe, capability: tuple[int, int], whose: str) -> None:
+    """Refuse a GPU without the recipe; ``whose`` says which one has the ``capability``. Raises UserError."""
+    if capability < _CAPABILITY[recipe]:
+        least, has = (".".join(map(str, of)) for of in (_CAPABILITY[recipe], capability))
+        raise UserError(f"--fp8 {recipe} needs compute capability {least}, {whose} has {has}; leave it out")
+
+
+def check(recipe: Recipe, shape: ModelShape, tp: int, tokens: int, shards: int) -> None:
+    """Refuse a model whose linears TransformerEngine does not run in FP8; a micro-batch has ``tokens``, split over
+    ``shards`` ranks between the linears.
+
+    Raises:
+        UserError: which size, what it must be a multiple of, and the option to change.
+    """
+    multiple = _MULTIPLE[recipe]
+    rules = (
+        ("hidden size", shape.hidden_size, 1, multiple, "--hidden-size"),
+        ("MLP hidden size", shape.ffn_hidden_size, tp, multiple, "--ffn-hidden-size"),
+        ("query, key and value size", shape.qkv_size, tp, multiple, "--hidden-size or --num-query-groups"),
+        ("attention's output", shape.hidden_size, tp, multiple, "--hidden-size"),
+        ("tokens of a micro-batch", tokens, shards, 8, "--seq-length"),
+        ("tokens of a micro-batch", tokens, 1, multiple if recipe == "blockwise" else 8, "--seq-length"),
+    )
+    for name, size, by, of, option in rules:
+        if size % (by * of):
+            part = f" / tp {by}" if by > 1 else ""
+            raise UserError(
+                f"--fp8 {recipe}: {name} {size}{part} must be a multiple of {of} on each rank; change {option}, or "
+                "leave --fp8 out"
+            )

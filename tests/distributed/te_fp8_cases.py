@@ -12,6 +12,7 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,19 +21,36 @@ import torch.distributed as dist
 
 from megatron_flux import FluxConfig, ops
 from megatron_flux.ops.fp8_operand import Fp8Operand
+from megatron_flux.patch.te_fp8 import SUPPORTED_FP8
 from tests.distributed.data import require_close
-from tests.distributed.megatron_world import flux
+from tests.distributed.megatron_world import flux, on_gpu
 from tests.distributed.te_cases import Case, Sizes, build, gradient_of, input_of, numbers, te_megatron
+from tests.distributed.te_stand_in import SOURCE
 from tests.distributed.te_stand_in_fp8 import numbers_of
 
 FP8 = FluxConfig(strict=True, backend="reference", fp8=True)
 SIZES = Sizes(64, 2, 256, 384)
 """128 rows per rank, as blocks want them."""
+GPU_SIZES = Sizes(256, 2, 1024, 1536)
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 KINDS = ("norm column", "column", "row")
 BF16 = 2**-7
 """One result may be rounded up and the other down, of sums of as many partial results as there are ranks."""
+GPU = 2**-6
+"""Tensor cores add up FP8 products in 14 bits, in another order in every kernel."""
+
+
+def why_not() -> str | None:
+    """Why these tests cannot run with the TransformerEngine of the stand-in, or None."""
+    found = [path.stem.split("-")[1] for path in Path(SOURCE).glob("transformer_engine-*.dist-info")]
+    if not found or found[0] not in SUPPORTED_FP8:
+        return f"FP8 is for TransformerEngine {SUPPORTED_FP8}, here is {', '.join(found) or 'none'}"
+    return None
+
+
+def tolerance() -> float:
+    return GPU if on_gpu() else BF16
 
 
 def recipe_of(name: str) -> Any:
@@ -58,7 +76,8 @@ def autocast(recipe: Any) -> Any:
 
 
 def fp8_case(kind: str, **options: Any) -> Case:
-    given = {"fusion": True, "dtype": torch.bfloat16, "sizes": SIZES, **options}
+    size = GPU_SIZES if dist.is_initialized() and on_gpu() else SIZES
+    given = {"fusion": True, "dtype": torch.bfloat16, "sizes": size, **options}
     given["options"] = {"bf16": True, **given.get("options", {})}
     return Case(kind, **given)
 
@@ -85,12 +104,12 @@ class Training:
     found: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def require_same(self, stock: Training, what: str, tolerance: float = BF16) -> None:
+    def require_same(self, stock: Training, what: str) -> None:
         assert self.found.keys() == stock.found.keys(), (what, sorted(self.found), sorted(stock.found))
         assert self.state.keys() == stock.state.keys(), (what, sorted(self.state), sorted(stock.state))
         for name, expected in stock.found.items():
             assert self.found[name].dtype == expected.dtype, (what, name)
-            require_close(f"{what}: {name}", self.found[name], expected, tolerance)
+            require_close(f"{what}: {name}", self.found[name], expected, tolerance())
         for name, expected in stock.state.items():
             assert torch.equal(self.state[name], expected), (what, name, self.state[name], expected)
 
@@ -154,47 +173,58 @@ def fresh() -> None:
     FP8GlobalStateManager.reset()
 
 
-def both(case: Case, recipes: tuple[str | None, ...], primary: str | None = None) -> tuple[Training, Training, Any]:
+def both(
+    case: Case, recipes: tuple[str | None, ...], primary: str | None = None, backend: str = "reference"
+) -> tuple[Training, Training, Any]:
     """Stock's training, ours, and what was seen of ours."""
     stock = train(case, built(case, primary), recipes)
     fresh()
     layer = built(case, primary)
-    with flux(FP8) as seen:
+    with flux(replace(FP8, backend=backend)) as seen:
         ours = train(case, layer, recipes)
     return stock, ours, seen
 
 
-def rank_fp8_case(case: Case, recipe: str, steps: int, primary: bool) -> dict[str, int]:
+def rank_fp8_case(case: Case, recipe: str, steps: int, primary: bool, backend: str = "reference") -> dict[str, int]:
     """Calls by operator and backend."""
     with fp8_megatron():
-        stock, ours, seen = both(case, (recipe,) * steps, recipe if primary else None)
+        stock, ours, seen = both(case, (recipe,) * steps, recipe if primary else None, backend)
         ours.require_same(stock, f"{case.kind}, {recipe}")
         assert (seen.active_layers, seen.fallbacks) == (1, {})
         return seen.calls
+
+
+def rank_switches(kind: str, recipes: tuple[str | None, ...]) -> None:
+    with fp8_megatron():
+        stock, ours, seen = both(fp8_case(kind), recipes)
+        ours.require_same(stock, f"{kind}, {recipes}")
+        assert (seen.active_layers, seen.fallbacks) == (1, {})
 
 
 # What is multiplied
 
 
 @contextlib.contextmanager
-def multiplied() -> Iterator[list[tuple[str, Any, Any]]]:
-    """The operands of every GEMM: ``(name, weight or x, x or dy)``, each as :func:`described`.
+def multiplied() -> Iterator[list[tuple[str, bool, Any, Any]]]:
+    """The operands of every GEMM, each as :func:`described`, and whether it splits sums: ``(name, split, weight or x, x
+    or dy)``.
 
     Of TransformerEngine's GEMM names are its layouts, of ours the operators', whose x is the rank's own shard.
     """
     import transformer_engine_torch as tex
 
-    seen: list[tuple[str, Any, Any]] = []
+    seen: list[tuple[str, bool, Any, Any]] = []
     stock, gather, scatter = tex.generic_gemm, ops.all_gather_gemm, ops.gemm_reduce_scatter
 
     def gemm(a: Any, transa: bool, b: Any, transb: bool, *args: Any, **kwargs: Any) -> Any:
         name = f"{'NT'[transa]}{'NT'[transb]}"
-        seen.append((name, described(a, not transa), described(b, transb)))
+        seen.append((name, args[-1], described(a, not transa), described(b, transb)))
         return stock(a, transa, b, transb, *args, **kwargs)
 
     def operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(x: Fp8Operand, weight: Fp8Operand, *args: Any, **kwargs: Any) -> Any:
-            seen.append((name, (weight.data.clone(), weight.dequantized()), (x.data.clone(), x.dequantized())))
+            split = kwargs["split_accumulator"]
+            seen.append((name, split, (weight.data.clone(), weight.dequantized()), (x.data.clone(), x.dequantized())))
             return run(x, weight, *args, **kwargs)
 
         return call
@@ -227,7 +257,10 @@ def rank_operands(kind: str, recipe: str) -> None:
     gathered = {"row": ("gemm_reduce_scatter", "all_gather_gemm")}.get(kind, ("all_gather_gemm", "gemm_reduce_scatter"))
     assert [name for name, *_ in stock] == ["TN", "NN", "NT"] * 2
     assert [name for name, *_ in ours] == [*gathered, "NT"] * 2
-    for (name, *expected), (_, *found) in zip(stock, ours, strict=True):
+    splits = [split for _, split, *_ in stock]
+    assert [split for _, split, *_ in ours] == splits
+    assert splits == [recipe == "blockwise", True, True] * 2
+    for (name, _, *expected), (_, _, *found) in zip(stock, ours, strict=True):
         for which, (data, values), (our_data, our_values) in zip("ab", expected, found, strict=True):
             if data.shape != our_data.shape:  # of what is gathered, the rank's own rows
                 mine = slice(rank * our_data.shape[0], (rank + 1) * our_data.shape[0])
@@ -258,19 +291,12 @@ def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
 def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
     case = fp8_case(kind)
     with fp8_megatron():
-        from megatron.core import parallel_state, tensor_parallel
-        from transformer_engine.pytorch import checkpoint
-
-        group = parallel_state.get_tensor_model_parallel_group()
+        from megatron.core import tensor_parallel
 
         def call(layer: Any) -> Callable[[torch.Tensor], Any]:
-            def recomputed(x: torch.Tensor) -> Any:
-                if by_te:
-                    tracker = tensor_parallel.random.get_cuda_rng_tracker
-                    return checkpoint(layer, x, get_rng_state_tracker=tracker, tp_group=group, use_reentrant=True)
-                return tensor_parallel.checkpoint(lambda x: layer(x), False, x)
-
-            return recomputed
+            if by_te:
+                return by_te_checkpoint(layer)
+            return lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
 
         layer = built(case)
         stock = train(case, layer, (recipe,) * 2, call(layer))
@@ -291,7 +317,7 @@ def rank_fp8_no_grad(kind: str, recipe: str) -> None:
             with patch, autocast(recipe_of(recipe)):
                 found.append(layer(x)[0])
         assert not found[1].requires_grad
-        require_close("y", found[1], found[0], BF16)
+        require_close("y", found[1], found[0], tolerance())
 
 
 def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
@@ -319,18 +345,33 @@ def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
 # Two layers
 
 
-def rank_fp8_pair(recipe: str, ahead: bool) -> dict[str, int]:
+def by_te_checkpoint(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """``call``, recomputed in backward as Megatron has TransformerEngine do it in FP8."""
+    from megatron.core import parallel_state, tensor_parallel
+    from transformer_engine.pytorch import checkpoint
+
+    tracker = tensor_parallel.random.get_cuda_rng_tracker
+    group = parallel_state.get_tensor_model_parallel_group()
+    return lambda x: checkpoint(call, x, get_rng_state_tracker=tracker, tp_group=group, use_reentrant=True)
+
+
+def rank_fp8_pair(recipe: str, ahead: bool, backend: str = "reference", recompute: bool = False) -> dict[str, int]:
     """A row-parallel layer behind a column-parallel one, the input of which it gathers ahead."""
-    first, second = fp8_case("norm column", bias=False), fp8_case("row", bias=False, sizes=Sizes(64, 2, 384, 256))
+    first = fp8_case("norm column", bias=False)
+    second = fp8_case("row", bias=False, sizes=replace(first.size, k=first.size.n, n=first.size.k))
     found: list[dict[str, torch.Tensor]] = []
     with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(replace(FP8, gather_ahead=ahead))):
+        for patch in (contextlib.nullcontext(), flux(replace(FP8, gather_ahead=ahead, backend=backend))):
             layers = [built(first), built(second)]
+
+            def call(x: torch.Tensor, layers: list[Any] = layers) -> torch.Tensor:
+                return layers[1](layers[0](x)[0])[0]
+
             with patch as seen:
                 for i in range(3):
                     x = input_of(first, 7 + i).requires_grad_()
                     with autocast(recipe_of(recipe)):
-                        y = layers[1](layers[0](x)[0])[0]
+                        y = (by_te_checkpoint(call) if recompute else call)(x)
                     y.backward(gradient_of(y, 70 + i))
             results = {"y": y.detach(), "dx": x.grad}
             for i, layer in enumerate(layers):
@@ -341,7 +382,10 @@ def rank_fp8_pair(recipe: str, ahead: bool) -> dict[str, int]:
     assert found[0].keys() == found[1].keys()
     for name, expected in found[0].items():
         if expected.any() and expected.is_floating_point():
-            require_close(name, found[1][name], expected, 2**-5)  # what one rounds otherwise, the other quantises
+            # What one layer rounds otherwise, the other quantises: a few numbers are an eighth off. (Triton's
+            # interpreter cuts bf16 off, so that half of them are rounded otherwise.)
+            error = (found[1][name].float() - expected.float()).norm() / expected.float().norm()
+            assert error < (2**-4 if backend == "twin" else 2**-5), (recipe, name, error)
     return seen.calls
 
 

@@ -10,6 +10,7 @@ stand-in for its compiled part (te_stand_in_fp8.py). On GPUs: tests/gpu/test_te_
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from megatron_flux import FallbackError, FluxConfig
+from megatron_flux.ops.backends import registry
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool
@@ -26,8 +28,8 @@ from tests.distributed.te_fp8_cases import (
     FP8,
     KINDS,
     RECIPES,
+    SIZES,
     autocast,
-    both,
     built,
     fp8_case,
     fp8_megatron,
@@ -40,13 +42,17 @@ from tests.distributed.te_fp8_cases import (
     rank_fp8_state,
     rank_operands,
     rank_quantised,
+    rank_switches,
     recipe_of,
     train,
+    why_not,
 )
+from tests.distributed.test_fused_twin import twin
+from tests.gpu import te_fp8 as program
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not())),
+    pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT)),
 ]
 
 
@@ -107,13 +113,6 @@ def test_norms(te_world2: WorkerPool, norm: str, recipe: str) -> None:
     te_world2.run(rank_fp8_case, fp8_case("norm column", options=NORMS[norm]), recipe, 2, False)
 
 
-def rank_switches(kind: str, recipes: tuple[str | None, ...]) -> None:
-    with fp8_megatron():
-        stock, ours, seen = both(fp8_case(kind), recipes)
-        ours.require_same(stock, f"{kind}, {recipes}")
-        assert (seen.active_layers, seen.fallbacks) == (1, {})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_recipes_change_between_steps(te_world2: WorkerPool, kind: str) -> None:
     te_world2.run(rank_switches, kind, ("delayed", "tensorwise", None, "blockwise", "delayed", "delayed"))
@@ -146,6 +145,28 @@ def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe:
         assert 0 < ours <= stock, (stock, ours)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
+    te_world2.run(rank_fp8_pair, recipe, True, "reference", True)
+
+
+def rank_twin_pair(recipe: str) -> dict[str, int]:
+    registry._backends["twin"] = twin()
+    try:
+        return rank_fp8_pair(recipe, True, "twin")
+    finally:
+        del registry._backends["twin"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_layers_on_fused_kernels(te_world2: WorkerPool, recipe: str) -> None:
+    """What is gathered lies in memory of the group, which later calls write to."""
+    for calls in te_world2.run(rank_twin_pair, recipe):
+        assert calls["all_gather/twin"] == 3 * (2 if recipe == "blockwise" else 1)
+        assert calls["all_gather_gemm/twin"] == calls["gemm_reduce_scatter/twin"] == 6
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_layers(te_world: WorkerPool, recipe: str, ahead: bool) -> None:
@@ -157,6 +178,23 @@ def test_two_layers(te_world: WorkerPool, recipe: str, ahead: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_and_extra_state(te_world2: WorkerPool, kind: str, recipe: str) -> None:
     te_world2.run(rank_fp8_state, kind, recipe)
+
+
+def rank_program(recipe: str) -> list[dict[str, Any]]:
+    with (
+        fp8_megatron(),
+        mock.patch.object(program, "ARMS", {"stock": None, "reference": "reference"}),
+        mock.patch.object(program, "timed", lambda step: float(step() is not None)),
+    ):
+        return program.arms_of(recipe, SIZES)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_the_program_of_gpus(te_world2: WorkerPool, recipe: str) -> None:
+    for stock, ours in te_world2.run(rank_program, recipe):
+        assert (stock["error"], stock["fallbacks"], ours["fallbacks"]) == (0, {}, {})
+        assert ours["error"] < 2**-6
+        assert len(ours["ms"]) == len(stock["ms"]) == program.ROUNDS
 
 
 # Frozen parameters, and an input without gradient
@@ -317,7 +355,7 @@ def rank_runs_stock(kind: str) -> None:
         layer = built(case)
         with flux() as seen:
             ours = train(case, layer, ("delayed",) * 2)
-        ours.require_same(stock, kind, 2**-30)
+        ours.require_same(stock, kind)
         assert seen.fallbacks == {f"TE {kind}: fp8 (autocast)": 4}
         assert (seen.active_layers, seen.calls) == (0, {})
 

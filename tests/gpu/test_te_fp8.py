@@ -1,0 +1,127 @@
+"""megatron-core's layers over TransformerEngine in FP8 on two GPUs, patched against stock: the ranks' checks of
+tests/distributed/test_te_fp8.py with TransformerEngine's own kernels, and flux's fused ones.
+
+Covered there and here, by recipe: operands to the bit; forward, dx and all gradients; amaxes, scales and the cached
+weight after several steps; primary weights in FP8; recipes that change; recompute; no_grad; two layers with the gather
+ahead; checkpoints. Only here: sums of tensor cores, and peak memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import te_fp8_cases as cases
+from tests.distributed.megatron_world import flux
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import NORMS, Sizes, gradient_of, input_of
+from tests.distributed.te_fp8_cases import FP8, GPU_SIZES, KINDS, RECIPES, fp8_case
+
+pytestmark = [
+    pytest.mark.gpus(2),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+    ),
+]
+
+BACKENDS = ["reference", "fused"]
+
+
+@pytest.fixture(autouse=True)
+def _supported(request: pytest.FixtureRequest) -> None:
+    """Skip what TransformerEngine cannot do here."""
+    from transformer_engine.pytorch import quantization
+
+    able, why = quantization.check_fp8_support()
+    if able and "blockwise" in request.node.name:
+        able, why = quantization.check_fp8_block_scaling_support()
+    if not able:
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("primary", [False, True], ids=["cached", "primary"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_patched_equals_stock(nccl2: WorkerPool, kind: str, recipe: str, primary: bool, backend: str) -> None:
+    for calls in nccl2.run(cases.rank_fp8_case, fp8_case(kind, sizes=GPU_SIZES), recipe, 3, primary, backend):
+        assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == 6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_multiplied_is_stocks_to_the_bit(nccl2: WorkerPool, kind: str, recipe: str) -> None:
+    nccl2.run(cases.rank_operands, kind, recipe)
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norms(nccl2: WorkerPool, norm: str, recipe: str) -> None:
+    case = fp8_case("norm column", sizes=GPU_SIZES, options=NORMS[norm])
+    nccl2.run(cases.rank_fp8_case, case, recipe, 2, False)
+
+
+@pytest.mark.parametrize("by_te", [False, True], ids=["megatron", "TransformerEngine"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute(nccl2: WorkerPool, kind: str, recipe: str, by_te: bool) -> None:
+    nccl2.run(cases.rank_fp8_recompute, kind, recipe, by_te)
+
+
+@pytest.mark.parametrize("check", [cases.rank_fp8_no_grad, cases.rank_fp8_state], ids=["no_grad", "checkpoints"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_and_checkpoints(
+    nccl2: WorkerPool, kind: str, recipe: str, check: Callable[[str, str], None]
+) -> None:
+    nccl2.run(check, kind, recipe)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recipes_change_between_steps(nccl2: WorkerPool, kind: str) -> None:
+    nccl2.run(cases.rank_switches, kind, ("delayed", "tensorwise", None, "delayed", "delayed"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_layers(nccl2: WorkerPool, recipe: str, ahead: bool, backend: str) -> None:
+    nccl2.run(cases.rank_fp8_pair, recipe, ahead, backend)
+
+
+def _rank_peak(kind: str, recipe: str) -> tuple[int, int]:
+    """Peak memory of a forward and backward above what was there before, stock and flux."""
+    case, found = fp8_case(kind, bias=False, sizes=Sizes(1024, 1, 4096, 8192)), []
+    with cases.fp8_megatron():
+        layer: Any = cases.built(case)
+
+        def peak() -> int:
+            for i in range(3):  # workspaces are there after the first
+                x = input_of(case, 7).requires_grad_()
+                layer.is_first_microbatch = i == 0
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                with cases.autocast(cases.recipe_of(recipe)):
+                    y = layer(x)[0]
+                y.backward(gradient_of(y, 70))
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before
+
+        found.append(peak())
+        with flux(FP8):
+            found.append(peak())
+    dist.barrier()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_peak_memory_is_not_above_stocks(nccl2: WorkerPool, kind: str, recipe: str) -> None:
+    for stock, ours in nccl2.run(_rank_peak, kind, recipe):
+        assert 0 < ours <= 1.02 * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"

@@ -122,7 +122,8 @@ def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
         return config
     if not config.ws:
         return replace(config, bn=min(config.bn, 128))
-    return replace(config, bk=128, bm=128, teams=2)
+    stages = config.stages if config.bn > 128 else min(config.stages, 5)  # room for the scales of blocks
+    return replace(config, bk=128, bm=128, stages=stages, teams=2)
 
 
 def ag_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:

@@ -73,7 +73,7 @@ GATHER = {
     "split 128x256 s4": split(group=16),
     "blocks 128x256 s4": blocks(group=16),
     "split 128x128 s6": split(group=16, bn=128, stages=6),
-    "blocks 128x128 s6": blocks(group=16, bn=128, stages=6),
+    "blocks 128x128 s5": blocks(group=16, bn=128, stages=5),
     "blocks 128x256 s3": blocks(group=16, stages=3),
 }
 SCATTER = {

@@ -43,9 +43,9 @@ from megatron_flux.kernels.hopper.scaled import scaled_tile
 
 @gluon.jit
 def _load(
-    a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank,
+    a, b, sa, sb, full, empty, xs, ss, nrb, npn, kt, mp, rank,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr,
-    CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+    CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
@@ -53,8 +53,9 @@ def _load(
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         row = ((rank + 1 + step) % TP) * mp + rb * BM
         slot, phase = load_blocks(
-            a, b, row, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, BM, BN, BK, STAGES, TRANSPOSED
-        )
+            a, b, row, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, row, ss, BM, BN, BK, STAGES, TRANSPOSED,
+            SCALES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -127,7 +128,7 @@ def _reduce(
 @gluon.jit
 def _multiply(
     sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-    xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank,
+    xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank,
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
     SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, TEAM: gl.constexpr,
@@ -143,16 +144,14 @@ def _multiply(
                 TEAMS,
             )  # fmt: skip
         else:
-            row = t * 0
             col = t * 0
             by_block = ws
             if SCALES == "blocks":
-                step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
-                row = ((rank + 1 + step) % TP) * mp + rb * BM
+                _, _, pn = scatter_place(t, nrb, npn, BAND, TP)
                 col = pn * BN
                 by_block += pn * (BN // 128) * ldw
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, xs + row, ld, mp * TP - row, by_block, ldw, None, col, n, BM, BN,
+                sa, sb, full, empty, slot, phase, kt, xs, ss, by_block, ldw, None, col, n, BM, BN,
                 STAGES, SCALES, PROMOTE, False, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
@@ -165,13 +164,13 @@ def _multiply(
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, n, kt, mp, ld, ldw, rank, spread,
+    slot, next_slot, flag_off, row_off, n, kt, mp, ldw, rank, spread,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
-    Without ``SCALES`` (None) no scales are read.
+    Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` is a descriptor, of "tensor" a pointer.
     """
     epoch = gl.load(epochs + slot)
     nrb = gl.cdiv(mp, BM)
@@ -179,16 +178,19 @@ def hopper_gemm_rs_kernel(
     sa = gl.allocate_shared_memory(a.dtype, [STAGES, BM, BK], a.layout)
     sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)
+    ss = sa
+    if SCALES == "blocks":
+        ss = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], xs.layout)
     full, empty = rings(STAGES, 1, TEAMS)
     ready, free = rings(RING, TEAMS, 1)
     if TEAMS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             limit, row_off, xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
                              STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 1, 0)),
-                (_load, (a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
-                         TRANSPOSED)),
+                (_load, (a, b, sa, sb, full, empty, xs, ss, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
+                         TRANSPOSED, SCALES)),
                 (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
                           rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
                 (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
@@ -201,13 +203,13 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             limit, row_off, xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
                              STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 0)),
                 (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ld, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             limit, row_off, xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
                              STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 1)),
-                (_load, (a, b, sa, sb, full, empty, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
-                         TRANSPOSED)),
+                (_load, (a, b, sa, sb, full, empty, xs, ss, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
+                         TRANSPOSED, SCALES)),
                 (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
                           rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
                 (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,

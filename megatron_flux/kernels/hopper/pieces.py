@@ -111,14 +111,19 @@ def rings(SLOTS: gl.constexpr, FILLING: gl.constexpr = 1, READING: gl.constexpr 
 
 @gluon.jit
 def load_blocks(
-    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, xs, xs_row, xs_col, ss, BM: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase."""
+    """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase. With
+    SCALES "blocks" also BM scales of x into ``ss``: row ``xs_row`` of ``xs`` for k block 0, from column ``xs_col``.
+    """
     for ki in range(first, last):
         mbarrier.wait(empty.index(slot), phase)
         loaded, to_a, to_b = full.index(slot), sa.index(slot), sb.index(slot)
-        mbarrier.expect(loaded, (BM + BN) * BK * (sa.dtype.primitive_bitwidth // 8))
+        scales: gl.constexpr = 4 * BM if SCALES == "blocks" else 0
+        mbarrier.expect(loaded, (BM + BN) * BK * (sa.dtype.primitive_bitwidth // 8) + scales)
+        if SCALES == "blocks":
+            copy_in(xs, [xs_row + ki, xs_col], loaded, ss.index(slot))
         copy_in(a, [row, ki * BK], loaded, to_a)
         if TRANSPOSED:
             copy_in(b, [ki * BK, col], loaded, to_b)

@@ -21,8 +21,12 @@ Schedule with PROMOTE
     the sum a thread holds the product of a block. Software pipelining within one team of eight warps needs one more:
     ptxas spills, or makes the products wait for each other (triton 3.9).
 
-    Scales are loaded one block ahead, behind the first operands of the tile: what those are loaded behind says that
-    x's scales have arrived, too.
+    Scales of x come with the operands of their block, by *load*; those of the weight are loaded one block ahead, from a
+    line that 32 blocks share.
+
+Measured (H200, m=8192, n=k=12288)
+    128 x 128 tiles reached 1100 TFLOP/s with one scale and 670 to 730 in blocks whose scales each thread loaded one
+    block ahead: a block takes less time than a load from L2.
 """
 
 from __future__ import annotations
@@ -49,8 +53,8 @@ def _added(acc, x, y, nothing, by_row, by_half, SCALES: gl.constexpr):
 
 @gluon.jit
 def _promoted(
-    sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, ldw, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, SCALES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, ss, ws, ldw, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    SCALES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """The halves of a tile, of 128 columns each; of a tile that is one half, the second is zero. ``ldw`` leads to the
     second one's scales.
@@ -59,24 +63,21 @@ def _promoted(
     nothing = gl.zeros((BM // TEAMS, HALF), gl.float32, layout=mma)
     first = nothing
     second = nothing
-    by_row = 0.0
     by_first = 0.0
     by_second = 0.0
     if SCALES == "blocks":
-        rows = TEAM * (BM // TEAMS) + gl.arange(0, BM // TEAMS, layout=gl.SliceLayout(1, mma))
-        mbarrier.wait(full.index(slot), phase)
-        by_row = gl.load(xs + rows, mask=rows < left, other=0.0, cache_modifier=".cg")
         by_first = gl.load(ws)
         by_second = gl.load(ws + ldw)
     for block in range(kt):
         if SCALES == "blocks":
-            ahead = (block + 1 < kt).to(gl.int32)
-            xs += ahead * ld
-            ws += ahead
-            next_by_row = gl.load(xs + rows, mask=rows < left, other=0.0, cache_modifier=".cg")
+            ws += (block + 1 < kt).to(gl.int32)
             next_by_first = gl.load(ws)
             next_by_second = gl.load(ws + ldw)
         mbarrier.wait(full.index(slot), phase)
+        if SCALES == "blocks":
+            by_row = team_rows(ss.index(slot).reshape((BM,)), BM, TEAM, TEAMS).load(gl.SliceLayout(1, mma))
+        else:
+            by_row = 0.0
         x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
         first = _added(first, x, sb.index(slot).slice(0, HALF), nothing, by_row, by_first, SCALES)
         if BN > HALF:
@@ -84,7 +85,6 @@ def _promoted(
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
         if SCALES == "blocks":
-            by_row = next_by_row
             by_first = next_by_first
             by_second = next_by_second
         slot, phase = advance(slot, phase, STAGES)
@@ -93,16 +93,16 @@ def _promoted(
 
 @gluon.jit
 def scaled_tile(
-    sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, ldw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, xs, ss, ws, ldw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
     TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. Of the rows of x's scales at ``xs`` there are ``left``."""
+    """See the module. ``ss``: where *load* brings the scales of x, of blocks."""
     mma: gl.constexpr = tile_layout(BN, 32, TEAMS)
     if PROMOTE:
         to_second = gl.where(col + HALF < n, ldw, 0)  # where there is no second half, the first one's scales do
         acc, second, slot, phase = _promoted(
-            sa, sb, full, empty, slot, phase, kt, xs, ld, left, ws, to_second, BM, BN, STAGES, SCALES, TEAM, TEAMS
+            sa, sb, full, empty, slot, phase, kt, ss, ws, to_second, BM, BN, STAGES, SCALES, TEAM, TEAMS
         )
         if BN > HALF:
             both = gl.permute(gl.join(acc, second), (0, 2, 1))

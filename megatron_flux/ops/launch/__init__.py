@@ -131,7 +131,9 @@ def gathered_scales(call: SlabCall) -> torch.Tensor | None:
 
 def kernel_key(made: OperatorCall, half: int, config: KernelConfig, sms: int) -> tuple[object, ...]:
     """Of a kernel that has been launched on a slab: everything but the operands' addresses."""
-    kind = (made.operator, made.m, made.n, made.k, *made.kind, made.transposed)
+    kind: tuple[object, ...] = (made.operator, made.m, made.n, made.k, *made.kind, made.transposed)
+    if made.fp8 is not None:
+        kind += (made.fp8.x.scale_inv.shape, made.fp8.weight.scale_inv.shape)
     return (*kind, half, config, sms, made.bias is not None, made.return_gathered)
 
 

@@ -45,10 +45,11 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
             _descriptor(weight, *call.weight_box()),
             _descriptor(call.out, config.bm, PIECE),
             x.view(torch.uint8) if made.fp8 else x, x if bias is None else bias,
-            scales.x, scales.x if arrived is None else arrived, scales.weight,
+            scales.x if arrived is None else _scales_of(scales.x, config.bm),
+            scales.x if arrived is None else _scales_of(arrived, config.bm), scales.weight,
             work.data_table, work.flag_table, work.flags[work.rank],
             *work.arguments(turn), turn.half * (work.half_bytes // x.element_size()),
-            n, k, mp, chunk_k, *scales.strides, work.rank,
+            n, k, mp, chunk_k, scales.strides[1], work.rank,
         )  # fmt: skip
         constants = call.constants() | {
             "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "PUSH": pushes, "SPAN": config.span,
@@ -74,10 +75,10 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
         arguments = (
             _descriptor(x, config.bm, config.bk),
             _descriptor(weight, *call.weight_box()),
-            *_sinks(call), scales.x, scales.weight,
+            *_sinks(call), _scales_of(scales.x, config.bm) if made.fp8 and made.fp8.blocks else scales.x, scales.weight,
             work.flag_table, work.flags[work.rank], space, call.out,
             *work.arguments(turn), turn.half * (space.shape[0] // 2),
-            n, cdiv(k, config.bk), mp, *scales.strides, work.rank,
+            n, cdiv(k, config.bk), mp, scales.strides[1], work.rank,
             2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if made.fp8 else 1)),
         )  # fmt: skip
         own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4, "TEAMS": config.teams}
@@ -108,6 +109,11 @@ def _sinks(call: SlabCall) -> list[Any]:
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     layout = _layout(rows, cols, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols], layout)
+
+
+def _scales_of(scales: torch.Tensor, rows: int) -> TensorDescriptor:
+    """``rows`` scales of x in a block of k; ``[..., kb, ld]``."""
+    return _descriptor(scales.view(-1, scales.shape[-1]), 1, rows)
 
 
 @functools.cache

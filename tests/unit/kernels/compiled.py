@@ -48,7 +48,7 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "fp8 gathered, promoted": ("ag_gemm", {"FP8": 1, "PROMOTE": 1}),
     "fp8 sums, promoted, half tiles": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
     "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BIAS": 1}),
-    "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 6}),
+    "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
     "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1}),
 }
 PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90, None) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
@@ -125,7 +125,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
     """A warp-specialised kernel."""
 
     def tile(rows: int, cols: int, kind: str = "bf16") -> str:
-        dtype = {"bf16": gl.bfloat16, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5}[kind]
+        dtype = {"bf16": gl.bfloat16, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5, "fp32": gl.float32}[kind]
         layout = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
         return f"tensordesc<{kind}[{rows}, {cols}],{layout!r}>"
 
@@ -141,6 +141,8 @@ def hopper(op: str, given: dict[str, int]) -> Any:
     types = {**POINTERS, "a": tile(bm, bk, kinds[0]), "xd": tile(bm, bk, kinds[0]), "b": weight, "c": tile(bm, 64)}
     if fp8:
         types["x"] = "*u8"
+    if fp8 == 2:
+        types |= {"xs": tile(1, bm, "fp32"), "gs": tile(1, bm, "fp32")}
     if op == "gemm_rs":
         types |= {f"d{i}": tile(bm, 64) for i in range(tp)}
         constants |= {f"d{i}": None for i in range(tp, 8)}
@@ -166,8 +168,8 @@ class Recorded:
     def tensor_map(self, address: int, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
         assert (list(shape)[1] * dtype.itemsize) % 16 == 0
         assert list(strides)[1] == 1
-        assert list(box)[1] * dtype.itemsize <= 128  # a copy is as wide as the swizzle
-        assert swizzle == 3
+        assert swizzle == (0 if dtype == torch.float32 else 3)
+        assert swizzle == 0 or list(box)[1] * dtype.itemsize <= 128  # a copy is as wide as the swizzle
         made = (ctypes.c_char * self.MAP_BYTES)()
         struct.pack_into("Q", made, 0, address)
         self.maps[address] = made
@@ -198,7 +200,8 @@ def relaunched(compiled: Any, op: str, bias: bool, fp8: bool) -> int:
         if kind == "constexpr":
             arguments.append(None)
         elif kind.startswith("tensordesc"):
-            dtype = torch.float8_e4m3fn if "fp8" in kind.split("[")[0] else torch.bfloat16
+            of = kind.split("<")[1].split("[")[0]
+            dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(of, torch.float8_e4m3fn)
             base = torch.empty(64, 256, dtype=dtype)
             arguments.append(SimpleNamespace(base=base, shape=[64, 256], strides=[256, 1]))
         elif kind.startswith("*"):

@@ -50,7 +50,8 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
             if ws:
                 assert plan.teams == (2 if promoted else 1)
                 used = plan.stages * (plan.bm + plan.bn) * plan.bk + plan.ring * plan.bm * 64 * 2
-                assert used <= 226 * 1024, plan.label()
+                used += plan.stages * plan.bm * 4 if promoted else 0  # scales
+                assert used <= 227 * 1024 - 16 * (plan.stages + plan.ring) - 64, plan.label()
 
 
 def test_partials_of_fp8_take_the_link_twice_as_much() -> None:

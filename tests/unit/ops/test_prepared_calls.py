@@ -6,6 +6,7 @@ GPUs in tests/gpu.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -377,9 +378,10 @@ def test_launches_of_fp8_are_prepared_with_their_scales(
         names = kernel.arg_names
         assert sorted(constants) == sorted([*names[len(arguments) :], "num_warps"])
         given = dict(zip(names, arguments, strict=False))
-        assert given["xs"] is pair.x.scale_inv
+        by_row = given["xs"].base if scaling == "blocks" else given["xs"]
+        assert by_row.data_ptr() == pair.x.scale_inv.data_ptr()
         assert given["ws"] is pair.weight.scale_inv
-        assert (given["ld"], given["ldw"]) == ((128, 4) if scaling == "blocks" else (0, 0))
+        assert given["ldw"] == (4 if scaling == "blocks" else 0)
         assert constants["SCALES"] == scaling
         assert (constants["num_warps"], constants["TEAMS"]) == ((4, 2) if scaling == "blocks" else (8, 1))
 
@@ -417,4 +419,9 @@ def test_launches_of_fp8_are_prepared_with_their_scales(
         assert all(isinstance(whole, Fp8Operand) and whole.shards == 2 for whole in found._gathered)
         assert len(found._own_scales) == 2
     other = call._replace(fp8=pair._replace(split=True, out=torch.float16))
+    if scaling == "blocks":  # rows of scales that are further apart
+        wider = torch.zeros(2, 132)
+        wider[:, :128] = pair.x.scale_inv
+        apart = call._replace(fp8=pair._replace(x=replace(pair.x, scale_inv=wider)))
+        assert fast_path.prepare(apart, work, config, (256, 64))._launches == [None, None]
     assert fast_path.prepare(other, work, config, (256, 64))._launches == [None, None]

@@ -22,8 +22,8 @@ Schedule with PROMOTE
     ptxas spills, or makes the products wait for each other (triton 3.9).
 
     Scales of x come with the operands of their block, by *load*: a block takes less time than a load from L2, so what
-    each thread loads itself one block ahead comes too late (run so on an H200). Those of the weight are loaded one block
-    ahead, from a line that 32 blocks share.
+    each thread loads itself one block ahead comes too late (run so on an H200). Those of the weight are loaded one
+    block ahead, from a line that 32 blocks share.
 """
 
 from __future__ import annotations

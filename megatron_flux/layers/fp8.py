@@ -54,9 +54,16 @@ class Fp8(Protocol):
 
     split: tuple[bool, bool]
     """Whether forward and dgrad add up in fp32 every 128 of k, or faster."""
+    keeps_input: bool
+    """Whether ``x`` is saved as it came and quantised once more for wgrad: somebody else keeps it anyway."""
 
     def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
-        """``x`` for forward, and for wgrad: rows of a column-parallel layer, transposed of a row-parallel one."""
+        """``x`` for forward, and for wgrad (None where ``keeps_input``, or wgrad is not needed): rows of a
+        column-parallel layer, transposed of a row-parallel one.
+        """
+
+    def input_again(self, x: torch.Tensor) -> Rows | Fp8Operand:
+        """In backward, ``x`` for wgrad where ``keeps_input``."""
 
     def normed(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -14,6 +14,7 @@ As :mod:`layers.linears`, with the same contract between ranks and the same orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,27 @@ from megatron_flux.ops.fp8_operand import Fp8Operand
 
 @dataclass(slots=True)
 class Fp8ColumnState(ColumnState):
-    """As its base; what is gathered are :class:`~megatron_flux.layers.fp8.Rows`."""
+    """As its base; what is gathered are :class:`~megatron_flux.layers.fp8.Rows`, the first two of the saved tensors."""
 
-    def _input(self, saved: tuple[torch.Tensor | None, ...]) -> Rows | None:
-        data, scale_inv = saved[self._x : self._x + 2]
-        return None if data is None or scale_inv is None else Rows(data, scale_inv)
+    fp8: Fp8 | None = None
+    _again: Rows | None = None
+    """What was quantised once more, where ``x`` was saved as it came."""
+
+    def _input(self, saved: Sequence[torch.Tensor | None]) -> Rows | None:
+        data, scale_inv = saved[:2]
+        if data is None:
+            return None
+        if scale_inv is not None:
+            return Rows(data, scale_inv)
+        if self._again is None:
+            assert self.fp8 is not None  # noqa: S101 - of a layer
+            self._again = self.fp8.input_again(_flat(data))
+        return self._again
+
+    def input(self, saved: Sequence[torch.Tensor | None]) -> Rows | None:
+        """What wgrad needs of ``x``, of the rank's own; None where it is not needed. For the layer's backward."""
+        found, self._again = self._input(saved), None
+        return found
 
     def _gather(self, x: Rows) -> PendingRows:
         return gather(x, self.group, self.backends.wgrad)
@@ -62,13 +79,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
         linear: Fp8ColumnState,
         gather_ahead: bool,
     ) -> torch.Tensor:
-        flat = x.contiguous().view(-1, x.shape[-1])
+        flat = _flat(x)
         statistics: tuple[torch.Tensor | None, ...] = ()
         if norm_weight is None:
             operand, saved = fp8.input(flat)
         else:
             operand, saved, *statistics = fp8.normed(flat, norm_weight, norm_bias)
         data, scale_inv = saved if isinstance(saved, Rows) else (None, None)
+        if fp8.keeps_input and weight.requires_grad:
+            data = x
         prefetch.register(ctx, linear, 0 if gather_ahead else None)
         y = _column_forward(x, operand, fp8, bias, linear.group, linear.backends)
         normed = () if norm_weight is None else (flat, norm_weight, *statistics)
@@ -81,12 +100,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         fp8: Fp8 = ctx.fp8
         linear: Fp8ColumnState = ctx.linear
-        data, scale_inv, *others = linear.saved_tensors(ctx)
+        saved = linear.saved_tensors(ctx)
+        others = saved[2:]
         norm, weight = others[: ctx.normed], others[ctx.normed :]
         need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]
         need_dnormed = need_dx or need_norm_dw or need_norm_db
         gradient = fp8.gradient(rows(dy).contiguous(), need_db)
-        x = None if data is None or scale_inv is None else Rows(data, scale_inv)
+        x = linear.input(saved)
         pending = dw = dx = norm_dw = norm_db = None
         if need_dw:
             linear.gather(x)
@@ -139,10 +159,12 @@ class _RowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fp8: Fp8, linear: LinearState) -> torch.Tensor:
-        operand, saved = fp8.input(x.contiguous().view(-1, x.shape[-1]))
+        operand, saved = fp8.input(_flat(x))
         ctx.column = prefetch.take(linear.group)
         y = _row_forward(x, operand, fp8, linear.group, linear.backends)
         transposed = (saved.data, saved.scale_inv) if isinstance(saved, Fp8Operand) else (None, None)
+        if fp8.keeps_input and weight.requires_grad:
+            transposed = (x, None)
         ctx.input = None if saved is None else (saved.dtype, saved.scaling)
         ctx.save_for_backward(*transposed, *fp8.saved_weight())
         ctx.fp8, ctx.linear, ctx.shape = fp8, linear, x.shape
@@ -173,7 +195,10 @@ class _RowParallelLinear(torch.autograd.Function):
         if need_dx and ctx.column is not None:
             ctx.column.prefetch()
         if need_dw:
-            x = Fp8Operand(data, ctx.input[0], scale_inv, ctx.input[1])
+            if ctx.input is None:
+                x = fp8.input_again(_flat(data))
+            else:
+                x = Fp8Operand(data, ctx.input[0], scale_inv, ctx.input[1])
             dw = _weight_gradient(fp8, linear, x, transposed, dy.dtype)
         fp8.end_backward()
         return dx, dw, None, None
@@ -197,6 +222,11 @@ def _weight_gradient(
     return dw if linear.main_grad is None else unread_gradient(linear.parameter, dtype)
 
 
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """``[..., k]`` as ``[m, k]``, contiguous."""
+    return x.contiguous().view(-1, x.shape[-1])
+
+
 def fp8_column_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -218,11 +248,12 @@ def fp8_column_parallel_linear(
     backends = Backends.of(backend)
     if not torch.is_grad_enabled():
         prefetch.take(group)
-        flat = x.contiguous().view(-1, x.shape[-1])
+        flat = _flat(x)
         operand = fp8.input(flat)[0] if norm is None else fp8.normed(flat, *norm)[0]
         return _column_forward(x, operand, fp8, bias, group, backends)
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
     linear = Fp8ColumnState(weight, main_grad, overwrite_main_grad, group, backends, ALL_EXACT, None, True)
+    linear.fp8 = fp8
     affine = (None, None) if norm is None else norm
     return _ColumnParallelLinear.apply(x, *affine, weight, bias, fp8, linear, gather_ahead)
 
@@ -243,7 +274,7 @@ def fp8_row_parallel_linear(
     backends = Backends.of(backend)
     if not torch.is_grad_enabled():
         prefetch.take(group)
-        return _row_forward(x, fp8.input(x.contiguous().view(-1, x.shape[-1]))[0], fp8, group, backends)
+        return _row_forward(x, fp8.input(_flat(x))[0], fp8, group, backends)
     main_grad = main_grad_of(weight, gradient_accumulation_fusion)
     linear = LinearState(weight, main_grad, overwrite_main_grad, group, backends, ALL_EXACT, None, True)
     return _RowParallelLinear.apply(x, weight, fp8, linear)

@@ -182,6 +182,8 @@ class LinearPatch:
             if kind != TE_ROW:
                 options["gather_ahead"] = self.config.gather_ahead
             norm = self.te.norm(layer) if kind == TE_NORM_COLUMN else None
+            if getattr(layer, "fp8", False) and not self._runs_fp8():
+                layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
             if self._runs_fp8():
                 del options["sequence_parallel"]  # it has
                 y = self.te.fp8.run(layer, x, weight, norm, options)
@@ -276,7 +278,7 @@ class LinearPatch:
         if getattr(layer, "te_quant_params", None) is not None:
             return "quantization of single modules (te_quant_params)"
         fp8 = self._runs_fp8()
-        reason = self.te.why_stock(layer, weight, fp8) or self.why_stock_common(layer, x, weight, fp8)
+        reason = self.te.why_stock(layer, weight, fp8) or self.why_stock_common(layer, x, weight)
         if reason is None and fp8:
             reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
         if reason is not None:
@@ -290,19 +292,18 @@ class LinearPatch:
             return _FROZEN
         return None
 
-    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, fp8: bool = False) -> str | None:
-        """Why stock must run this call, as far as that does not depend on the kind of layer, or None. ``fp8``: it is to
-        run in FP8.
-        """
+    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
         for name, neutral in self.line.added.items():
             if getattr(layer, name, neutral) != neutral:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
         config = layer.config
-        if getattr(config, "fp8", None) and not fp8:
+        # Outside of TransformerEngine's FP8 autocast layers of such a model (output layer, first_last_layers_bf16) are
+        # as those of any other.
+        if getattr(config, "fp8", None) and not self.config.fp8:
             recipe = getattr(config, "fp8_recipe", "delayed")
             named = "" if recipe in (None, "delayed") else f", {getattr(recipe, 'value', recipe)}"
-            outside = ", outside of its autocast" if self.config.fp8 else ""  # first_last_layers_bf16
-            return f"fp8 ({config.fp8}{named}{outside})"
+            return f"fp8 ({config.fp8}{named})"
         if getattr(config, "fp4", None):
             return f"fp4 ({config.fp4})"
         if hasattr(weight, "__fsdp_param__"):

@@ -81,8 +81,8 @@ class TransformerEngineFp8:
             return "fp8 without reduce_amax"
         if self.any_layout():
             return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
-        if getattr(layer, "save_original_input", False):
-            return "fp8 with save_original_input"
+        if getattr(layer, "save_original_input", False) and recipe.delayed():
+            return "delayed fp8 scaling with save_original_input"
         if capture_id(x) is not None or self.state.fp8_graph_capturing():
             return "fp8 in a CUDA graph"
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
@@ -148,6 +148,7 @@ class Fp8Call:
         ]
         self.split, self._wgrad_split = (splits[0], splits[1]), splits[2]
         self._dtype = x.dtype
+        self.keeps_input = norm is None and bool(getattr(layer, "save_original_input", False))
         self._need_wgrad = grad and weight.requires_grad
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or norm is not None))
         self._updates_scales = grad and self._is_first(layer, x, weight)
@@ -192,8 +193,16 @@ class Fp8Call:
     def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
         """See the protocol."""
         quantizer = self._x_quantizer
-        quantizer.set_usage(rowwise=True, columnwise=self._need_wgrad and (self._row or self._in_blocks))
+        for_wgrad = self._need_wgrad and not self.keeps_input
+        quantizer.set_usage(rowwise=True, columnwise=for_wgrad and (self._row or self._in_blocks))
         return self._input(quantizer(x))
+
+    def input_again(self, x: torch.Tensor) -> Rows | Fp8Operand:
+        """See the protocol."""
+        quantizer = self._x_quantizer
+        quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._row or self._in_blocks)
+        found = quantizer(x)
+        return self._transposed(found) if self._row else self._rows(found)
 
     def normed(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -207,7 +216,7 @@ class Fp8Call:
         return operand, rows, mean, reciprocal_deviation
 
     def _input(self, x: Any) -> tuple[Fp8Operand, Any]:
-        if not self._need_wgrad:
+        if self.keeps_input or not self._need_wgrad:
             return self._operand(x), None
         return self._operand(x), self._transposed(x) if self._row else self._rows(x)
 

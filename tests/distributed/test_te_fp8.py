@@ -252,11 +252,6 @@ def _set(**attributes: Any) -> Callable[[Any], Any]:
     return change
 
 
-def _configured(layer: Any) -> Any:
-    layer.config.fp8 = "hybrid"
-    return contextlib.nullcontext()
-
-
 def _other_release(layer: Any) -> Any:
     from megatron_flux.patch import te_fp8
 
@@ -302,7 +297,6 @@ def _reason(
 
 REASONS = {
     "fp8 (autocast)": _reason(config={"fp8": False}),
-    "fp8 (hybrid, outside of its autocast)": _reason(None, _configured),
     "fp8 recipe MXFP8BlockScaling": _reason("mxfp8"),
     "fp8 recipe NVFP4BlockScaling": _reason("nvfp4"),
     "fp8 recipe CustomRecipe": _reason(_custom),
@@ -312,7 +306,7 @@ REASONS = {
     "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
     "userbuffers (tp_comm_overlap)": _reason(change=_set(ub_overlap_ag_fprop=True)),
     "fp8 without sequence parallelism": _reason(change=_set(sequence_parallel=False)),
-    "fp8 with save_original_input": _reason(change=_set(save_original_input=True)),
+    "delayed fp8 scaling with save_original_input": _reason("delayed", change=_set(save_original_input=True)),
     "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
     "fp8 on a GPU whose GEMMs take any layout": _reason(change=_any_layout),
@@ -345,6 +339,53 @@ def rank_fp8_reason(kind: str, reason: str) -> None:
 )
 def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
     te_world2.run(rank_fp8_reason, kind, reason)
+
+
+def rank_original_input(kind: str, recipe: str) -> None:
+    """As Megatron has it of linear_proj: x is saved as it came, and quantised again in backward."""
+    case, trainings, saved = fp8_case(kind), [], []
+    with fp8_megatron():
+        for patch in (contextlib.nullcontext(), flux(FP8)):
+            layer = built(case)
+            layer.save_original_input = True
+            with patch as seen:
+                trainings.append(train(case, layer, (recipe,) * 2))
+                x, found = input_of(case, 7).requires_grad_(), []
+                hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, f=found: f.append(t) or t, lambda t: t)
+                with hooks, autocast(recipe_of(recipe)):
+                    layer(x)[0].sum().backward()
+                saved.append(any(t.data_ptr() == x.data_ptr() for t in found if type(t) is torch.Tensor))
+            fresh()
+    trainings[1].require_same(trainings[0], f"{kind}, {recipe}")
+    assert saved == [True, True]
+    assert (seen.active_layers, seen.fallbacks) == (1, {})
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_the_original_input_is_saved(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    te_world2.run(rank_original_input, kind, recipe)
+
+
+def rank_outside(kind: str) -> None:
+    """A layer in bf16 of a model in FP8, as ``first_last_layers_bf16`` has it."""
+    case, trainings = fp8_case(kind), []
+    with fp8_megatron():
+        for patch in (contextlib.nullcontext(), flux(FP8)):
+            layer = built(case)
+            layer.config.fp8 = "hybrid"
+            with patch as seen:
+                trainings.append(train(case, layer, ("delayed", None)))
+            assert not layer.fp8
+            assert layer.state_dict()["_extra_state"].numel() == 0
+            fresh()
+    trainings[1].require_same(trainings[0], kind)
+    assert (seen.active_layers, seen.fallbacks) == (1, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_of_the_autocast_layers_are_in_bf16(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_outside, kind)
 
 
 def rank_runs_stock(kind: str) -> None:

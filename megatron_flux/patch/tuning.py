@@ -145,6 +145,8 @@ def _over_te(layer: Any, kind: str, linears: LinearPatch) -> _Linear | None:
     weight = getattr(layer, "weight", None)  # none where parameters are split
     if weight is None:
         return None
+    if linears.config.fp8 and getattr(layer.config, "fp8", None):
+        return None  # its calls are of FP8 operands: tuned when they come
     like = torch.empty(0, dtype=weight.dtype, device=weight.device)
     if linears.why_stock_te(kind, layer, like, weight, (), {}):
         return None

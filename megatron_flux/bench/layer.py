@@ -16,7 +16,10 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
   allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other arms hold is in it.
 * ``link`` connects the ranks; ``wire`` is what the arm sends over it, ``grad_wire`` what it sends of gradients.
+* ``fp8``: the recipe (:mod:`megatron_flux.bench.fp8`), null in bf16. Each recipe is a workload of its own: te, floor
+  and the speed-ups are those of the same recipe, and its rounds follow those of the others.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
+  In FP8 ``fp8_rounding`` is what te's differ by from those in bf16, which the tolerance is.
 * ``breakdown``: of :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 """
 

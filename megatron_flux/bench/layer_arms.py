@@ -18,6 +18,9 @@ floor        those of ``local``        communication left out: no training run
 busy_floor   those of ``local``        its bytes sent, but never waited for: no training run
 ===========  ========================  ===========================================================================
 
+In FP8 (a recipe of :mod:`megatron_flux.bench.fp8`) there are no local layers: both floors run those of ``te``, apart
+from the other arms, whose amaxes would otherwise be those of steps without communication.
+
 The last two have the backends of :mod:`megatron_flux.bench.no_communication`. An arm that cannot run here is left out
 with its reason, on all ranks alike.
 
@@ -33,7 +36,7 @@ Left out of the layers, in every arm alike: rotary embedding, the final norm, dr
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,6 +44,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_flux import FluxConfig, ops, patched, report
+from megatron_flux.bench import fp8
 from megatron_flux.bench.layer_config import NEED_PEERS, Workload
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import NotHereError
@@ -48,9 +52,10 @@ from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.errors import FluxError
 from megatron_flux.layers import keep
 from megatron_flux.settings import WIRES
+from megatron_flux.train.fp8 import Recipe, transformer_options
 from megatron_flux.train.measurements import workspace_bytes
 
-BlockKind = Literal["te", "te_ub", "local"]
+BlockKind = Literal["te", "te_ub", "te_floor", "local"]
 
 Step = Callable[[], tuple[torch.Tensor, ...]]
 """Runs forward and backward once and returns the output and the input's gradient, both ``[s/tp, b, h]``; of inference
@@ -80,10 +85,12 @@ class Arm:
         return workspace_bytes() if self.name.startswith("flux") else self.facts.get("userbuffer_bytes", 0)
 
 
-def block_of(arm: str) -> BlockKind:
+def block_of(arm: str, recipe: Recipe | None = None) -> BlockKind:
     """Which layers an arm runs."""
     if arm == "te_ub":
         return "te_ub"
+    if recipe is not None and arm in FLOORS:
+        return "te_floor"
     return "te" if arm == "te" or arm.startswith("flux_te") else "local"
 
 
@@ -94,18 +101,35 @@ def wires_of(arm: str) -> Wires:
     return Wires(sent[0], sent[-1]) if sent else ALL_EXACT
 
 
-def why_not(arm: str, device: torch.device, link: str) -> str | None:
+def blocks_of(arms: Iterable[str], recipe: Recipe | None) -> set[BlockKind]:
+    """What layers ``arms`` run together."""
+    return {block_of(arm, recipe) for arm in arms}
+
+
+def why_not(arm: str, device: torch.device, link: str, recipe: Recipe | None = None) -> str | None:
     """Why an arm cannot be built here; None if nothing speaks against it."""
-    if block_of(arm) != "local":
-        if device.type != "cuda":
-            return "TransformerEngine needs a GPU"
-        if not importlib.util.find_spec("transformer_engine"):
-            return "TransformerEngine is not installed"
+    kind = block_of(arm, recipe)
+    if recipe is not None:
+        if kind == "local":
+            return "megatron-core's own linears have no FP8"
+        if kind == "te_ub" and recipe == "blockwise":
+            return "TransformerEngine's userbuffers take no FP8 in blocks"
+        if wires_of(arm) != ALL_EXACT:
+            return "in FP8 the bytes themselves are sent"
+    if kind != "local" and (reason := why_no_te(device)) is not None:
+        return reason
     if arm in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):
         return f"it needs peer access between GPUs; the link is {link}"
     if wires_of(arm) != ALL_EXACT and link not in ("host", "p2p"):
         return f"8-bit wires are for the links host and p2p; the link is {link}"
     return None
+
+
+def why_no_te(device: torch.device) -> str | None:
+    """Why TransformerEngine's layers cannot run here."""
+    if device.type != "cuda":
+        return "TransformerEngine needs a GPU"
+    return None if importlib.util.find_spec("transformer_engine") else "TransformerEngine is not installed"
 
 
 def make(
@@ -117,13 +141,14 @@ def make(
     link: str | None = None,
     keep_gathered: bool | None = None,
     keep_bytes: int | None = None,
+    recipe: Recipe | None = None,
 ) -> Arm:
     """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
 
     Without ``dy`` steps are of inference, and ``x`` is any tensor.
 
     ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use, ``keep_gathered``
-    whether they keep gathered inputs, of up to ``keep_bytes``.
+    whether they keep gathered inputs, of up to ``keep_bytes``; ``recipe`` that of the layers in FP8.
     """
     backends = Backends.of(backend)
     if (wires := wires_of(arm)) != ALL_EXACT:
@@ -140,19 +165,28 @@ def make(
         return y.detach(), x.grad  # type: ignore[return-value]
 
     def active() -> AbstractContextManager[None]:
-        if arm in FLOORS:
+        if arm in FLOORS and recipe is None:
             return patched(FluxConfig(backend=FLOORS[arm].name, link=link))
+        if arm in FLOORS:
+            return _fp8_floor(block, FluxConfig(backend=FLOORS[arm].name, link=link, fp8=True))
         if not arm.startswith("flux"):
             return nullcontext()
         ahead, keeps = not arm.endswith("_own_gather"), False if arm.endswith("_gather_again") else keep_gathered
         # The tuner of an arm without wires sends none, whatever the environment says.
         exact: dict[str, Any] = {"wire": "exact", "grad_wire": "exact"}
         keeping: dict[str, Any] = {"keep_gathered": keeps, "keep_gathered_bytes": keep_bytes}
-        return patched(FluxConfig(**backends._asdict(), **exact, **keeping, gather_ahead=ahead, link=link))
+        more: dict[str, Any] = {"gather_ahead": ahead, "link": link, "fp8": recipe is not None}
+        return patched(FluxConfig(**backends._asdict(), **exact, **keeping, **more))
 
     if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():
         ops.register_backend(FLOORS[arm])
     return Arm(arm, step, active)
+
+
+@contextmanager
+def _fp8_floor(block: torch.nn.Module, config: FluxConfig) -> Iterator[None]:
+    with patched(config), fp8.without_amax_reductions(block):
+        yield
 
 
 def look_inside(arm: Arm) -> None:
@@ -191,11 +225,12 @@ def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
 
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info()
+    modes = te.UserBufferQuantizationMode
     try:
         te.initialize_ub(
             [workload.tokens, workload.shape.hidden_size],
             tp,
-            quantization_modes=[te.UserBufferQuantizationMode.NONE],
+            quantization_modes=[modes.NONE if workload.fp8 is None else modes.FP8],
             dtype=torch.bfloat16,
             bootstrap_backend="gloo",
         )
@@ -208,9 +243,9 @@ def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
 # Layers.
 
 
-def dtype_of(device: torch.device) -> torch.dtype:
-    """bf16 on GPUs, fp32 elsewhere."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def dtype_of(device: torch.device, recipe: Recipe | None = None) -> torch.dtype:
+    """bf16 on GPUs and around FP8, fp32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" or recipe is not None else torch.float32
 
 
 def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) -> torch.nn.Module:
@@ -224,17 +259,18 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
 
     from megatron_flux.train.model import layer_options, layer_spec
 
-    shape = workload.shape
+    shape, dtype = workload.shape, dtype_of(device, workload.fp8)
     config = TransformerConfig(
         **layer_options(shape, device.type),
+        **transformer_options(workload.fp8),
         # Every linear hands on about the size it was given, whatever the width, so that each counts in the result and
         # a wrong one is seen; without the usual shrinking with depth of those before a residual.
         init_method_std=shape.hidden_size**-0.5,
         output_layer_init_method=init_method_normal(shape.hidden_size**-0.5),
         tensor_model_parallel_size=tp,
         sequence_parallel=workload.sequence_parallel,
-        params_dtype=dtype_of(device),
-        bf16=device.type == "cuda",
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         gradient_accumulation_fusion=True,

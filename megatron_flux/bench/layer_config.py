@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from megatron_flux.bench import fp8
 from megatron_flux.bench.shapes import (
     BY_DEFAULT,
     MODELS,
@@ -19,6 +20,7 @@ from megatron_flux.bench.shapes import (
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
+from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import LayerLinkOptions, Wire, check_keep
 from megatron_flux.train.presets import ModelShape
 
@@ -49,6 +51,8 @@ class Workload(Options):
     seq: int
     micro_batch: int
     layers: int
+    fp8: Recipe | None = None
+    """In which layers run; None: in bf16."""
 
     @property
     def shape(self) -> ModelShape:
@@ -68,16 +72,19 @@ class Workload(Options):
     @property
     def label(self) -> str:
         """For people, and for file names."""
-        return f"{self.model}-{self.seq}x{self.micro_batch}"
+        return f"{self.model}-{self.seq}x{self.micro_batch}{f'-{self.fp8}' if self.fp8 else ''}"
 
     def memory_gb(self, tp: int, blocks: int) -> float:
         """About how much GPU memory the arms need together, in GB (1e9 bytes).
 
         Weights (bf16) and main gradients (fp32) are shared by all arms; a further block of layers holds its own weights
-        only until it is given the shared ones. Activations are of one step.
+        only until it is given the shared ones, and in FP8 a quantised copy and its transpose. Activations are of one
+        step.
         """
         shape = self.shape
-        weights = self.layers * shape.layer_weights // tp * (6 + (2 if blocks > 1 else 0))
+        weights = (
+            self.layers * shape.layer_weights // tp * (6 + (2 if blocks > 1 else 0) + (2 * blocks if self.fp8 else 0))
+        )
         saved = self.layers * layer_activations(shape, self.tokens, tp)
         return (weights + saved + working_memory(shape, self.tokens, tp)) / 1e9
 
@@ -126,6 +133,12 @@ class LayerOptions(_Measuring):
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per step, instead of each model's own.")
     layers: int | None = Field(None, ge=1, description="Layers per step. Default: 4, of llama-405b 2.")
+    fp8: str | None = Field(
+        None,
+        description=f"Measure TransformerEngine's layers in FP8 as well, by these recipes, separated by commas: "
+        f"{', '.join(fp8.RECIPES)}. Each has rounds of its own, after those in bf16.",
+    )
+    bf16: bool = Field(True, description="Without it the recipes of --fp8 alone.")
     nproc: int | None = Field(None, ge=1, description="Processes, one per GPU, which is also tp. Default: all GPUs.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-layer.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
@@ -179,14 +192,18 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     check_keep(options)
     if options.cuda_graphs and "busy_floor" in arms:
         raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
+    recipes = fp8.recipes(options.fp8, options.bf16)
+    if options.cuda_graphs and recipes != [None]:
+        raise UserError("--cuda-graphs cannot capture flux's FP8 layers; leave it or --fp8 out")
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     if tp < 2:
         raise UserError("bench layer needs tensor parallelism: at least 2 processes, each on a GPU of its own")
     changes = options.model_dump(include={"seq", "micro_batch", "layers"}, exclude_none=True)
-    chosen = [w.model_copy(update=changes) for model in models for w in WORKLOADS if w.model == model]
-    for workload in chosen:
+    sizes = [w.model_copy(update=changes) for model in models for w in WORKLOADS if w.model == model]
+    for workload in sizes:
         check_divides(workload.label, workload.shape, tp, **{"tokens a sequence": workload.seq})
+    chosen = [workload.model_copy(update={"fp8": recipe}) for workload in sizes for recipe in recipes]
     measuring = options.model_dump(include=set(_Measuring.model_fields))
     measuring |= {"wire": wires.activations, "grad_wire": wires.gradients}
     # With --seq and --micro-batch two workloads of a model may be one.

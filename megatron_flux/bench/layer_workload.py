@@ -11,6 +11,11 @@ stale buffer or a missing gradient is far above it, if it is looked for in the r
 * output and input gradient are compared without what the residual connections carry past the layers unchanged;
 * weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
   right norm, and keeping every gradient of every arm would take more memory than the layers.
+
+In FP8 one bit of bf16 between two arms may become one of FP8, sixteen times as large and more, where the next linear
+quantises. That takes two correct arms no further apart than what rounding to FP8 changes at all: each difference must
+be less than that of te's own result in FP8 from its result in bf16, of the same weights and input (``fp8_rounding``),
+and less than :data:`LARGEST_ROUNDING`.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.bench import layer_arms
+from megatron_flux.bench import fp8, layer_arms
 from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.bench.layer_config import LayerConfig, Workload
 from megatron_flux.bench.layer_steps import WARMUP_STEPS, Samples, capture, interleave, trace_step
@@ -41,7 +46,8 @@ from megatron_flux.train.measurements import forget_dummy_gradients
 
 TOLERANCE = {"exact": 0.05, "int8": 0.05, "fp8": 0.2}
 """Of every difference between arms, relative, by the arm's wire: e4m3 keeps three bits, 2-3 per cent a transfer."""
-
+LARGEST_ROUNDING = 0.3
+"""Of FP8, likewise. What one of eight ranks does not add is a third of a result's norm."""
 
 Result = list[torch.Tensor]
 """What one step left on this rank: output and input gradient without the residual's share, then one product per weight
@@ -63,7 +69,11 @@ class WorkloadBench:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Those that all arms share."""
+    _blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = field(default_factory=dict)
+    """Layers by their kind, or why there are none."""
     _userbuffer_bytes: int = 0
+    _rounding: dict[str, float] | None = None
+    """What FP8 itself changes in the arm that others are compared with."""
 
     @property
     def captures(self) -> bool:
@@ -87,6 +97,7 @@ class WorkloadBench:
         with ExitStack() as stack:
             arms = self._arms(stack)
             results = {arm.name: self._observe(arm) for arm in arms}
+            self._rounding = self._fp8_rounding(arms, results)
             if self.captures:
                 for arm in arms:
                     self._capture(arm, results[arm.name])
@@ -99,6 +110,7 @@ class WorkloadBench:
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
             arms.clear()
+            self._blocks.clear()
             results.clear()
         self._forget()
         raw = [{**self.workload.model_dump(), "arm": name, **found} for name, found in samples.items()]
@@ -119,28 +131,27 @@ class WorkloadBench:
 
     def _arms(self, stack: ExitStack) -> list[Arm]:
         """Every arm that can run here, built and warm."""
-        reasons = {name: layer_arms.why_not(name, self.device, self.link) for name in self.config.arms}
+        recipe = self.workload.fp8
+        reasons = {name: layer_arms.why_not(name, self.device, self.link, recipe) for name in self.config.arms}
         wanted = [name for name, reason in reasons.items() if reason is None]
         budget = self.config.keep_gathered_bytes
         if self.device.type == "cuda":
-            kinds = {layer_arms.block_of(name) for name in wanted}
-            need = self.workload.memory_gb(self.group.size(), len(kinds))
+            need = self.workload.memory_gb(self.group.size(), len(layer_arms.blocks_of(wanted, recipe)))
             free = min(collectives.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.ranks))
             if budget is None:  # no optimizer comes here, which the layers would wait for
                 budget = max(0, int((free - need) * 1e9 / 4))
             if need > free:
                 short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers"
                 reasons |= dict.fromkeys(wanted, short)
-        blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = {}
-        arms = []
+        blocks, arms = self._blocks, []
         for name, reason in reasons.items():
             if reason is None:
-                kind = layer_arms.block_of(name)
+                kind = layer_arms.block_of(name, recipe)
                 if kind not in blocks:
                     blocks[kind] = attempt(partial(self._build, kind, stack), self.ranks)
                 block, reason = blocks[kind]
                 if block is not None:
-                    how = self.config.backend, self.config.link, self.config.keep_gathered, budget
+                    how = self.config.backend, self.config.link, self.config.keep_gathered, budget, recipe
                     arm = layer_arms.make(name, block, self.x, self.dy, *how)
                     _, reason = attempt(partial(self._warm_up, arm), self.ranks)
             if reason is None:
@@ -182,6 +193,8 @@ class WorkloadBench:
         with arm.active():
             for _ in range(WARMUP_STEPS):
                 arm.step()
+        if arm.name in FLOORS:
+            FLOORS[arm.name].refill()
         layer_arms.look_inside(arm)
         self._synchronize()
         if on_gpu:
@@ -207,10 +220,12 @@ class WorkloadBench:
         self.say(f"{arm.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
 
     def _row(self, arm: Arm, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
-        reference = "te" if "te" in results else next(iter(results))
+        reference = self._reference(results)
         agreement, wires = None, layer_arms.wires_of(arm.name)
         if arm.training:
             agreement = {"with": reference, **self._compare(results[arm.name], results[reference], wires)}
+            if self._rounding is not None:
+                agreement["fp8_rounding"] = {name: _rounded(value) for name, value in self._rounding.items()}
             if not agreement["ok"]:
                 self.say(f"{arm.name}: does NOT agree with {reference}: {agreement}")
         parts, name = {}, None
@@ -233,8 +248,18 @@ class WorkloadBench:
         return [y.float() - self.x.detach().float(), dx.float() - self.dy.float(), *products]
 
     def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:
+        """:meth:`_differences`, and whether all are within the tolerance (NaN is not: ``ok``). A collective call."""
+        found = self._differences(result, reference)
+        if self._rounding is None:
+            most = dict.fromkeys(found, max(map(TOLERANCE.__getitem__, wires)))
+        else:
+            most = {name: min(value, LARGEST_ROUNDING) for name, value in self._rounding.items()}
+        ok = all(value <= most[name] for name, value in found.items())
+        return {**{name: _rounded(value) for name, value in found.items()}, "ok": ok}
+
+    def _differences(self, result: Result, reference: Result) -> dict[str, float]:
         """Norms of the differences, relative to the reference's, of ``y``, ``dx`` and the weight gradient that differs
-        most (``wgrad``), and whether all are within the tolerance (NaN is not: ``ok``). A collective call.
+        most (``wgrad``). A collective call.
         """
         differences = self._norms([a - b for a, b in zip(result, reference, strict=True)])
         norms = self._norms(reference)
@@ -244,9 +269,21 @@ class WorkloadBench:
             dx, *wgrads = gradients
             # max() would pass over a NaN.
             found |= {"dx": dx, "wgrad": math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)}
-        ok = all(value <= max(map(TOLERANCE.__getitem__, wires)) for value in found.values())
-        # JSON has no NaN.
-        return {**{name: float(f"{v:.3g}") if math.isfinite(v) else None for name, v in found.items()}, "ok": ok}
+        return found
+
+    def _fp8_rounding(self, arms: list[Arm], results: dict[str, Result]) -> dict[str, float] | None:
+        """What the first arm's result in FP8 differs by from that of stock layers in bf16; None of other workloads."""
+        block, _ = self._blocks.get("te", (None, None))
+        if self.workload.fp8 is None or block is None or not any(arm.training for arm in arms):
+            return None
+        with fp8.switched_off(block):
+            exact = self._observe(layer_arms.make("te", block, self.x, self.dy, "auto"))
+        return self._differences(results[self._reference(results)], exact)
+
+    @staticmethod
+    def _reference(results: dict[str, Result]) -> str:
+        """The arm that others are compared with."""
+        return "te" if "te" in results else next(iter(results))
 
     def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
         squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
@@ -266,7 +303,7 @@ class WorkloadBench:
         w, tp = self.workload, self.group.size()
         generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())
         shape = (w.seq // tp, w.micro_batch, w.shape.hidden_size)
-        dtype = layer_arms.dtype_of(self.device)
+        dtype = layer_arms.dtype_of(self.device, w.fp8)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_()
         dy = torch.randn(shape, generator=generator, device=self.device, dtype=dtype) * 1e-2
         return x, dy
@@ -274,6 +311,11 @@ class WorkloadBench:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _rounded(value: float) -> float | None:
+    """For JSON, which has no NaN."""
+    return float(f"{value:.3g}") if math.isfinite(value) else None
 
 
 def _product(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Backends that leave out what communication costs: for the arms ``floor`` and ``busy_floor``. NOT ways to train.
 
 :class:`NoCommunication` is what a step would take if all communication were free. Gathers hand out a buffer that was
-filled with random numbers once (random, because a matrix product of zeros runs faster than one of data), and a rank
-takes its own rows of its own partial product for the reduced result. Shapes, GEMMs (cuBLAS, as in the ``local`` arm)
-and everything around them are those of a real step; the numbers are wrong on purpose.
+filled once with the rank's own rows, as often as there are ranks (data, because a matrix product of zeros draws less
+power and runs faster), and a rank takes its own rows of its own partial product for the reduced result. Shapes, GEMMs
+(cuBLAS, as in the ``local`` arm) and everything around them are those of a real step; the numbers are wrong on purpose.
+Of FP8 both bytes and scales are handed out so, of a step whose scales had settled (:meth:`NoCommunication.refill`).
 
 :class:`Unsynchronised` copies the bytes of every collective to the peers by copy engine beside the GEMMs, and waits for
 none of them: perfect overlap, at what link, memory and copy engines draw of the power limit. The difference between the
@@ -17,6 +18,7 @@ Only the benchmark knows these backends: it registers them, never an import.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops.backends.reference import ReferenceBackend, gemm
+from megatron_flux.ops.backends.reference import ReferenceBackend, fp8_gemm, gemm
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Operand
 
 
 class NoCommunication(ReferenceBackend):
@@ -36,20 +39,28 @@ class NoCommunication(ReferenceBackend):
 
     def __init__(self) -> None:
         """No buffer is made before the first call."""
-        self._buffers: dict[tuple[torch.Size, torch.dtype, torch.device, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[Any, ...], Any] = {}
 
     def clear(self) -> None:
-        """Free the gather buffers."""
+        """Free all buffers."""
         self._buffers.clear()
 
-    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def refill(self) -> None:
+        """Have the gather buffers made anew, of the rows of the next step."""
+        self._buffers.clear()
+
+    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
         """``([m, n], made-up gathered x [m, k])``."""
+        if call.fp8 is not None:
+            operand = self._gathered_fp8(call.fp8.x, call.group)
+            return fp8_gemm(call.fp8._replace(x=operand), call.bias), operand
         gathered = self._gathered(call.x, call.group)
         return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
         """``[m/tp, n]``: the own rows of the own product."""
-        return Pending(self._scattered(gemm(call.x, call.weight, transposed=call.transposed), call.group))
+        y = gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
+        return Pending(self._scattered(y, call.group))
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
         """``[m, n]``: the own product."""
@@ -66,10 +77,16 @@ class NoCommunication(ReferenceBackend):
     def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         key = (x.shape, x.dtype, x.device, group.size())
         if key not in self._buffers:
-            generator = torch.Generator(device=x.device).manual_seed(1)
-            shape = (x.shape[0] * group.size(), *x.shape[1:])
-            self._buffers[key] = torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+            self._buffers[key] = x.repeat(group.size(), *[1] * (x.dim() - 1))
         return self._buffers[key]
+
+    def _gathered_fp8(self, x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
+        """Of one shard: what scales of blocks are laid out for is a part of the gather."""
+        key = (x.data.shape, x.dtype, x.scaling, x.data.device, group.size())
+        if key not in self._buffers:
+            self._buffers[key] = x.repeated(group.size()).one_shard()
+        found: Fp8Operand = self._buffers[key]
+        return replace(found, scale_inv=x.scale_inv) if x.scaling == "tensor" else found
 
 
 class Unsynchronised(NoCommunication):
@@ -91,6 +108,11 @@ class Unsynchronised(NoCommunication):
     def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         self._send([x] * (group.size() - 1), group)
         return super()._gathered(x, group)
+
+    def _gathered_fp8(self, x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
+        for sent in (x.data, *([] if x.scaling == "tensor" else [x.scale_inv])):
+            self._send([sent] * (group.size() - 1), group)
+        return super()._gathered_fp8(x, group)
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         size, rank = group.size(), group.rank()

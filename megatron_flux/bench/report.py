@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from megatron_flux.bench.fp8 import of_title
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
@@ -293,7 +294,7 @@ def layers_svg(summary: Row) -> str:
 
 
 def _title(row: Row) -> str:
-    return f"{row['model']}, {row['seq']} x {row['micro_batch']}, {row['layers']} layers"
+    return f"{row['model']}, {row['seq']} x {row['micro_batch']}{of_title(row.get('fp8'))}, {row['layers']} layers"
 
 
 def _by_workload(summary: Row) -> list[tuple[str, list[Row]]]:

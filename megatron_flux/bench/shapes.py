@@ -226,11 +226,11 @@ class TuneRun(Calls, TuneOptions):
     cache: Path
 
 
-def named(kind: str, text: str, known: Collection[str]) -> list[str]:
-    """The names in the option ``--{kind}s``, each once; refuses one that is not ``known``, and none at all."""
+def named(kind: str, text: str, known: Collection[str], option: str | None = None) -> list[str]:
+    """The names in ``option`` (``--{kind}s``), each once; refuses one that is not ``known``, and none at all."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        problem = f"unknown {kind} {unknown[0]!r}" if unknown else f"--{kind}s {text!r} names nothing"
+        problem = f"unknown {kind} {unknown[0]!r}" if unknown else f"{option or f'--{kind}s'} {text!r} names nothing"
         raise UserError(f"{problem}; use one or more of: {', '.join(known)}")
     return names

@@ -163,7 +163,7 @@ def _description(run: OpsRun | TuneRun) -> dict[str, Any]:
 def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     """Time forward and backward of transformer layers: stock, userbuffers, flux and a no-communication floor."""
     from megatron_flux.bench import layer as module
-    from megatron_flux.bench.layer_arms import block_of
+    from megatron_flux.bench.layer_arms import blocks_of
     from megatron_flux.patch.megatron_core import checked_versions
 
     rank.quiet_megatron()
@@ -172,7 +172,7 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     if not gpus and not dry_run:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
     config = resolve(given, launcher.world_size(given.nproc, gpus=gpus, otherwise=8))
-    blocks = len({block_of(arm) for arm in config.arms})
+    blocks = {workload: len(blocks_of(config.arms, workload.fp8)) for workload in config.workloads}
 
     def to(out: Path) -> LayerConfig:
         return config.model_copy(update={"out": out})
@@ -180,7 +180,7 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     def describe(out: Path) -> dict[str, Any]:
         return {
             "config": to(out).model_dump(mode="json"),
-            "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks), 1) for w in config.workloads},
+            "memory_gb_per_gpu": {w.label: round(w.memory_gb(config.tp, blocks[w]), 1) for w in config.workloads},
             "started": folder.started(),
             "command": folder.command_line(),
         }

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.fp8_operand import Fp8Operand
 
 _BYTES_AS = torch.bfloat16
@@ -120,8 +121,11 @@ class PendingRows:
 
 
 def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
-    """Start gathering ``rows`` over ``group``. Scales of blocks go by torch's collective: a 32nd of the bytes, into
-    memory that no later gather uses.
+    """Start gathering ``rows`` over ``group``. Scales of blocks, a 32nd of the bytes, must not lie where later gathers
+    do: they go by torch's collective unless the backend's gathers stay as well.
     """
-    scales = ops.all_gather(rows.scale_inv, group, backend="reference") if rows.in_blocks else None
+    scales = None
+    if rows.in_blocks:
+        stay = backend != "auto" and getattr(get_backend(backend), "gathers_stay", False)
+        scales = ops.all_gather(rows.scale_inv, group, backend=backend if stay else "reference")
     return PendingRows(rows, ops.all_gather(rows.data.view(_BYTES_AS), group, backend=backend), scales)

@@ -119,7 +119,8 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
 
 
 def _workload(row: Row) -> str:
-    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}"
+    fp8 = f", FP8 {row['fp8']}" if row.get("fp8") else ""
+    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{fp8}"
 
 
 def _environment(run: Run) -> Mapping[str, Any] | None:

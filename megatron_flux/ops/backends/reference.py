@@ -86,6 +86,7 @@ class ReferenceBackend:
     name = "reference"
     automatic = True
     needs_cuda = False
+    gathers_stay = True
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Nothing is refused."""

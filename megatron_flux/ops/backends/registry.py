@@ -28,10 +28,10 @@ class Backend(Protocol):
     """One way to run the operators. Calls arrive checked, ``x`` contiguous ``[m, k]``, ``tp`` greater than one; shapes
     are those of :mod:`megatron_flux.ops`.
 
-    It may have three methods more:
+    It may have more:
 
+    * ``gathers_stay``: whether what its all_gather hands out is never overwritten by a later one, False without it;
     * ``gemm_all_reduce(call)``: ``[m, n]``, finished on return unless ``async_op``. Without it ``reference`` runs;
-
     * ``untested(x, group)``: None, or why it has not been tried on operands that :meth:`why_not` lets pass. There
       ``auto`` passes it over, and asked for by name it warns;
     * ``prepare(call, shape)``: a :class:`~megatron_flux.ops.fast_path.PreparedCall` like the call just made, whose

@@ -83,6 +83,10 @@ def test_overrides_and_order() -> None:
         ({"arms": "te,busy_floor", "cuda_graphs": True}, 8, "cannot run the arm busy_floor"),
         ({"link": "none", "cuda_graphs": True}, 8, "--cuda-graphs cannot capture what goes over the link none"),
         ({"link": "p2p", "cuda_graphs": True}, 8, "--cuda-graphs cannot capture what goes over the link p2p"),
+        ({"fp8": "delayed,mxfp8"}, 8, "unknown FP8 recipe 'mxfp8'; use one or more of: delayed, current, blockwise"),
+        ({"fp8": " "}, 8, "--fp8 ' ' names nothing; use one or more of: delayed, current, blockwise"),
+        ({"fp8": "delayed", "cuda_graphs": True}, 8, "--cuda-graphs cannot capture flux's FP8 layers"),
+        ({"bf16": False}, 8, "--no-bf16 leaves nothing to measure; give --fp8"),
         ({"arms": "flux_te_fp8wire"}, 8, "unknown arm 'flux_te_fp8wire'"),
     ],
 )
@@ -98,6 +102,39 @@ def test_memory_is_that_of_one_set_of_weights() -> None:
     weights = 4 * GPT.shape.layer_weights / 8 / 1e9
     assert two == three == pytest.approx(one + 2 * weights)
     assert 6 * weights < one < 9 * weights
+
+
+def test_recipes_are_workloads_behind_bf16() -> None:
+    config = resolve(LayerOptions(models="llama-70b", fp8="blockwise,delayed"), 8)
+    assert [w.fp8 for w in config.workloads] == [None, "blockwise", "delayed"]
+    assert [w.label for w in config.workloads] == [
+        "llama-70b-4096x2", "llama-70b-4096x2-blockwise", "llama-70b-4096x2-delayed",
+    ]  # fmt: skip
+    assert [w.fp8 for w in resolve(LayerOptions(models="tiny", fp8="current", bf16=False), 2).workloads] == ["current"]
+    plain, fp8 = config.workloads[:2]
+    copies = 4 * plain.shape.layer_weights / 8 / 1e9 * 2 * 3  # the weight and its transpose, in each of three blocks
+    assert fp8.memory_gb(8, 3) == pytest.approx(plain.memory_gb(8, 3) + copies)
+
+
+def test_layers_of_arms_in_fp8() -> None:
+    arms = ("te", "te_ub", "flux_te", "floor", "busy_floor")
+    assert [layer_arms.block_of(arm, "current") for arm in arms] == ["te", "te_ub", "te", "te_floor", "te_floor"]
+    assert [layer_arms.block_of(arm) for arm in arms] == ["te", "te_ub", "te", "local", "local"]
+
+
+def test_arms_that_fp8_does_not_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_arms.importlib.util, "find_spec", lambda name: name)
+    gpu = torch.device("cuda", 0)
+    for arm in ("te", "te_ub", "flux_te", "flux_te_own_gather", "floor", "busy_floor"):
+        assert layer_arms.why_not(arm, gpu, "nvlink", "current") is None
+    blocks = "TransformerEngine's userbuffers take no FP8 in blocks"
+    assert layer_arms.why_not("te_ub", gpu, "nvlink", "blockwise") == blocks
+    assert layer_arms.why_not("te_ub", gpu, "nvlink", "delayed") is None
+    for arm in ("local", "flux_local"):
+        assert layer_arms.why_not(arm, gpu, "nvlink", "delayed") == "megatron-core's own linears have no FP8"
+    wire = "in FP8 the bytes themselves are sent"
+    assert layer_arms.why_not("flux_te_int8wire", gpu, "host", "delayed") == wire
+    assert layer_arms.why_not("floor", torch.device("cpu"), "none", "delayed") == "TransformerEngine needs a GPU"
 
 
 def test_te_names_of_norms_are_mapped() -> None:
@@ -171,9 +208,19 @@ def test_table_and_picture(summary: dict[str, Any]) -> None:
         assert part in said
     drawn = report.layers_svg(summary)
     ElementTree.fromstring(drawn)
-    assert "17.00 ms  1.18x" in drawn
+    assert "17.00 ms  1.18x, 60% of the floor&#39;s" in drawn
     assert "floor, no training" in drawn
     ElementTree.fromstring(report.layers_svg({**summary, "rows": []}))
+
+
+def test_titles_name_the_recipe(summary: dict[str, Any]) -> None:
+    for one in summary["rows"]:
+        one["fp8"] = "current"
+    text = io.StringIO()
+    report.show_layers(summary, text)
+    title = "gpt3-175b, 2048 x 4, FP8 current, 4 layers"
+    assert title in text.getvalue()
+    assert title in report.layers_svg(summary)
 
 
 def test_arms_without_their_packages() -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_flux.patch import megatron_core, te_seam
+from megatron_flux.patch import megatron_core, te_fp8, te_seam
 
 PACKAGE = Path(__file__).parents[1] / "megatron_flux"
 ROOTS = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine", "torch": "torch"}
@@ -45,6 +45,7 @@ LAYERS_OF: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("why_stock_common", "activate"), ("column", "row", "te")),
     },
     "te_seam": dict.fromkeys(("why_stock", "norm"), ("te",)),
+    "te_fp8": dict.fromkeys(("why_stock", "_why_stock_shapes", "run", "__init__", "_weight_of"), ("te",)),
 }
 """By module of ``patch/``: functions with a ``layer`` of which they use attributes, and the kinds of it."""
 
@@ -70,11 +71,11 @@ def relied(package: str) -> list[Relied]:
         found += [Relied("replaced methods", path) for path in replaced]
         found += [
             Relied("bodies that flux does in their place", path, body=True)
-            for path in (*megatron_core.REIMPLEMENTED, *te_seam.REIMPLEMENTED)
+            for path in (*megatron_core.REIMPLEMENTED, *te_seam.REIMPLEMENTED, *te_fp8.REIMPLEMENTED)
         ]
         found += [
             Relied("compiled kernels", f"transformer_engine_torch:{name}", parameters=count)
-            for name, count in te_seam.KERNELS.items()
+            for name, count in (te_seam.KERNELS | te_fp8.KERNELS).items()
         ]
         found += [Relied(ATTRIBUTES, path) for paths in attributes().values() for path in paths]
     for name in names():

@@ -35,6 +35,17 @@ SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.12")
 DTYPES = (torch.bfloat16, torch.float16)
 """Of activations."""
 
+KERNELS = {"bgrad_quantize": 2, "fp8_transpose": 3}
+"""As :data:`megatron_flux.patch.te_seam.KERNELS`."""
+
+REIMPLEMENTED = (
+    "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess",
+    "transformer_engine.pytorch.distributed:_all_gather_fp8",
+    "transformer_engine.pytorch.distributed:_all_gather_fp8_blockwise",
+    "transformer_engine.pytorch.distributed:_post_process_fp8_blockwise_gather",
+)
+"""What flux's layers do in its place, beside the two linears."""
+
 _INEXACT = ("chunked_fp8", "chunked_int8")
 
 
@@ -43,9 +54,8 @@ class TransformerEngineFp8:
 
     def __init__(self, symbol: Any, installed: str) -> None:
         """``symbol`` finds ``module:name``; ImportError or AttributeError where one is missing."""
-        te = "transformer_engine.pytorch"
         self.supported, self.installed = installed in SUPPORTED_FP8, installed
-        self.state = symbol(f"{te}.quantization:FP8GlobalStateManager")
+        self.state = symbol("transformer_engine.pytorch.quantization:FP8GlobalStateManager")
         if not self.supported:
             return
         self.kernels = (
@@ -53,18 +63,24 @@ class TransformerEngineFp8:
             symbol("transformer_engine_torch:fp8_transpose"),
         )
         self.formats = symbol("transformer_engine_torch:Float8BlockScaleTensorFormat")
-        self.gemm = symbol(f"{te}.cpp_extensions:general_gemm")
-        self.torch_dtypes = symbol(f"{te}.constants:TE_DType_To_Torch")
-        self.any_layout = symbol(f"{te}.utils:is_non_tn_fp8_gemm_supported")
-        self.whole = symbol(f"{te}.tensor.storage.float8_tensor_storage:Float8TensorStorage")
-        self.blocks = symbol(f"{te}.tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage")
-        self.quantized = symbol(f"{te}.quantized_tensor:QuantizedTensor")
-        self.prepare_for_saving = symbol(f"{te}.quantized_tensor:prepare_for_saving")
-        self.restore_from_saved = symbol(f"{te}.quantized_tensor:restore_from_saved")
-        self.recompute_enabled = symbol(f"{te}.distributed:is_fp8_activation_recompute_enabled")
-        self.recompute_phase = symbol(f"{te}.distributed:in_fp8_activation_recompute_phase")
-        self.graph_capturing = symbol(f"{te}.graph:is_graph_capturing")
-        self.default_split = tuple(symbol(f"{te}.module.base:_2X_ACC_{which}") for which in ("FPROP", "DGRAD", "WGRAD"))
+        self.gemm = symbol("transformer_engine.pytorch.cpp_extensions:general_gemm")
+        self.torch_dtypes = symbol("transformer_engine.pytorch.constants:TE_DType_To_Torch")
+        self.any_layout = symbol("transformer_engine.pytorch.utils:is_non_tn_fp8_gemm_supported")
+        self.whole = symbol("transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage")
+        self.blocks = symbol(
+            "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage"
+        )
+        self.quantized = symbol("transformer_engine.pytorch.quantized_tensor:QuantizedTensor")
+        self.prepare_for_saving = symbol("transformer_engine.pytorch.quantized_tensor:prepare_for_saving")
+        self.restore_from_saved = symbol("transformer_engine.pytorch.quantized_tensor:restore_from_saved")
+        self.recompute_enabled = symbol("transformer_engine.pytorch.distributed:is_fp8_activation_recompute_enabled")
+        self.recompute_phase = symbol("transformer_engine.pytorch.distributed:in_fp8_activation_recompute_phase")
+        self.graph_capturing = symbol("transformer_engine.pytorch.graph:is_graph_capturing")
+        self.default_split = (
+            symbol("transformer_engine.pytorch.module.base:_2X_ACC_FPROP"),
+            symbol("transformer_engine.pytorch.module.base:_2X_ACC_DGRAD"),
+            symbol("transformer_engine.pytorch.module.base:_2X_ACC_WGRAD"),
+        )
 
     def why_stock(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Why TransformerEngine must run this FP8 call itself, or None."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.patch import te_seam
+from megatron_flux.patch import te_fp8, te_seam
 from tests.distributed.te_stand_in import SOURCE
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -26,7 +26,7 @@ finally:
 
 Relied, Release = seams_relied.Relied, seams_sources.Release
 needs_te = pytest.mark.skipif(not SOURCE, reason="needs TransformerEngine's Python: MEGATRON_FLUX_TE_SOURCE")
-KERNELS = {f"transformer_engine_torch:{name}" for name in te_seam.KERNELS}
+KERNELS = {f"transformer_engine_torch:{name}" for name in te_seam.KERNELS | te_fp8.KERNELS}
 
 
 # What is relied on exists

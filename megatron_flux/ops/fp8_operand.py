@@ -132,6 +132,14 @@ class Fp8Operand:
             scales = scales.view(-1)[number : number + 1] if self.scaling == "tensor" else scales[number]
         return Fp8Operand(self.data[number * rows : (number + 1) * rows], self.dtype, scales, self.scaling)
 
+    def part(self, first: int, last: int) -> Fp8Operand:
+        """The rows ``first`` to ``last``, without it, of an operand of one shard; scales of blocks are copied."""
+        scales, rows = self.scale_inv, last - first
+        if self.scaling == "1x128":
+            scales = scales.new_zeros(self._kb, padded(rows))
+            scales[:, :rows] = self.scale_inv[:, first:last]
+        return Fp8Operand(self.data[first:last], self.dtype, scales, self.scaling)
+
     def one_shard(self) -> Fp8Operand:
         """The same rows with their scales as those of one shard: no copy where there is one."""
         scales = self.scale_inv

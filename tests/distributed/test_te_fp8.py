@@ -167,6 +167,13 @@ def test_two_layers_on_fused_kernels(te_world2: WorkerPool, recipe: str) -> None
         assert calls["all_gather_gemm/twin"] == calls["gemm_reduce_scatter/twin"] == 6
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_layers_over_host_memory(te_world2: WorkerPool, recipe: str) -> None:
+    for calls in te_world2.run(rank_fp8_pair, recipe, True, "chunked"):
+        assert calls["all_gather_gemm/chunked"] == calls["gemm_reduce_scatter/chunked"] == 6
+        assert calls["all_gather/chunked"] == 3 * (2 if recipe == "blockwise" else 1)
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_layers(te_world: WorkerPool, recipe: str, ahead: bool) -> None:

@@ -13,6 +13,9 @@ name                what travels (:mod:`megatron_flux.kernels.wire`)
 ``chunked_int8``    int8, likewise
 ==================  =====================================================================================
 
+FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by all three, their bytes in pieces and the
+scales of their blocks before them; what a reduce-scatter sends of them are partial sums in bf16, as of others.
+
 Each rank's own rows are never quantised: they do not travel. With an 8-bit wire the gathered inputs of two ranks
 therefore differ in the rows of these two.
 
@@ -35,14 +38,17 @@ from megatron_flux.comm.transport import unbroken
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.ops.backends.reference import fp8_gemm
 from megatron_flux.ops.checks import OperatorCall, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fp8_operand import FORMATS
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 
 PIECE_BYTES = 12 << 20
 """A shard is cut into pieces of about this size unless the tuner knows better: smaller ones hide more, make GEMMs of
 fewer rows and take more host time."""
 MOST_PIECES, LEAST_ROWS = 4, 256
+ROWS_AT_ONCE = 16
+"""Of FP8 operands, of which a piece has a multiple: cuBLASLt takes scales of blocks by four rows."""
 COUNTS, LEAST_BYTES = (2, 4, 8, 16), 1 << 20
 """What the tuner tries, and the smallest piece."""
 
@@ -54,8 +60,10 @@ def pieces_of(rows: int, width: int) -> int:
 
 def piece_counts(call: OperatorCall) -> list[int]:
     """Of how many pieces a shard of ``call`` may be."""
-    rows, width = call.m // call.group.size(), call.n if call.operator == "gemm_reduce_scatter" else call.k
-    most = min(rows * width * call.x.element_size() // LEAST_BYTES, 2 * rows // LEAST_ROWS)
+    scatters = call.operator == "gemm_reduce_scatter"
+    rows, width = call.m // call.group.size(), call.n if scatters else call.k
+    size = call.out.itemsize if scatters else call.x.element_size()
+    most = min(rows * width * size // LEAST_BYTES, 2 * rows // LEAST_ROWS)
     return [count for count in COUNTS if count <= most] or [1]
 
 
@@ -73,8 +81,6 @@ class ChunkedBackend:
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet."""
-        if x.dtype in FORMATS:
-            return "it does not gather FP8 operands"
         if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
@@ -83,14 +89,18 @@ class ChunkedBackend:
 
     def bytes_received(self, call: OperatorCall, exact: int) -> int:
         """What a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
-        if self.wire == wires.EXACT:
+        scatters = call.operator == "gemm_reduce_scatter"
+        if self.wire == wires.EXACT or (call.fp8 is not None and not scatters):
             return exact
-        width = call.n if call.operator == "gemm_reduce_scatter" else call.k
         peers, rows = call.group.size() - 1, call.m // call.group.size()
-        return peers * wires.nbytes(self.wire, rows, width, call.x.element_size())
+        return peers * wires.nbytes(self.wire, rows, call.n if scatters else call.k, call.out.itemsize)
 
-    def all_gather_gemm(self, call: OperatorCall, pieces: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_gemm(
+        self, call: OperatorCall, pieces: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        if call.fp8 is not None:
+            return self._all_gather_gemm_fp8(call, call.fp8, pieces)
         (mp, k), x, gemm = call.x.shape, call.x, _gemm(call)
         y, full = x.new_empty(call.m, call.n), x.new_empty(call.m, k)
         own = call.group.rank() * mp
@@ -104,6 +114,35 @@ class ChunkedBackend:
                 rows = gather.decoded(peer, piece)
                 gemm(full[rows], y[rows])
         return y, full
+
+    def _all_gather_gemm_fp8(
+        self, call: OperatorCall, pair: Fp8Pair, pieces: int | None
+    ) -> tuple[torch.Tensor, Fp8Operand]:
+        x, tp, rank = pair.x, call.group.size(), call.group.rank()
+        (mp, k), scales = x.data.shape, x.scale_inv
+        y, full = x.data.new_empty(call.m, call.n, dtype=pair.out), x.data.new_empty(call.m, k)
+        all_scales = scales.new_empty(tp, *scales.shape) if pair.blocks else scales
+        gathers = [_Gathered(self, call, full, pieces, x.data)]
+        if pair.blocks:  # first, on their own: 4 bytes for 128
+            gathers.insert(0, _Gathered(self, call, all_scales.view(-1, scales.shape[1]), 1, scales))
+        transport, own = gathers[0].transport, slice(rank * mp, (rank + 1) * mp)
+        with unbroken(transport, call.operator):
+            for ahead in gathers[:-1]:
+                ahead.begin()
+                ahead.flight.enqueue()
+            gathers[-1].begin()
+            fp8_gemm(pair, call.bias, out=y[own])
+            if call.return_gathered:
+                full[own].copy_(x.data)
+            for ahead in gathers[:-1]:
+                ahead.flight.wait()
+                all_scales[rank].copy_(scales)
+            gathered = Fp8Operand(full, x.dtype, all_scales, x.scaling, tp)
+            for peer, piece in gathers[-1].flight:
+                rows = gathers[-1].decoded(peer, piece)
+                part = gathered.shard(peer).part(rows.start - peer * mp, rows.stop - peer * mp)
+                fp8_gemm(pair._replace(x=part), call.bias, out=y[rows])
+        return y, gathered
 
     def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
@@ -130,25 +169,26 @@ class ChunkedBackend:
         compare_calls(call)
         x, n, group, wire = call.x, call.n, call.group, self.wire
         tp, rank = group.size(), group.rank()
-        mp, size = call.m // tp, x.element_size()
-        rows, cuts = _cut(wire, mp, n, size, pieces or self.pieces)
-        transport, known, gemm = transport_of(group, x.device), state_of(group).wire_kernels, _gemm(call)
+        mp, size = call.m // tp, call.out.itemsize
+        rows, cuts = _cut(wire, mp, n, size, pieces or self.pieces, 1 if call.fp8 is None else ROWS_AT_ONCE)
+        transport, known, gemm = transport_of(group, x.device), state_of(group).wire_kernels, _gemm_of_rows(call)
         # All memory before the call begins: peers would wait for one that ends in between.
         theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
         sent = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
-        y, own = x.new_empty(mp, n), x.new_empty(mp, n)
-        partial = None if wire == wires.EXACT else x.new_empty(max(b - a for a, b in itertools.pairwise(rows)), n)
+        empty = functools.partial(x.new_empty, dtype=call.out)
+        y, own = empty(mp, n), empty(mp, n)
+        partial = None if wire == wires.EXACT else empty(max(b - a for a, b in itertools.pairwise(rows)), n)
         with unbroken(transport, call.operator):
             exchange = transport.exchange(call.operator, theirs, cuts)
             for peer, piece in exchange.steps:
                 first, last = rows[piece], rows[piece + 1]
                 block = sent[peer, cuts[piece] : cuts[piece + 1]]
-                part = block.view(x.dtype).view(-1, n) if partial is None else partial[: last - first]
-                gemm(x[peer * mp + first : peer * mp + last], part)
+                part = block.view(call.out).view(-1, n) if partial is None else partial[: last - first]
+                gemm(peer * mp + first, peer * mp + last, part)
                 if partial is not None:
                     wires.encode(wire, part, block, known)
                 exchange.send(block)
-            gemm(x[rank * mp : (rank + 1) * mp], own)
+            gemm(rank * mp, (rank + 1) * mp, own)
             exchange.enqueue()
 
         begun = torch.cuda.current_stream(x.device) if x.is_cuda and call.async_op else None
@@ -174,12 +214,21 @@ class ChunkedBackend:
 class _Gathered:
     """The gather of a call into ``full`` ``[m, k]``, but for the rank's own rows."""
 
-    def __init__(self, backend: ChunkedBackend, call: OperatorCall, full: torch.Tensor, pieces: int | None) -> None:
-        """Allocates; nothing has begun."""
+    def __init__(
+        self,
+        backend: ChunkedBackend,
+        call: OperatorCall,
+        full: torch.Tensor,
+        pieces: int | None,
+        exactly: torch.Tensor | None = None,
+    ) -> None:
+        """Allocates; nothing has begun. ``exactly``: what is gathered instead of x, as it is."""
         compare_calls(call)
-        x, self._call, self._wire, self._full = call.x, call, backend.wire, full
+        x = call.x if exactly is None else exactly
+        self._call, self._wire, self._full = call, wires.EXACT if exactly is not None else backend.wire, full
         (self._mp, k), size, tp = x.shape, x.element_size(), call.group.size()
-        self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces)
+        at_once = 1 if exactly is None else ROWS_AT_ONCE
+        self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces, at_once)
         self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).wire_kernels
         exact = self._wire == wires.EXACT
         self._theirs = (
@@ -212,12 +261,15 @@ class _Gathered:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(wire: str, rows: int, width: int, itemsize: int, pieces: int | None) -> tuple[list[int], list[int]]:
-    """Where the pieces of a shard of ``rows`` x ``width`` begin: in rows, and on the wire, where each is encoded by
-    itself.
+def _cut(
+    wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at_once: int = 1
+) -> tuple[list[int], list[int]]:
+    """Where the pieces of a shard of ``rows`` x ``width`` begin: in rows, multiples of ``at_once``, and on the wire,
+    where each is encoded by itself.
     """
-    count = max(1, min(pieces, rows)) if pieces else pieces_of(rows, width * itemsize)
-    by_rows = [rows * piece // count for piece in range(count + 1)]
+    blocks = -(-rows // at_once)
+    count = max(1, min(pieces, blocks)) if pieces else min(pieces_of(rows, width * itemsize), blocks)
+    by_rows = [min(rows, blocks * piece // count * at_once) for piece in range(count + 1)]
     sizes = (wires.nbytes(wire, last - first, width, itemsize) for first, last in itertools.pairwise(by_rows))
     return by_rows, [0, *itertools.accumulate(sizes)]
 
@@ -228,6 +280,15 @@ def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
     if call.bias is None:
         return lambda x, out: torch.mm(x, weight, out=out)
     return lambda x, out: torch.addmm(call.bias, x, weight, out=out)
+
+
+def _gemm_of_rows(call: OperatorCall) -> Callable[[int, int, torch.Tensor], object]:
+    """Rows ``first`` to ``last`` of x times the weight, into what comes third."""
+    pair = call.fp8
+    if pair is not None:
+        return lambda first, last, out: fp8_gemm(pair._replace(x=pair.x.part(first, last)), out=out)
+    gemm = _gemm(call)
+    return lambda first, last, out: gemm(call.x[first:last], out)
 
 
 def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:

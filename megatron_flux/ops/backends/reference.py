@@ -38,9 +38,9 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
     return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
 
 
-def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T (+ bias)`` of FP8 operands: cuBLASLt's where it takes them, else fp32 products of the dequantised
-    numbers, rounded once.
+def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if that is given: cuBLASLt's where it takes them, else
+    fp32 products of the dequantised numbers, rounded once.
     """
     x, weight = pair.x.one_shard(), pair.weight
     if cublas_takes(x, weight):
@@ -50,12 +50,13 @@ def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None) -> torch.Tensor:
             by = x.scale_inv.view(()), weight.scale_inv.view(())
         return torch._scaled_mm(
             x.numbers, weight.numbers.t(), scale_a=by[0], scale_b=by[1], bias=bias, out_dtype=pair.out,
-            use_fast_accum=not pair.promoted,
+            use_fast_accum=not pair.promoted, **({} if out is None else {"out": out}),
         )  # fmt: skip
     if x.data.is_cuda:
         stats.degraded["an fp32 GEMM of dequantised FP8 operands that cuBLASLt does not take"] += 1
     y = x.dequantized() @ weight.dequantized().t()
-    return (y if bias is None else y.add_(bias)).to(pair.out)
+    y = y if bias is None else y.add_(bias)
+    return y.to(pair.out) if out is None else out.copy_(y)
 
 
 def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:

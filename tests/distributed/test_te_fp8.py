@@ -107,6 +107,12 @@ def test_options(te_world2: WorkerPool, kind: str, recipe: str, options: dict[st
     te_world2.run(rank_fp8_case, fp8_case(kind, **options), recipe, 2, False)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_primary_weights(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    te_world2.run(rank_fp8_case, fp8_case(kind, fusion=False), recipe, 2, True)
+
+
 @pytest.mark.parametrize("norm", list(NORMS))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_norms(te_world2: WorkerPool, norm: str, recipe: str) -> None:

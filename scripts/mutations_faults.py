@@ -39,7 +39,7 @@ PROGRAM = "tests/unit/comm/test_host_program.py"
 P2P = "tests/unit/comm/test_p2p_program.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-TE_FP8, FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
+TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 PLAIN_FENCES = "tests/unit/kernels/test_compiled.py::test_plain_kernels_have_their_fences"
 TWIN, FENCES = (
     "tests/distributed/test_fused_twin.py",
@@ -458,35 +458,35 @@ FAULTS: tuple[Fault, ...] = (
         f"{TE_FP8}.py",
         "self._te.state.reduce_and_update_fp8_tensors(forward=False)",
         "pass",
-        (f"{FP8}::test_patched_equals_stock",),
+        (f"{TE_LAYERS_FP8}::test_patched_equals_stock",),
     ),
     _fault(
         "a cached weight outlives its step",
         f"{TE_FP8}.py",
         "update_workspace=first is None or first",
         "update_workspace=first is None",
-        (f"{FP8}::test_patched_equals_stock",),
+        (f"{TE_LAYERS_FP8}::test_patched_equals_stock",),
     ),
     _fault(
         "recomputed layers take the update of scales from the first one",
         f"{TE_FP8}.py",
         "te.state.IS_FIRST_FP8_MODULE = before",
         "pass",
-        (f"{FP8}::test_two_layers_recomputed",),
+        (f"{TE_LAYERS_FP8}::test_two_layers_recomputed",),
     ),
     _fault(
         "forward's sums are split and dgrad's are not",
         f"{TE_FP8}.py",
         "(splits[0], splits[1])",
         "(splits[1], splits[0])",
-        (f"{FP8}::test_what_is_multiplied_is_stocks_to_the_bit",),
+        (f"{TE_LAYERS_FP8}::test_what_is_multiplied_is_stocks_to_the_bit",),
     ),
     _fault(
         "scales of blocks are those of the rank alone",
         "megatron_flux/layers/fp8.py",
         "self._local.scale_inv if self._scales is None else self._scales.wait()",
         "self._local.scale_inv.repeat(data.shape[0] // self._local.data.shape[0], 1)",
-        (f"{FP8}::test_patched_equals_stock",),
+        (f"{TE_LAYERS_FP8}::test_patched_equals_stock",),
     ),
 )
 

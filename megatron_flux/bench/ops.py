@@ -5,6 +5,8 @@ It runs on every rank of a node. All variants of a call are interleaved in one p
 
 * ``e_overlap``: FLUX's overlap efficiency (arXiv 2406.06858, eq. 2) of the tuned call,
   ``1 - (tuned - gemm) / (serial - gemm)``: 1 is "as fast as the GEMM alone", 0 is "no better than serial".
+* ``fp8``: the recipe of FP8 operands (:mod:`megatron_flux.bench.fp8_calls`), null of 16 bits. Then there is no
+  async-TP, and NCCL gathers the bytes.
 * ``bound_ms``: max(GEMM alone, bytes received / link rate). The link rate is the fastest seen for these bytes: a
   copy-engine rate measured at the start of the run.
 * ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
@@ -34,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.bench import process_group, report
+from megatron_flux.bench import fp8_calls, process_group, report
 from megatron_flux.bench.shapes import Case, OpsRun
 from megatron_flux.comm import links, transports
 from megatron_flux.comm.group_state import state_of
@@ -194,8 +196,13 @@ def _case(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The row of the summary, and by variant what ``rounds.jsonl`` holds."""
     dtype = process_group.DTYPES[wanted.dtype]
-    x, weight = operands(case, group, dtype, device)
-    ways = variants(case, x, weight, group, backends(link, wanted.wire), wanted.wire)
+    pair, wire, chunks = None, wanted.wire, links.by_chunks(link)
+    if case.fp8 is None:
+        x, weight = operands(case, group, dtype, device)
+        ways = variants(case, x, weight, group, backends(link, wire), wire)
+    else:
+        pair, wire = fp8_calls.pair_of(case, group, dtype, device), "exact"
+        x, ways = pair.x.numbers, fp8_calls.variants(case, pair, group, chunks=chunks)
     times = timed(ways, group, device, wanted.rounds, wanted.burst)
     raw = {
         name: {
@@ -205,23 +212,21 @@ def _case(
         for name, found in times.items()
     }
     ms = {name: round(found["median"], 4) for name, found in raw.items()}
-    answer = get_backend("tuned").answer(case.op, case.m, case.n, case.k, x, case.transposed, group, wanted.wire)
+    transposed = case.transposed and pair is None  # FP8 operands are k-major, both
+    kind = (case.op, case.m, case.n, case.k, x, transposed, group, wire)
+    answer = get_backend("tuned").answer(*kind, fp8=pair)
     assert answer is not None  # noqa: S101 - the tuned call has been made
     e = report.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
     row = {
         **asdict(case),
         "dtype": str(dtype)[6:],
-        **{f"{name}_ms": ms.get(name) for name in (ways if links.by_chunks(link) else report.NAMES)},
+        **{f"{name}_ms": ms.get(name) for name in (ways if chunks else report.NAMES)},
         "tuned_choice": report.chosen(answer),
         "e_overlap": None if e is None else round(e, 4),
         "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
         "host_us": {name: found["host_us"] for name, found in raw.items()},
         "slab_bytes": state_of(group).slab_bytes(),
-        **(
-            {"link": link.kind, "wire": wanted.wire, "shared_bytes": transports.shared_bytes()}
-            if links.by_chunks(link)
-            else {}
-        ),
+        **({"link": link.kind, "wire": wire, "shared_bytes": transports.shared_bytes()} if chunks else {}),
     }
     return row, raw
 
@@ -271,8 +276,8 @@ def _best_rate(move: Callable[[], None], nbytes: int, group: dist.ProcessGroup, 
 def own_queues(wanted: OpsRun) -> str | None:
     """:data:`QUEUES` in a second pass for async-TP; None where the main pass has it, or none is wanted."""
     value = str(wanted.async_tp_connections)
-    if wanted.link in ("host", "p2p"):
-        return None  # chunks are measured instead
+    if wanted.link in ("host", "p2p") or None not in wanted.recipes:
+        return None  # chunks are measured instead, or FP8 alone
     return None if not wanted.async_tp_connections or os.environ.get(QUEUES) == value else value
 
 
@@ -282,14 +287,15 @@ def add_async_tp(wanted: OpsRun, group: dist.ProcessGroup) -> dict[str, Any]:
     device, _ = process_group.checked(wanted.command, group, dtype)
     path = wanted.out / "summary.json"
     summary = json.loads(path.read_text())
-    for number, row in enumerate(summary["rows"], 1):
+    plain = [row for row in summary["rows"] if row["fp8"] is None]
+    for number, row in enumerate(plain, 1):
         case = Case(**{field.name: row[field.name] for field in fields(Case)})
         x, weight = operands(case, group, dtype, device)
         every = variants(case, x, weight, group)
         times = timed({name: every[name] for name in ASYNC_TP}, group, device, wanted.rounds, wanted.burst)
         row["async_tp_own"] = {f"{name}_ms": round(median(found.ms), 4) for name, found in times.items()}
         if rank.is_first():
-            logger.info(f"[{number}/{len(summary['rows'])}] async-TP by itself: {case} {row['async_tp_own']}")
+            logger.info(f"[{number}/{len(plain)}] async-TP by itself: {case} {row['async_tp_own']}")
         torch.cuda.empty_cache()
     summary["async_tp_connections"] = os.environ.get(QUEUES)
     dist.barrier(group=group)  # every rank has read the file

@@ -83,8 +83,8 @@ def line(row: Row) -> str:
     times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in measured([row]).items())
     return (
         f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
-        f"k={row['k']:<5} {times} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
-        f"[{row['tuned_choice']}]"
+        f"k={row['k']:<5}{of_title(row.get('fp8'))} {times} E {number(row['e_overlap'], '.0%')} "
+        f"bound {row['bound_ms']:.3f} [{row['tuned_choice']}]"
     )
 
 
@@ -96,7 +96,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
     coloured = [name for name in COLOURS if name in names]
 
     def cells(row: Row) -> list[str | Text]:
-        times = {name: row[f"{name}_ms"] for name in names}
+        times = {name: row.get(f"{name}_ms") for name in names}
         fastest = min(times[name] for name in whole if times[name] is not None)
         return [
             *_call(row),
@@ -133,14 +133,15 @@ def show_async_tp(summary: Row, file: IO[str] | None = None) -> None:
     print_table(
         f"async-TP, CUDA_DEVICE_MAX_CONNECTIONS {here} (with all methods) and {there} (by itself, afterwards)",
         (*CALL, *(f"{name}, {queues}" for queues in (here, there) for name in columns)),
-        map(cells, summary["rows"]),
+        (cells(row) for row in summary["rows"] if "async_tp_own" in row),
         "E by the GEMM and the serial time of the same pass; the passes are not interleaved",
         file=file,
     )
 
 
 def _call(row: Row) -> list[str]:
-    return [SHORT[row["op"]], row["model"], row["layer"], row["direction"], f"{row['m']} x {row['n']} x {row['k']}"]
+    direction = f"{row['direction']}{of_title(row.get('fp8'))}"
+    return [SHORT[row["op"]], row["model"], row["layer"], direction, f"{row['m']} x {row['n']} x {row['k']}"]
 
 
 def ops_svg(summary: Row) -> str:
@@ -150,6 +151,7 @@ def ops_svg(summary: Row) -> str:
     calls = []
     for row in rows:
         call = f"{row['op'].split('_')[0]} {row['model']} {row['layer']} {row['direction']} m={row['m']}"
+        call += of_title(row.get("fp8"))
         calls.append((call, [(COLOURS[name], efficiency(row, name)) for name in shown]))
     return PICTURES.get_template("ops.svg.j2").render(
         summary,

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux.errors import UserError
+from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import LinkOptions, Wire
 from megatron_flux.train.presets import LLAMA3_405B, PRESETS, ModelShape
 
@@ -31,7 +32,9 @@ DIRECTIONS = ("forward", "dgrad")
 
 @dataclass(frozen=True)
 class Case:
-    """One operator call. ``n`` and ``k`` are the rank's own; ``direction`` tells the weight's form."""
+    """One operator call. ``n`` and ``k`` are the rank's own; ``direction`` tells the weight's form. ``fp8``: the recipe
+    of its operands, None of 16 bits.
+    """
 
     op: str
     model: str
@@ -40,6 +43,7 @@ class Case:
     m: int
     n: int
     k: int
+    fp8: Recipe | None = None
 
     @property
     def transposed(self) -> bool:
@@ -47,9 +51,14 @@ class Case:
         return self.direction == "dgrad"
 
     def bytes_received(self, tp: int, element: int = 2) -> int:
-        """What a rank gets from its peers."""
-        width = self.k if self.op == "all_gather_gemm" else self.n
-        return (tp - 1) * (self.m // tp) * width * element
+        """What a rank gets from its peers: ``element`` bytes a number, of FP8 operands one and the scales of blocks."""
+        if self.op != "all_gather_gemm":
+            row = self.n * element
+        elif self.fp8 is None:
+            row = self.k * element
+        else:
+            row = self.k + (4 * -(-self.k // 128) if self.fp8 == "blockwise" else 0)
+        return (tp - 1) * (self.m // tp) * row
 
 
 def check_divides(name: str, shape: ModelShape, tp: int, *, option: str = "--nproc", **more: int) -> None:
@@ -149,6 +158,12 @@ class OpsOptions(LinkOptions, Options):
         description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
         "after all else. 0: not at all.",
     )
+    fp8: str | None = Field(
+        None,
+        description=f"Measure the calls on FP8 operands as well, by these recipes: {', '.join(get_args(Recipe))}. "
+        "delayed and current have the same operands: one of them is enough.",
+    )
+    bf16: bool = Field(True, description="Without it the calls of --fp8 alone.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
@@ -214,7 +229,13 @@ class OpsRun(Calls, OpsOptions):
     wire: Wire = "exact"
     command: Literal["bench ops", "async-TP"] = "bench ops"
     """The second is the pass of :func:`megatron_flux.bench.ops.add_async_tp`."""
+    recipes: tuple[Recipe | None, ...] = (None,)
+    """Of ``fp8`` and ``bf16``."""
     out: Path
+
+    def cases(self) -> list[Case]:
+        """Each call in 16 bits, then by recipe."""
+        return [replace(case, fp8=recipe) for case in super().cases() for recipe in self.recipes]
 
 
 class TuneRun(Calls, TuneOptions):

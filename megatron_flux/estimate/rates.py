@@ -312,6 +312,8 @@ def read_ops(paths: list[Path]) -> MeasuredCalls | None:
         kinds.add(summary["link"])
         rates.append(summary.get("link_gb_per_s") or 0.0)
         for row in summary["rows"]:
+            if row.get("fp8"):
+                continue
             case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
             times = [row["chunked_ms" if through_host and name == "tuned_ms" else name] for name in names]
             wires = {wire: row[f"chunked_{wire}_ms"] for wire in (FP8, INT8) if row.get(f"chunked_{wire}_ms")}

@@ -46,7 +46,7 @@ def operators(summary: Json) -> str:
     """One row per call."""
     rows = []
     for row in summary["rows"]:
-        case = Case(*(row[field.name] for field in fields(Case)))
+        case = Case(*(row.get(field.name) for field in fields(Case)))
         rate = case.bytes_received(summary["tp"]) / row["nccl_ms"] / 1e6 / summary["link_gb_per_s"]
         names = ("gemm_ms", "nccl_ms", "serial_ms", "fused_ms", "tuned_ms", "bound_ms")
         times = [f"{row[name]:.3f}" for name in names]

@@ -6,9 +6,11 @@ async-TP, the fused kernels, and the tuner's measurement. Keys, files, cache and
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import ops, process_group, report, tune
+from megatron_flux.bench import fp8_calls, ops, process_group, report, tune
 from megatron_flux.bench.ops import BACKENDS, call, operands, variants
 from megatron_flux.bench.shapes import Case, OpsRun, TuneRun
 from megatron_flux.comm.links import Link
@@ -34,6 +36,11 @@ CASES = [
     Case("gemm_reduce_scatter", "toy", "fc2", "forward", 8, 4, 6),
     Case("gemm_reduce_scatter", "toy", "fc1", "dgrad", 8, 4, 6),
     Case("all_gather_gemm", "toy", "fc2", "dgrad", 8, 6, 4),
+]
+FP8_CASES = [
+    Case("all_gather_gemm", "toy", "fc1", "forward", 256, 128, 384),
+    Case("gemm_reduce_scatter", "toy", "fc2", "forward", 256, 256, 128),
+    Case("gemm_reduce_scatter", "toy", "fc1", "dgrad", 256, 256, 128),
 ]
 CPU = torch.device("cpu")
 TIMES = {"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "async_tp": 1.3, "pipelined": 1.4, "fused": 1.1, "tuned": 1.2}
@@ -142,6 +149,88 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     assert set(rounds[0]["ms"]) == set(TIMES)
     assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
     report.show_ops(summary)
+
+
+def compare_fp8(case: Case) -> None:
+    """GEMM, bytes and serial are what the operator is made of; operands have the scales and formats of the recipe."""
+    group = dist.group.WORLD
+    torch.manual_seed(group.rank())
+    pair = fp8_calls.pair_of(case, group, torch.bfloat16, CPU)
+    blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
+    assert (pair.x.scaling, pair.weight.scaling) == (("1x128", "128x128") if blocks else ("tensor", "tensor"))
+    assert pair.x.dtype == (torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn)
+    assert pair.promoted is (blocks or dgrad)
+    assert (pair.weight.rows, pair.weight.k) == (case.n, case.k), "k-major in both directions"
+    scales = [torch.empty_like(pair.x.scale_inv) for _ in range(2)]
+    dist.all_gather(scales, pair.x.scale_inv)
+    assert torch.equal(*scales) is not blocks, "one scale for all is the same on all ranks"
+    with without_gpus():
+        ways = fp8_calls.variants(case, pair, group)
+        assert list(ways) == ["gemm", "nccl", "serial", "fused", "tuned"]
+        expected = fp8_calls.call(case, pair, group, "reference")()
+        assert expected.abs().max() > 1
+        assert torch.equal(ways["serial"](), expected)
+        assert torch.equal(ways["fused"](), expected)
+        assert ways["gemm"]().shape == (case.m, case.n)
+        ways["nccl"]()
+
+
+@pytest.mark.parametrize("fp8", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
+def test_fp8_calls(world2: WorkerPool, case: Case, fp8: Any) -> None:
+    world2.run(compare_fp8, replace(case, fp8=fp8))
+
+
+def bench_fp8(out: Path, cache: Path) -> dict[str, Any]:
+    with without_gpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        cases = [replace(case, fp8=fp8) for case in FP8_CASES for fp8 in (None, "delayed", "blockwise")]
+        return ops.run(run_of(out), cases, dist.group.WORLD, lambda _: None)
+
+
+def test_rows_of_fp8(world2: WorkerPool, tmp_path: Path) -> None:
+    summary, _ = world2.run(bench_fp8, tmp_path / "run", tmp_path / "tuned.json")
+    assert [row["fp8"] for row in summary["rows"]] == [None, "delayed", "blockwise"] * len(FP8_CASES)
+    for row in summary["rows"]:
+        assert set(row) >= ROW_KEYS
+        timed = {"gemm", "nccl", "serial", "fused", "tuned"}
+        timed |= set() if row["fp8"] else {"async_tp", "pipelined"}
+        assert {name for name in TIMES if row[f"{name}_ms"] is not None} == timed
+        assert row["e_overlap"] == 0.6
+    keys = list(json.loads((tmp_path / "tuned.json").read_text()))
+    for words in ("e4m3fn x e4m3fn by tensor, to bfloat16", "e5m2 x e4m3fn by tensor, split, to bfloat16",
+                  "e4m3fn x e4m3fn by blocks, to bfloat16"):  # fmt: skip
+        assert any(words in key for key in keys), words
+    text = io.StringIO()
+    report.show_ops(summary, text)
+    assert "forward, FP8 blockwise" in text.getvalue()
+    assert "fc1 forward m=256, FP8 delayed" in (tmp_path / "run" / "plot.svg").read_text()
+
+
+def bench_fp8_over_host(out: Path, cache: Path) -> dict[str, Any]:
+    with over_host(cache):
+        wanted = run_of(out).model_copy(update={"link": "host", "wire": "int8"})
+        cases = [replace(case, fp8=fp8) for case in FP8_CASES[:2] for fp8 in (None, "blockwise")]
+        return ops.run(wanted, cases, dist.group.WORLD, lambda _: None)
+
+
+def test_fp8_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
+    summary, _ = world2.run(bench_fp8_over_host, tmp_path / "run", tmp_path / "tuned.json")
+    for row in summary["rows"]:
+        found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
+        own = {"chunked_int8"} if row["fp8"] is None else set()
+        assert found == {"gemm", "nccl", "serial", "chunked", "tuned"} | own
+        assert row["wire"] == ("int8" if row["fp8"] is None else "exact")
+        assert row["tuned_choice"].startswith("chunked")
+    report.show_ops(summary)
+
+
+def test_bytes_of_a_gather() -> None:
+    gather, scatter = FP8_CASES[:2]
+    assert gather.bytes_received(2) == 128 * 384 * 2
+    assert replace(gather, fp8="current").bytes_received(2) == 128 * 384
+    assert replace(gather, fp8="blockwise").bytes_received(2) == 128 * (384 + 3 * 4)
+    assert replace(scatter, fp8="blockwise").bytes_received(2) == scatter.bytes_received(2) == 128 * 256 * 2
 
 
 def bench_async_tp(out: Path) -> dict[str, Any]:

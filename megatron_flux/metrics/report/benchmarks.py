@@ -74,7 +74,8 @@ def _efficiency(row: Row, method: str) -> float | None:
 
 
 def _call(row: Row, separator: str) -> str:
-    return f"{row.get('model', '?')} {row.get('layer', '?')}{separator}{row.get('direction', '?')}, m {row['m']}"
+    which = f"{row.get('direction', '?')}, m {row['m']}{_fp8(row)}"
+    return f"{row.get('model', '?')} {row.get('layer', '?')}{separator}{which}"
 
 
 def layers_chapter(run: Run, id_: str) -> Chapter:
@@ -119,8 +120,11 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
 
 
 def _workload(row: Row) -> str:
-    fp8 = f", FP8 {row['fp8']}" if row.get("fp8") else ""
-    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{fp8}"
+    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{_fp8(row)}"
+
+
+def _fp8(row: Row) -> str:
+    return f", FP8 {row['fp8']}" if row.get("fp8") else ""
 
 
 def _environment(run: Run) -> Mapping[str, Any] | None:

@@ -67,6 +67,7 @@ from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
+from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits, fp8_candidates
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.settings import sm_margin, tunes_fully, tunes_later
@@ -456,11 +457,14 @@ class TunedBackend:
         return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
     def answer(
-        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
-    ) -> dict[str, Any] | None:
-        """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
+        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str,
+        fp8: Fp8Pair | None = None,
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count, of
+        ``fp8`` all but shapes.
+        """
         link = link_name(group, x.device, wire)
-        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
+        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x), fp8=fp8)
         return self.decisions(group).answers.get(key)
 
     def _processes(self, group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -114,6 +114,21 @@ def test_dry_run_of_the_benchmark(run: Run) -> None:
     assert not Path("somewhere").exists()
 
 
+def test_calls_on_fp8_operands(run: Run) -> None:
+    few = ("bench", "ops", "--dry-run", *FEW, "--nproc", "4", "--layers", "qkv")
+    code, out, _ = run(*few, "--fp8", "delayed,blockwise")
+    assert code == 0
+    assert [call["fp8"] for call in json.loads(out)["calls"]] == [None, "delayed", "blockwise"]
+    code, out, _ = run(*few, "--fp8", "current", "--no-bf16")
+    found = json.loads(out)
+    assert [call["fp8"] for call in found["calls"]] == ["current"]
+    wanted = OpsRun(**{**found["config"], "out": Path()})
+    assert ops.own_queues(wanted) is None, "async-TP has no FP8"
+    assert ops.own_queues(wanted.model_copy(update={"recipes": (None, "current")})) == "8"
+    assert "unknown FP8 recipe 'tensor'" in refused(run, *few, "--fp8", "tensor")
+    assert "--no-bf16 leaves nothing to measure" in refused(run, *few, "--no-bf16")
+
+
 def test_dry_run_of_tuning(run: Run) -> None:
     code, out, _ = run("tune", "--dry-run", "--seconds-per-shape", "5", "--cache", "mine.json")
     assert code == 0

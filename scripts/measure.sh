@@ -4,15 +4,15 @@
 #   ./scripts/measure.sh [--dry-run] OUT [STAGE...]
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
-# default: checks groups tests ops layer inference connections graphs stand_in_checks stand_in_ops stand_in_layer parity
-# parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity. Uses the
+# default: checks groups tests ops layer fp8 inference connections graphs stand_in_checks stand_in_ops stand_in_layer
+# parity parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity. Uses the
 # active environment and all GPUs of this host (2, 4 or 8), of which two emulate eight in stand_in_*. host_* leave NVLink
 # unused; their checks go by the other links too. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-STAGES=(checks groups tests ops layer inference connections graphs stand_in_checks stand_in_ops stand_in_layer parity
-    parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity)
+STAGES=(checks groups tests ops layer fp8 inference connections graphs stand_in_checks stand_in_ops stand_in_layer
+    parity parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity)
 DRY=0
 if [[ ${1:-} == --dry-run ]]; then
     DRY=1
@@ -91,6 +91,20 @@ for stage in "${STAGES[@]}"; do
         layer)
             limited 600 "${FLUX[@]}" bench layer --nproc "$GPUS" --rounds 7 \
                 --arms te,local,te_ub,flux_local,flux_te,floor,busy_floor --out "$to"
+            ;;
+        fp8) # GEMMs of one GPU, operators, TransformerEngine's layers on two; then the figures, whose plans ops has tuned
+            stage=fp8_gemm
+            limited 210 python3 tests/gpu/checks_fp8.py --out "$OUT/$stage" --seconds 180
+            stage=fp8_checks
+            limited 300 "${RANKS[@]}" tests/gpu/checks_fp8.py --out "$OUT/$stage"
+            stage=fp8_te
+            limited 420 python3 tests/gpu/te_fp8.py --out "$OUT/$stage" --seconds 360
+            stage=fp8_ops
+            MEGATRON_FLUX_TUNE_SECONDS=15 limited 640 "${FLUX[@]}" bench ops --nproc "$GPUS" --models gpt3-175b,llama-70b --tokens 8192 \
+                --fp8 delayed,blockwise --no-bf16 --seconds 540 --out "$OUT/$stage"
+            stage=fp8_layer
+            MEGATRON_FLUX_TUNE_SECONDS=15 limited 900 "${FLUX[@]}" bench layer --nproc "$GPUS" --models gpt3-175b,llama-70b --rounds 7 --seconds 780 \
+                --arms te,te_ub,flux_te,floor,busy_floor --fp8 delayed,current,blockwise --out "$OUT/$stage"
             ;;
         inference) limited 590 "${FLUX[@]}" bench inference --tp "$GPUS" --seconds 540 --out "$to" ;;
         connections) # to be laid beside the same rows of layer, which has one connection

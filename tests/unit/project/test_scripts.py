@@ -352,6 +352,7 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "tests",
         "ops",
         "layer",
+        *(f"fp8_{which}" for which in ("gemm", "checks", "te", "ops", "layer")),
         "inference",
         "connections",
         "graphs",
@@ -372,6 +373,8 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
     ]
     assert all(": timeout " in line or ": left out, " in line for line in out.splitlines())
     assert r"a\ b\;\ touch\ c/ops" in out
+    (layer,) = (line for line in out.splitlines() if line.startswith("fp8_layer: "))
+    assert "--fp8 delayed\\,current\\,blockwise" in layer
     assert not any(tmp_path.iterdir())
     code, out, _ = measure("--dry-run", str(tmp_path), "groups", "parity_dp", "ops", gpus="2")
     assert [line.partition(",")[0] for line in out.splitlines()[:2]] == ["groups: left out", "parity_dp: left out"]

@@ -1,4 +1,4 @@
-"""FP8 in the benchmarks: which recipes are measured, and what benchmarks do to layers that train in it.
+"""FP8 in the benchmarks: what they do to layers that train in it.
 
 Recipes and what megatron-core is given of them are those of :mod:`megatron_flux.train.fp8`. In ``delayed`` and
 ``current`` forward adds up in the tensor core's precision and dgrad in fp32 every 128 of k (split accumulator); in
@@ -10,27 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import torch
-
-from megatron_flux.bench.shapes import named
-from megatron_flux.errors import UserError
-from megatron_flux.train.fp8 import Recipe
-
-RECIPES: tuple[Recipe, ...] = get_args(Recipe)
-
-
-def recipes(fp8: str | None, bf16: bool) -> list[Recipe | None]:
-    """What is measured: ``None`` (no FP8) where ``bf16`` asks for it, then the recipes in ``fp8``, which is an option.
-
-    Raises:
-        UserError: an unknown name, or nothing at all.
-    """
-    if fp8 is None and not bf16:
-        raise UserError("--no-bf16 leaves nothing to measure; give --fp8 with it, or leave it out")
-    found: list[Recipe | None] = [None] if bf16 else []
-    return found + (named("FP8 recipe", fp8, RECIPES, option="--fp8") if fp8 is not None else [])  # type: ignore[operator]
 
 
 def of_title(fp8: str | None) -> str:

@@ -7,14 +7,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_flux.bench import fp8
 from megatron_flux.bench.shapes import (
     BY_DEFAULT,
     MODELS,
+    RECIPES,
     Options,
     check_divides,
     layer_activations,
     named,
+    recipes_of,
     working_memory,
 )
 from megatron_flux.config import Wires
@@ -136,7 +137,7 @@ class LayerOptions(_Measuring):
     fp8: str | None = Field(
         None,
         description=f"Measure TransformerEngine's layers in FP8 as well, by these recipes, separated by commas: "
-        f"{', '.join(fp8.RECIPES)}. Each has rounds of its own, after those in bf16.",
+        f"{', '.join(RECIPES)}. Each has rounds of its own, after those in bf16.",
     )
     bf16: bool = Field(True, description="Without it the recipes of --fp8 alone.")
     nproc: int | None = Field(None, ge=1, description="Processes, one per GPU, which is also tp. Default: all GPUs.")
@@ -192,7 +193,7 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
     check_keep(options)
     if options.cuda_graphs and "busy_floor" in arms:
         raise UserError("--cuda-graphs cannot run the arm busy_floor, whose copies nobody waits for; leave it out")
-    recipes = fp8.recipes(options.fp8, options.bf16)
+    recipes = recipes_of(options.fp8, options.bf16)
     if options.cuda_graphs and recipes != [None]:
         raise UserError("--cuda-graphs cannot capture flux's FP8 layers; leave it or --fp8 out")
     if options.backend not in backend_names():

@@ -229,9 +229,12 @@ class OpsRun(Calls, OpsOptions):
     wire: Wire = "exact"
     command: Literal["bench ops", "async-TP"] = "bench ops"
     """The second is the pass of :func:`megatron_flux.bench.ops.add_async_tp`."""
-    recipes: tuple[Recipe | None, ...] = (None,)
-    """Of ``fp8`` and ``bf16``."""
     out: Path
+
+    @property
+    def recipes(self) -> list[Recipe | None]:
+        """Of ``fp8`` and ``bf16``. Raises UserError as :func:`recipes_of`."""
+        return recipes_of(self.fp8, self.bf16)
 
     def cases(self) -> list[Case]:
         """Each call in 16 bits, then by recipe."""
@@ -245,6 +248,21 @@ class TuneRun(Calls, TuneOptions):
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
     cache: Path
+
+
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+
+
+def recipes_of(fp8: str | None, bf16: bool) -> list[Recipe | None]:
+    """What is measured: None (no FP8) where ``bf16`` asks for it, then the recipes in ``fp8``, which is an option.
+
+    Raises:
+        UserError: an unknown name, or nothing at all.
+    """
+    if fp8 is None and not bf16:
+        raise UserError("--no-bf16 leaves nothing to measure; give --fp8 with it, or leave it out")
+    found: list[Recipe | None] = [None] if bf16 else []
+    return found + (named("FP8 recipe", fp8, RECIPES, option="--fp8") if fp8 is not None else [])  # type: ignore[operator]
 
 
 def named(kind: str, text: str, known: Collection[str], option: str | None = None) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megatron_flux.bench.fp8 import recipes
 from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions
 from megatron_flux.bench.inference_config import resolve as inference_resolved
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
@@ -41,8 +40,7 @@ def ops(given: CallOptions, more: OpsOptions, dry_run: DryRun = False) -> None:
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
     wire = Wires.of(more.wire, None).activations
-    resolved = {"wire": wire, "out": more.out or Path(), "recipes": recipes(more.fp8, more.bf16)}
-    run = OpsRun(**{**_calls(given), **more.model_dump(), **resolved})
+    run = OpsRun(**{**_calls(given), **more.model_dump(), "wire": wire, "out": more.out or Path()})
 
     def to(out: Path) -> OpsRun:
         return run.model_copy(update={"out": out})

@@ -69,6 +69,10 @@ def _of_run(config: dict[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str
             # Where they differ, each model has its own.
             if len(values := {workload[name] for workload in workloads}) == 1:
                 (found[name],) = values
+        if "fp8" in fields:
+            recipes = list(dict.fromkeys(workload.get("fp8") for workload in workloads))
+            found["bf16"] = None in recipes
+            found["fp8"] = ",".join(filter(None, recipes)) or None
     if isinstance(steps := found.get("profile_steps"), list):
         found["profile_steps"] = "-".join(map(str, steps))
     for name, value in found.items():

@@ -14,6 +14,8 @@ from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
 from megatron_flux.settings import LINKS
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.config import resolve as resolve_run
+from megatron_flux.train.fp8 import Recipe, check_capability
+from megatron_flux.train.fp8 import check as check_fp8
 from megatron_flux.train.options import CheckpointOptions, ShapeOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
 
@@ -55,6 +57,9 @@ class PlanOptions(ShapeOptions):
         None, description="The same of gradients, where it is something else. Default: as --wire."
     )
     keep_gathered: bool = Field(False, description="Where the link is host, keep what forward gathered for wgrad.")
+    fp8: Recipe | None = Field(
+        None, description="Plan TransformerEngine's layers in FP8 by this recipe: delayed, current or blockwise."
+    )
     link_gb_per_s: float | None = Field(
         None, gt=0, description="Link in a node (of p2p, host and none: PCIe), one direction, instead of the table's."
     )
@@ -84,6 +89,7 @@ class Job:
     wire: str
     grad_wire: str
     keep_gathered: bool
+    fp8: Recipe | None = None
 
     @property
     def tokens(self) -> int:
@@ -137,7 +143,7 @@ def resolve(options: PlanOptions, measured_on: Device | None = None, measured_ov
         )
     link = options.link or measured_over or gpu.link
     _check_link(options, gpu, link)
-    values = options.model_dump(include=set(TrainOptions.model_fields) - {"out", "keep_gathered"})
+    values = options.model_dump(include=set(TrainOptions.model_fields) - {"out", "keep_gathered", "fp8"})
     if options.preset in PRESETS and options.global_batch_size is None:
         micro = options.micro_batch_size or PRESETS[options.preset].micro_batch_size
         values["global_batch_size"] = micro * (gpus // (tp * pp)) * 4 * pp
@@ -158,6 +164,13 @@ def resolve(options: PlanOptions, measured_on: Device | None = None, measured_ov
             f"the interleaved schedule needs a multiple of pp {pp} micro-batches, there are {run.micro_batches}; use "
             f"--global-batch-size with a multiple of {run.micro_batch_size * run.dp * pp}"
         )
+    if options.fp8 is not None:
+        check_capability(options.fp8, gpu.capability, f"the {gpu.name} of the plan")
+        if options.keep_gathered or {options.wire, options.grad_wire} - {EXACT, None}:
+            raise UserError(
+                "--fp8: FP8 bytes are sent as they are, and not kept; leave out --wire, --grad-wire and --keep-gathered"
+            )
+        check_fp8(options.fp8, run.shape, tp, run.micro_batch_size * run.shape.seq_length, tp)
     return Job(
         run=run,
         virtual_pipeline=chunks,
@@ -168,6 +181,7 @@ def resolve(options: PlanOptions, measured_on: Device | None = None, measured_ov
         wire=options.wire,
         grad_wire=options.grad_wire or options.wire,
         keep_gathered=options.keep_gathered,
+        fp8=options.fp8,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from megatron_flux.bench.fp8 import of_title
 from megatron_flux.bench.layer_config import LAYER_MODELS, over_wires
 from megatron_flux.bench.shapes import layer_activations, layer_cases, working_memory
 from megatron_flux.config import Wires
@@ -34,7 +35,7 @@ def validate_options(options: PlanOptions) -> dict[str, Any]:
     if layers is None:
         raise UserError("--validate needs measured layers; give --layers with a summary.json of bench layer")
     gpu = device(options.device) if options.device else (calls or layers).device
-    return validate(Rates(device=gpu, calls=calls), layers)
+    return validate(Rates(device=gpu, calls=calls, fp8=options.fp8), layers)
 
 
 def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
@@ -50,9 +51,12 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
         )
     if rates.calls and rates.calls.link != layers.link:
         raise UserError(f"{layers.source} was measured over {layers.link}, the operators over {rates.calls.link}")
-    workloads = layers.workloads()
+    workloads = layers.workloads(rates.fp8)
     through_host = layers.link == "host"
-    if len(workloads) < 2 and not through_host:
+    elsewhere = through_host or rates.fp8 is not None  # their constants are those of other runs
+    if not workloads:
+        raise UserError(f"{layers.source} has no rows{of_title(rates.fp8) or ', in bf16'}; measure some, or see --fp8")
+    if len(workloads) < 2 and not elsewhere:
         raise UserError(f"{layers.source} has {len(workloads)} workload(s); leaving one out needs at least two")
     arms = {arm: (of, EXACT) for arm, of in ARMS.items()}
     arms |= {arm: (ARMS[like], wire) for wire in (FP8, INT8) for arm, like in over_wires(Wires.of(wire, wire)).items()}
@@ -63,7 +67,7 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
         if through_host:  # the constants are those of other runs, and the host is as fast as it was for TE
             te = measured.get("te", {})
             own = replace(own, host_ms_per_layer=te.get("host_ms_per_step", 0.0) / te.get("layers", 1))
-        else:
+        elif not elsewhere:
             own = replace(own, calibration=calibrate(layers, [other for other in workloads if other != workload]))
         found = {}
         for arm, (of, wire) in arms.items():
@@ -87,14 +91,14 @@ def validate(rates: Rates, layers: MeasuredLayers) -> dict[str, Any]:
     every, gained = ([error for _, error in off], [abs(row["predicted"] - row["measured"]) for row in speedups])
     return {
         "kind": "Prediction",
-        "constants": "of other runs, over NVLink" if through_host else "each workload with those of the others",
+        "constants": "of other runs, over NVLink" if elsewhere else "each workload with those of the others",
         "rows": rows,
         "mean_absolute_error": statistics.mean(every),
         "largest_absolute_error": max(every),
         "errors": {kind: {"mean": statistics.mean(values), "largest": max(values)} for kind, values in kinds.items()},
         "speedups": speedups,
         "speedup_errors": {"mean": statistics.mean(gained), "largest": max(gained)} if gained else None,
-        "memory": _validate_memory(layers),
+        "memory": _validate_memory(layers) if rates.fp8 is None else [],
     }
 
 
@@ -130,7 +134,12 @@ def _validate_memory(layers: MeasuredLayers) -> list[dict[str, Any]]:
     """
     checks = []
     for row in layers.rows:
-        if row["arm"] not in ("te", "flux_te") or row["model"] not in LAYER_MODELS or "peak_memory_gb" not in row:
+        if (
+            row.get("fp8")
+            or row["arm"] not in ("te", "flux_te")
+            or row["model"] not in LAYER_MODELS
+            or "peak_memory_gb" not in row
+        ):
             continue
         shape, tokens, tp = LAYER_MODELS[row["model"]], row["seq"] * row["micro_batch"], layers.tp
         total = row["layers"] * (6 * step.layer_parameters(shape, tp) + layer_activations(shape, tokens, tp))

@@ -9,6 +9,7 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import slow_links
+from megatron_flux.estimate.fp8 import LARGEST_ERROR as FP8_ERROR
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
 from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR
 from megatron_flux.estimate.rates import MeasuredCalls, MeasuredLayers, Rates, read_layers, read_ops
@@ -56,6 +57,7 @@ def predict_options(options: PlanOptions) -> dict[str, Any]:
         wire=job.wire if there else EXACT,
         grad_wire=job.grad_wire if there else EXACT,
         keep_gathered=job.keep_gathered and there,
+        fp8=job.fp8,
         network_gb_per_s=network,
         overlap=options.overlap_efficiency,
         host_ms_per_layer=options.host_ms_per_layer,
@@ -113,6 +115,7 @@ def predict(job: Job, rates: Rates, layers: MeasuredLayers | None = None) -> dic
             "wire": job.wire,
             "grad_wire": job.grad_wire,
             "keep_gathered": job.keep_gathered,
+            "fp8": job.fp8,
             "shape": run.shape.model_dump(),
             "padded_vocab_size": run.padded_vocab_size,
             "tokens_per_step": run.tokens_per_step,
@@ -185,7 +188,7 @@ def _notes(
     run, key, notes = job.run, job.device.key, []
     if reason:
         notes.append(f"flux runs stock in this job: {reason}")
-    if layers is not None and (run.recompute != "none" or layers.ms("baseline", *job.sizes) is None):
+    if layers is not None and (run.recompute != "none" or layers.ms("baseline", *job.sizes, fp8=job.fp8) is None):
         notes.append(f"no row of this layer, sequence, micro-batch and tp in {layers.source}: it was not used")
     if memory["total"] + ROOM_GB > job.device.memory_gb:
         notes.append(
@@ -199,6 +202,11 @@ def _notes(
         notes.append(
             "unless told otherwise flux keeps gathered inputs for wgrad, in a quarter of what a step leaves (here "
             f"{room:.1f} GB) or in --keep-gathered-bytes; --keep-gathered plans as if all had room"
+        )
+    if job.fp8 is not None:
+        notes.append(
+            f"FP8: stock's layers were off by up to {FP8_ERROR:.0%} where that could be checked (two models, 4 H200s, "
+            "tp 4); flux's kernels were measured on one GPU, its FP8 layers have not been. Activations count as in bf16"
         )
     if job.link != "nvlink" and job.tp_in_node and run.tp > 1:
         notes.append(slow_links.origin(job.link, key, min(job.gpus_per_node, run.world_size), calls is not None))

@@ -14,12 +14,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_flux.bench.fp8 import of_title
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
 from megatron_flux.estimate import slow_links
+from megatron_flux.estimate.fp8 import PRECISIONS, Precision
 from megatron_flux.estimate.slow_links import PCIE, SLOW
 from megatron_flux.kernels.wire_format import EXACT, FP8, INT8
+from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import ModelShape, device_peak
 
 
@@ -129,27 +132,34 @@ class MeasuredCalls:
     def __init__(
         self, calls: list[Call], device: Device, sources: list[str], link: str = "nvlink", gb_per_s: float = 0.0
     ) -> None:
-        """``calls`` must not be empty; ``sources`` are the files, ``gb_per_s`` what flux's transfers reached."""
+        """``calls`` must have some in 16 bits; ``sources``: files, ``gb_per_s``: what flux's transfers reached."""
         self.calls, self.device, self.sources = calls, device, sources
         self.link, self.gb_per_s = link, gb_per_s
+        self._plain = [call for call in calls if call.case.fp8 is None]
         # nccl_ms = steps * a + bytes * b with the least relative squares; a ring over tp ranks has tp - 1 steps.
-        sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in calls], dtype=float)
-        times = np.array([call.nccl_ms for call in calls])
-        (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(calls)), rcond=None)
+        sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in self._plain], dtype=float)
+        times = np.array([call.nccl_ms for call in self._plain])
+        (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(times)), rcond=None)
         if per_byte <= 0:  # too few sizes to tell latency from bandwidth
             step, per_byte = 0.0, times.sum() / sides[:, 1].sum()
         self.step_ms, self.ms_per_byte = max(0.0, float(step)), float(per_byte)
 
     def exact(self, case: Case, tp: int) -> Call | None:
-        """The very call, if it was measured; the model's name does not matter. The last one counts."""
-        wanted = (case.op, case.direction, case.m, case.n, case.k, tp)
-        same = [c for c in self.calls if (c.case.op, c.case.direction, c.case.m, c.case.n, c.case.k, c.tp) == wanted]
+        """The very call, if it was measured; the model's name does not matter, nor where the scale of a tensor is from.
+        The last one counts.
+        """
+
+        def kind(of: Case, ranks: int) -> tuple[Any, ...]:
+            fp8 = "delayed" if of.fp8 == "current" else of.fp8
+            return of.op, of.direction, of.m, of.n, of.k, fp8, ranks
+
+        same = [c for c in self.calls if kind(c.case, c.tp) == kind(case, tp)]
         return same[-1] if same else None
 
     def nearest(self, m: int, n: int, k: int, op: str | None = None) -> Call:
-        """The call (of ``op``, if one was measured) whose GEMM is most like this one, in powers of two."""
+        """The call in 16 bits (of ``op``, if one was measured) whose GEMM is most like this one, in powers of two."""
         like = [math.log2(size) for size in (m, n, k)]
-        calls = [call for call in self.calls if op in (None, call.case.op)] or self.calls
+        calls = [call for call in self._plain if op in (None, call.case.op)] or self._plain
         return min(calls, key=lambda call: math.dist(map(math.log2, (call.case.m, call.case.n, call.case.k)), like))
 
 
@@ -168,6 +178,7 @@ class Rates:
     wire: str = EXACT  # that flux sends where the link is host
     grad_wire: str | None = None  # the same of gradients; None: as ``wire``
     keep_gathered: bool = False  # of flux: x is not gathered again for wgrad
+    fp8: Recipe | None = None  # of the layers' linears
     clock: float = 1.0  # times that GEMMs are faster than at the power limit
     calibration: Calibration = Calibration()
 
@@ -207,13 +218,32 @@ class Rates:
             return self.calls.gb_per_s * self.link / self._own_link
         return slow_links.chunks(self.link, self.gpus)
 
-    def gemm(self, m: int, n: int, k: int) -> float:
-        """``[m, k] x [k, n]``: at the FLOP/s of the most similar measured GEMM, and no faster than the memory."""
+    @property
+    def precision(self) -> Precision | None:
+        """What FP8 changes; None in bf16."""
+        return None if self.fp8 is None else PRECISIONS[self.fp8]
+
+    def gathered_bytes(self, m: int, k: int, tp: int) -> int:
+        """What a rank receives of ``[m, k]`` of which every rank has its rows."""
+        return Case("all_gather_gemm", "", "", "", m, 0, k, self.fp8).bytes_received(tp)
+
+    def quantising(self, numbers: float) -> float:
+        """To quantise so many numbers, or to transpose them."""
+        return 0.0 if self.precision is None else self.streamed(self.precision.quantising * numbers)
+
+    def wgrad(self, m: int, n: int, k: int) -> float:
+        """As :meth:`gemm`, in FP8 where the linears are."""
+        return self.gemm(m, n, k, 1.0 if self.precision is None else self.precision.backward)
+
+    def gemm(self, m: int, n: int, k: int, speed: float = 1.0) -> float:
+        """``[m, k] x [k, n]``: at the FLOP/s of the most similar measured GEMM in 16 bits, times ``speed``, and no
+        faster than the memory.
+        """
         flops = self.clock * self.device.gemm * self.device.peak_flops
         if self.calls:
             like = self.calls.nearest(m, n, k)
             flops = 2e3 * like.case.m * like.case.n * like.case.k / like.gemm_ms
-        return max(2e3 * m * n * k / flops, self.memory(2 * (m * k + k * n + m * n)))
+        return max(2e3 * m * n * k / flops / speed, self.memory(2 * (m * k + k * n + m * n)))
 
     def collective(self, nbytes: float, ranks: int) -> float:
         """A ring's all-gather or reduce-scatter in a node (arXiv 2104.04473, 3.2); a rank receives ``nbytes``."""
@@ -279,13 +309,15 @@ class Rates:
 
     def pair(self, case: Case, tp: int) -> Pair:
         """All times of one operator call. Measured times stand for themselves while link and overlap are the own."""
+        case = case if self.precision is None else replace(case, fp8=self.fp8)
         nbytes, overlap = case.bytes_received(tp), self.overlap
         link = self.transfer(nbytes, tp)
         call = self.calls.exact(case, tp) if self.calls else None
         own = call and (call.tuned_ms if self.wire == EXACT else call.wires.get(self.wire))
         if call and own and self.link_gb_per_s is None and overlap is None:
             return Pair(nbytes, call.gemm_ms, call.nccl_ms, call.serial_ms, min(own, call.serial_ms), link)
-        gemm = call.gemm_ms if call else self.gemm(case.m, case.n, case.k)
+        speed, kernel = self._speeds(case)
+        gemm = call.gemm_ms if call else self.gemm(case.m, case.n, case.k, speed)
         collective = self.collective(nbytes, tp)
         serial = gemm + collective
         if self.chunks is not None:
@@ -295,8 +327,18 @@ class Rates:
             return Pair(nbytes, gemm, collective, serial, min(fused, serial), link)
         if overlap is None and self.calls:
             overlap = min(1.0, max(0.0, self.calls.nearest(case.m, case.n, case.k, case.op).overlap))
-        fused = max(gemm + (1 - (self.device.overlap if overlap is None else overlap)) * collective, collective)
+        fused = max(
+            gemm / kernel + (1 - (self.device.overlap if overlap is None else overlap)) * collective, collective
+        )
         return Pair(nbytes, gemm, collective, serial, min(fused, serial), link)
+
+    def _speeds(self, case: Case) -> tuple[float, float]:
+        """Of the call's GEMM over bf16, and of flux's kernel over that."""
+        if self.precision is None:
+            return 1.0, 1.0
+        if case.direction == "forward":
+            return self.precision.forward, self.precision.kernel_forward
+        return self.precision.backward, self.precision.kernel_dgrad
 
 
 def read_ops(paths: list[Path]) -> MeasuredCalls | None:
@@ -312,9 +354,7 @@ def read_ops(paths: list[Path]) -> MeasuredCalls | None:
         kinds.add(summary["link"])
         rates.append(summary.get("link_gb_per_s") or 0.0)
         for row in summary["rows"]:
-            if row.get("fp8"):
-                continue
-            case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")))
+            case = Case(*(row[name] for name in ("op", "model", "layer", "direction", "m", "n", "k")), row.get("fp8"))
             times = [row["chunked_ms" if through_host and name == "tuned_ms" else name] for name in names]
             wires = {wire: row[f"chunked_{wire}_ms"] for wire in (FP8, INT8) if row.get(f"chunked_{wire}_ms")}
             if all(isinstance(t, (int, float)) and t > 0 for t in times) and times[2] > times[0]:
@@ -323,8 +363,10 @@ def read_ops(paths: list[Path]) -> MeasuredCalls | None:
         raise UserError(f"--ops are of different GPUs: {', '.join(d.key for d in devices)}; give files of one kind")
     if len(kinds) > 1:
         raise UserError(f"--ops are over different links: {', '.join(sorted(kinds))}; give files of one")
-    if not calls:
-        raise UserError(f"--ops {paths[0]} has no call with all of its times; measure with megatron-flux bench ops")
+    if not any(call.case.fp8 is None for call in calls):
+        raise UserError(
+            f"--ops {paths[0]} has no call in 16 bits with all of its times; measure with megatron-flux bench ops"
+        )
     return MeasuredCalls(calls, devices[0], [str(path) for path in paths], kinds.pop(), min(rates))
 
 
@@ -368,23 +410,24 @@ class MeasuredLayers:
     source: str
     link: str = "nvlink"
 
-    def workloads(self) -> dict[Workload, dict[str, dict[str, Any]]]:
-        """The rows by workload and arm, in their order; of models that the table of models knows."""
+    def workloads(self, fp8: Recipe | None = None) -> dict[Workload, dict[str, dict[str, Any]]]:
+        """The rows by workload and arm, in their order; of models that the table of models knows, in this recipe."""
         found: dict[Workload, dict[str, dict[str, Any]]] = {}
         for row in self.rows:
-            if row["model"] in LAYER_MODELS:
+            if row["model"] in LAYER_MODELS and row.get("fp8") == fp8:
                 found.setdefault((row["model"], row["seq"], row["micro_batch"]), {})[row["arm"]] = row
         return found
 
     def ms(
-        self, arm: str, shape: ModelShape, *sizes: int, wire: str = EXACT, grad_wire: str | None = None
-    ) -> float | None:
+        self, arm: str, shape: ModelShape, *sizes: int, wire: str = EXACT, grad_wire: str | None = None,
+        fp8: Recipe | None = None,
+    ) -> float | None:  # fmt: skip
         """Milliseconds of forward and backward of :attr:`Job.sizes`, None where that was not measured; of flux with
         these wires (None: gradients' is the activations').
         """
         if arm == "flux" and grad_wire not in (None, wire):
             return None  # not told apart in the names of arms
-        wanted, all_rows = (shape.layer, *sizes), self.workloads().items()
+        wanted, all_rows = (shape.layer, *sizes), self.workloads(fp8).items()
         rows = [arms for (name, *of), arms in all_rows if (LAYER_MODELS[name].layer, *of, self.tp) == wanted]
         suffix = f"_{wire}wire" if arm == "flux" and wire != EXACT else ""
         names = [name + suffix for name, predicted_by in ARMS.items() if predicted_by == arm]
@@ -399,9 +442,10 @@ def read_layers(paths: list[Path]) -> MeasuredLayers | None:
     for path in paths:
         summary, found = read_summary(path, "bench layer", ("model", "seq", "micro_batch", "arm", "ms_per_layer"))
         kinds[found.key, summary["tp"], summary["link"]] = found
-        here = dict.fromkeys(((row["model"], row["seq"], row["micro_batch"]) for row in summary["rows"]), path)
+        of = ((row["model"], row["seq"], row["micro_batch"], row.get("fp8")) for row in summary["rows"])
+        here = dict.fromkeys(of, path)
         for one in here.keys() & seen.keys():
-            both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}"
+            both = f"--layers {seen[one]} and {path} both have {one[0]} {one[1]} x {one[2]}{of_title(one[3])}"
             raise UserError(f"{both}, whose arms count within one run; leave one out")
         seen |= here
         rows += summary["rows"]

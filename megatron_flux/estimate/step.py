@@ -15,6 +15,7 @@ from typing import NamedTuple
 from megatron_flux.bench import shapes
 from megatron_flux.bench.shapes import Case, layer_cases, working_memory
 from megatron_flux.comm.slab import FLAG_WORDS, size_class
+from megatron_flux.estimate.fp8 import quantised_numbers
 from megatron_flux.estimate.job import Job
 from megatron_flux.estimate.rates import MeasuredLayers, Pair, Rates
 from megatron_flux.estimate.slow_links import SLOW, SPARED
@@ -75,12 +76,13 @@ def column_backward(rates: Rates, arm: str, m: int, n: int, k: int, tp: int, dgr
     ``dgrad`` is its dgrad and reduce-scatter; in the ``before`` milliseconds before it flux gathers x and nothing else
     uses the link.
     """
-    wgrad = rates.gemm(n, k, m)
+    wgrad = rates.wgrad(n, k, m)
     compute = dgrad.gemm + wgrad
-    nbytes = 2 * (tp - 1) * (m // tp) * k
+    nbytes = rates.gathered_bytes(m, k, tp)
     gather = rates.collective(nbytes, tp)
     total = rates.overlapped(dgrad.gemm, gather) + rates.overlapped(wgrad, dgrad.collective)
-    if arm == "flux":
+    # Where the tuner keeps stock's call of an FP8 dgrad, its reduce-scatter runs beside wgrad as stock's does.
+    if arm == "flux" and (rates.precision is None or dgrad.fused < dgrad.serial):
         nbytes = 0 if rates.keep_gathered else nbytes
         late = max(0.0, rates.transfer(nbytes, tp) - before) if nbytes else 0.0
         total = max(dgrad.fused, late + dgrad.link) + wgrad + rates.disturbance(nbytes + dgrad.nbytes)
@@ -128,16 +130,21 @@ def _layer(rates: Rates, arm: str, shape: ModelShape, seq: int, micro_batch: int
     forward = Phase()
     for case in layer_cases("", shape, m, "forward", tp):
         forward += pair_phase(rates, rates.pair(case, tp), arm)
-    forward += Phase(attention + stream_forward + gap)
+    quantise_forward, quantise_backward = map(rates.quantising, quantised_numbers(shape, m, tp))
+    forward += Phase(attention + stream_forward + quantise_forward + gap)
 
-    backward = Phase(2.5 * attention + stream_backward + 2 * gap)
-    wgrad = {name: rates.gemm(case.k, case.n, m) for name, (case, _) in dgrad.items()}
+    backward = Phase(2.5 * attention + stream_backward + quantise_backward + 2 * gap)
+    wgrad = {name: rates.wgrad(case.k, case.n, m) for name, (case, _) in dgrad.items()}
     before = {"qkv": wgrad["proj"] + 2.5 * attention, "fc1": wgrad["fc2"]}
     for name, (case, pair) in dgrad.items():
         if name in before:  # dgrad [m, k] has the linear's outputs as its k and its inputs as its n
             backward += column_backward(rates, arm, m, case.k, case.n, tp, pair, before[name])
         else:  # dy is gathered once, for dgrad and wgrad
             backward += pair_phase(rates, pair, arm) + Phase(wgrad[name])
+            if rates.precision is not None and rates.precision.rows_twice:
+                again = rates.gathered_bytes(m, case.k, tp)
+                alone = rates.transfer(again, tp) if arm == "flux" else rates.collective(again, tp)
+                backward += Phase(0.0, alone, alone)
     if recompute == "full":
         backward += forward
     elif recompute == "selective":
@@ -186,8 +193,8 @@ def predict_stages(job: Job, rates: Rates, arm: str, layers: MeasuredLayers | No
 
 def _measured(one: Layer, layers: MeasuredLayers, arm: str, job: Job) -> Layer:
     """The measured layer, shared out between forward and backward as predicted; ``one`` if it was not measured."""
-    total = layers.ms(arm, *job.sizes, wire=job.wire, grad_wire=job.grad_wire)
-    floor = layers.ms("floor", *job.sizes)
+    total = layers.ms(arm, *job.sizes, wire=job.wire, grad_wire=job.grad_wire, fp8=job.fp8)
+    floor = layers.ms("floor", *job.sizes, fp8=job.fp8)
     if total is None or (arm == "flux" and job.keep_gathered):  # benchmarks keep nothing
         return one
     compute = min(floor, total) if floor is not None else total * (1 - one.both.exposed / one.total)
@@ -206,6 +213,7 @@ def _embedding(job: Job, rates: Rates) -> Layer:
 
 
 def _output(job: Job, rates: Rates, arm: str) -> Layer:
+    rates = replace(rates, fp8=None)  # layers alone are in FP8
     m, h, tp = job.tokens, job.run.shape.hidden_size, job.run.tp
     columns = job.run.padded_vocab_size // tp
     small = Phase(rates.streamed(BYTES_PER_LOGIT * m * columns) / 2 + rates.streamed(2 * m / tp * h * 5) / 2)
@@ -220,7 +228,8 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
 
     Parts of ``pipeline``: ``bubble`` (the slowest stage waits), ``point_to_point`` (exposed sends), and of the slowest
     stage ``tp_exposed`` (tensor-parallel communication), ``vocabulary`` (embedding and output layer), ``host`` (beyond
-    the GPU's time). ``tp_collectives``: what those take by themselves. ``mfu`` is a share of the peak.
+    the GPU's time). ``tp_collectives``: what those take by themselves. ``mfu`` is a share of the peak, which of layers
+    in FP8 is twice bf16's.
     """
     run, chunks, hop = job.run, job.virtual_pipeline, 0.0
     if run.pp > 1:  # by the slowest link that any pair of neighbours has; a rank sends its own rows
@@ -252,7 +261,7 @@ def add_up(job: Job, rates: Rates, stages: list[Stage]) -> dict[str, float]:
         "data": data,
         "optimizer": optimizer,
         "total": total,
-        "mfu": flops / (total / 1e3) / rates.device.peak_flops,
+        "mfu": flops / (total / 1e3) / (rates.device.peak_flops * (1 if rates.fp8 is None else 2)),
         "tflops_per_gpu": flops / (total / 1e3) / 1e12,
     }
 
@@ -302,8 +311,9 @@ def _stage_memory(job: Job, arm: str, index: int) -> dict[str, float]:
     working = working_memory(shape, tokens, tp)
     if run.recompute == "full":
         working += layer_activations(shape, tokens, tp, dropout=run.dropout > 0)
+    fp8_copies = 0 if job.fp8 is None else 2 * job.layers_per_stage * shape.layer_weights // tp  # and transposed
     found = {
-        "parameters": 2 * count,
+        "parameters": 2 * count + fp8_copies,
         "gradients": 4 * count,
         "optimizer": 12 * count / (run.dp if run.distributed_optimizer else 1),
         "activations": activations,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench import layer_arms, layer_config
-from megatron_flux.bench.fp8 import RECIPES
 from megatron_flux.bench.layer_config import LayerConfig, Workload
+from megatron_flux.bench.shapes import RECIPES
 from megatron_flux.train.presets import PRESETS
 from tests.distributed import te_stand_in
 from tests.distributed.pool import WorkerPool

@@ -53,7 +53,8 @@ def title(plan: Plan) -> str:
         "{preset} on {gpus} x {device}, tp {tp} x pp {pp} x dp {dp}, micro-batch {micro_batch_size} x {micro_batches}, "
         "sequence {shape[seq_length]}, link {link}"
     )
-    return f"{plan['kind']}: {line.format_map(plan['job'])}"
+    fp8 = plan["job"].get("fp8")
+    return f"{plan['kind']}: {line.format_map(plan['job'])}{f', FP8 {fp8}' if fp8 else ''}"
 
 
 def speedup(plan: Plan) -> str:

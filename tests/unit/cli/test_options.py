@@ -81,7 +81,10 @@ def test_options_come_from_a_file_and_flags_go_over_it(told: Told, tmp_path: Pat
         ("train", "--nproc 4 --no-flux --precision bf16 --data-cache x --save s --save-interval 3"),
         ("bench ops", "--nproc 4 --models llama-70b,gpt3-175b --tokens 1024 --rounds 3"),
         ("bench layer", "--nproc 4 --models gpt3-175b,llama-405b --seq 1024 --arms te,local"),
+        ("bench ops", "--nproc 4 --models llama-70b --fp8 delayed,blockwise --no-bf16"),
         ("bench layer", "--nproc 2"),
+        ("bench layer", "--nproc 4 --models gpt3-175b --fp8 current,delayed"),
+        ("bench layer", "--nproc 4 --models tiny --fp8 blockwise --no-bf16"),
         ("bench metrics", "--nproc 2 --pairs 3 --block-steps 5"),
     ],
 )

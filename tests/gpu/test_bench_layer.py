@@ -71,6 +71,23 @@ def test_fused_backend_computes_the_same(tmp_path: Path) -> None:
     assert local["trace"] is None
 
 
+@pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_fp8(tmp_path: Path, recipe: str) -> None:
+    arms = ("--arms", "te,flux_te,floor,busy_floor", "--backend", "fused")
+    summary = bench(tmp_path / "run", *arms, "--fp8", recipe, "--no-bf16")
+    assert summary["skipped"] == []
+    rows = {row["arm"]: row for row in summary["rows"]}
+    assert {row["fp8"] for row in rows.values()} == {recipe}
+    flux, floor = rows["flux_te"], rows["floor"]
+    assert flux["agreement"]["ok"], flux["agreement"]
+    assert (flux["flux_layers"], flux["flux_fallbacks"]) == (8, {})
+    assert flux["flux_calls_per_step"]["all_gather_gemm/fused"] == 8
+    assert flux["flux_calls_per_step"]["gemm_reduce_scatter/fused"] == 8
+    assert floor["breakdown"]["communication_ms"] == 0, "no collective, of amaxes either"
+    assert floor["breakdown"]["gemm_ms"] > 0
+
+
 def test_cuda_graphs_or_the_reason(tmp_path: Path) -> None:
     summary = bench(tmp_path / "run", "--arms", "te,local,flux_local,floor", "--cuda-graphs", "--no-trace")
     for row in summary["rows"]:

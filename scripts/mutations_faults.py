@@ -122,9 +122,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "each rank lists its own candidates",
-        f"{OPS}/backends/tuned.py",
-        "collectives.first_rank(group, lambda: _listed(call, full))",
-        "_listed(call, full)",
+        f"{OPS}/backends/tuner_measurement.py",
+        "collectives.first_rank(group, lambda: tuner_calls.listed(call, full))",
+        "tuner_calls.listed(call, full)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
     _fault(

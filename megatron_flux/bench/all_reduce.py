@@ -25,6 +25,7 @@ from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.backends.tuner_calls import kind_of
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 
@@ -167,13 +168,7 @@ def chosen(call: OperatorCall) -> str | None:
     """What the tuner took for ``call`` in graphs, None where ``auto`` is not the tuner."""
     tuned = get_backend("tuned")
     with captured_calls():
-        found = tuned.decisions(call.group).choices.get(_kind(call))  # type: ignore[attr-defined]
+        found = tuned.decisions(call.group).choices.get(kind_of(call))  # type: ignore[attr-defined]
     if found is None:
         return None
     return found.backend if found.config is None else f"{found.backend} {found.config.label()}"
-
-
-def _kind(call: OperatorCall) -> Any:
-    from megatron_flux.ops.backends.tuned import _kind as kind
-
-    return kind(call)

@@ -22,7 +22,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.backends.tuned import link_name
+from megatron_flux.ops.backends.tuner_calls import link_name
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron_flux.ops.backends.tuned import finalists, ranked
+from megatron_flux.ops.backends.tuner_measurement import finalists, ranked
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import GAIN, Entry, Shape, entry_of, suggested
 from results.readme_tables import between_marks, percent, table

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from megatron_flux.bench import fp8_calls, ops, process_group, report, tune
 from megatron_flux.bench.ops import BACKENDS, call, operands, variants
 from megatron_flux.bench.shapes import Case, OpsRun, TuneRun
+from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends import registry
-from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends import registry, tuner_calls
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from tests.distributed.pool import WorkerPool
@@ -83,7 +83,7 @@ def without_gpus() -> Iterator[Tuned]:
     link = Link("nvlink", "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "checked", lambda *_, **__: (CPU, link))
-        patch.setattr(tuner.links, "probe", lambda *_: link)
+        patch.setattr(links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(ops, "_link_rate", lambda *_: 100.0)
         patch.setattr(ops, "timed", timed)
@@ -331,21 +331,21 @@ def over_host(cache: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(process_group, "checked", lambda *_, **__: (CPU, link))
-        patch.setattr(tuner.links, "probe", lambda *_: link)
+        patch.setattr(links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "_by_chunks", lambda *_: True)
-        patch.setattr(tuner.timing, "all_agree", lambda *_: False)
-        patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [times[n.partition(" ")[0]]] for n in ways})
+        patch.setattr(tuner_calls, "by_chunks", lambda *_: True)
+        patch.setattr(timing, "all_agree", lambda *_: False)
+        patch.setattr(timing, "interleaved", lambda ways, *_: {n: [times[n.partition(" ")[0]]] for n in ways})
         patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
         patch.setattr(ops, "timed", timed)
         times |= {"reference": 3.0}
         patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")  # so that what tuning sets is undone
         patch.setenv("MEGATRON_FLUX_TUNE", "short")
-        tuner.links.want(tuner.links.Wanted(link="host"))
+        links.want(links.Wanted(link="host"))
         try:
             yield
         finally:
-            tuner.links.want(tuner.links.Wanted())
+            links.want(links.Wanted())
 
 
 def bench_over_host(out: Path, cache: Path) -> dict[str, Any]:

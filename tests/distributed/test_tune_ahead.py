@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import megatron_flux
 from megatron_flux import FluxConfig, UserError, set_backend
+from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import cuda_graphs as capture
-from megatron_flux.ops.backends import registry
-from megatron_flux.ops.backends import tuned as tuner
+from megatron_flux.ops.backends import registry, tuner_calls
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from tests.distributed import te_stand_in
@@ -45,7 +45,9 @@ class Counting(TunedBackend):
 
     def _measure(self, call: Any) -> dict[str, Any]:
         call.run(self.reference)  # as a measurement would: all ranks take part, with operands that fit
-        self.measured.append((tuner._operator(call), call.m, call.n, call.k, call.transposed, tuner._kind(call)[-1]))
+        self.measured.append(
+            (tuner_calls.operator_of(call), call.m, call.n, call.k, call.transposed, tuner_calls.kind_of(call)[-1])
+        )
         return {"backend": "reference", "plan": None, "ms": {}}
 
 
@@ -53,7 +55,7 @@ class Counting(TunedBackend):
 def counting(folder: Path) -> Iterator[Counting]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / "tuned.json"))
-        patch.setattr(tuner.links, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         tuned = Counting()
         patch.setitem(registry._backends, "tuned", tuned)

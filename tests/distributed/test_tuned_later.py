@@ -21,7 +21,7 @@ from megatron_flux import FluxConfig
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops import shipped_plans
-from megatron_flux.ops.backends import registry, waiting
+from megatron_flux.ops.backends import registry, tuner_calls, waiting
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import MOST_M, TunedBackend
@@ -86,7 +86,7 @@ def later(cache: Path, failing: tuple[int, ...] = (), first: str = "later") -> I
     known = tuple(Entry(shape, RULE, 0.5, "run") for shape in shapes)
     with without_gpus(cache) as said, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE", first if dist.get_rank() == 0 else "short")
-        patch.setattr(tuner, "_gpu", lambda call: "NVIDIA H200")
+        patch.setattr(tuner_calls, "gpu_of", lambda call: "NVIDIA H200")
         patch.setattr(shipped_plans, "entries", lambda: known)
         fused = Fused(failing)
         tuned = TunedBackend(ReferenceBackend(), None, fused)  # type: ignore[arg-type]

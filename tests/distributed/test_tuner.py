@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import shipped_plans, timing
-from megatron_flux.ops.backends import tuned as tuner
-from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
@@ -77,10 +77,10 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
     logger = logging.getLogger("megatron_flux")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        patch.setattr(tuner.links, "probe", lambda *_: Link("nvlink", ""))
+        patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "candidates", lambda *_: list(PLANS))
-        patch.setattr(tuner, "fp8_candidates", lambda *_, promoted: [PLANS[promoted]])
+        patch.setattr(tuner_calls, "candidates", lambda *_: list(PLANS))
+        patch.setattr(tuner_calls, "fp8_candidates", lambda *_, promoted: [PLANS[promoted]])
         patch.setattr(timing, "interleaved", timed)
         patch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
         logger.addHandler(said)
@@ -221,7 +221,7 @@ def tune_with_own_wishes(cache: Path) -> list[str]:
     found = (Entry(Shape("gemm_reduce_scatter", "[n,k]", 2, *SHAPE), KernelConfig(reducers=8), 0.5, "run"),)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE", ("short", "full")[dist.get_rank()])
-        patch.setattr(tuner, "_gpu", lambda call: "NVIDIA H200")
+        patch.setattr(tuner_calls, "gpu_of", lambda call: "NVIDIA H200")
         patch.setattr(shipped_plans, "entries", lambda: found)
         patch.setattr(TunedBackend, "_tried", recorded)
         tune_once(cache, {})

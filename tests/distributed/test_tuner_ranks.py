@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.backends.tuning_cache import describe
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
@@ -45,7 +47,7 @@ def rank_answers(folder: Path) -> list[Any]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / f"{rank}.json"))
         patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")  # nothing kept: reference
         made = tuner.TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))
-        link, kept = tuner.links.probe(group, torch.device("cpu")).kind, {}
+        link, kept = links.probe(group, torch.device("cpu")).kind, {}
         for m, first, second in (
             (8, {"backend": "pipelined", "plan": None}, {"backend": "reference", "plan": None}),
             (16, {"backend": "fused", "plan": asdict(KernelConfig(reducers=7))}, None),
@@ -53,7 +55,7 @@ def rank_answers(folder: Path) -> list[Any]:
         ):
             x, weight, mine = torch.zeros(m, 4), torch.zeros(6, 4), (first, second)[rank]
             if mine is not None:
-                key = tuner.describe("gemm_reduce_scatter", m, 6, 4, x, False, group.size(), link)
+                key = describe("gemm_reduce_scatter", m, 6, 4, x, False, group.size(), link)
                 kept[key] = {**mine, "ms": {mine["backend"]: 1.0}}
                 (folder / f"{rank}.json").write_text(json.dumps(kept))
             dist.barrier()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron_flux import FluxConfig
 from megatron_flux.comm import links
-from megatron_flux.ops.backends import tuned as tuner
-from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends import tuner_calls, tuner_measurement, tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.checks import OperatorCall
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
@@ -49,10 +49,10 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
             counted(operator)
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "_by_chunks", lambda *_: True)
-        patch.setattr(tuner, "gemm_only", lambda *_: None)
-        patch.setattr(tuner.timing, "all_agree", lambda yes, *_: False)
-        patch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
+        patch.setattr(tuner_calls, "by_chunks", lambda *_: True)
+        patch.setattr(tuner_measurement, "gemm_only", lambda *_: None)
+        patch.setattr(timing, "all_agree", lambda yes, *_: False)
+        patch.setattr(timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
         try:
             yield ran
         finally:

@@ -37,56 +37,37 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
-import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives, links, transports
+from megatron_flux.comm import collectives
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.kernels.wire import EXACT
-from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.all_reduce_config import candidates as all_reduce_candidates
-from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
+from megatron_flux.ops.backends import tuner_calls, tuning_cache
+from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
-from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
+from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
+from megatron_flux.ops.backends.tuner_calls import link_name
+from megatron_flux.ops.backends.tuner_measurement import UNMEASURED, Choice, Measurement
 from megatron_flux.ops.backends.tuning_cache import describe, plan_of
 from megatron_flux.ops.backends.waiting import Waiting
-from megatron_flux.ops.backends.wrapped_calls import CALLS, beside_wgrad, in_graphs
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fast_path import PreparedCall
 from megatron_flux.ops.fp8_operand import Fp8Pair
-from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits, fp8_candidates
-from megatron_flux.ops.shipped_plans import Shape
-from megatron_flux.settings import sm_margin, tunes_fully, tunes_later
+from megatron_flux.ops.kernel_config import KernelConfig, fits
+from megatron_flux.settings import tunes_fully
 
 logger = logging.getLogger("megatron_flux")
 
-MARGIN = 0.99  # of reference's time, which others must beat
 MOST_M = 8
-LONG_M = 512
-"""Rows up to which a gemm_all_reduce is bound by memory and latency, not by power: bursts are enough."""
-CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
-
-
-class Choice(NamedTuple):
-    """What runs a call."""
-
-    backend: str
-    config: KernelConfig | AllReduceConfig | None = None  # of ``fused``
-    pieces: int | None = None  # of the chunked backends
 
 
 @dataclass
@@ -100,17 +81,6 @@ class Decisions:
     waiting: Waiting = field(default_factory=Waiting)
 
 
-def ranked(ms: dict[str, float]) -> list[str]:
-    """The candidates by what speaks for them, best first, from milliseconds by candidate."""
-    return sorted(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
-
-
-def finalists(ms: dict[str, float]) -> list[str]:
-    """The candidates to measure by themselves, best first, from milliseconds by candidate in bursts."""
-    best, *others = ranked(ms)
-    return [best, *(name for name in others if ms[name] <= CLOSE * ms[best])][:FINALISTS]
-
-
 def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str, Any] | None:
     """The first answer that there is and that such a call can run; a graph's call waits for none."""
 
@@ -120,82 +90,7 @@ def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str
     return next((a for a in answers if a is not None and holds(a)), None)
 
 
-def _seconds() -> float:
-    """How long one shape may be measured."""
-    given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30")
-    try:
-        return float(given)
-    except ValueError:
-        raise UserError(f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, not {given!r}; 0 is never") from None
-
-
-def _kind(call: OperatorCall) -> tuple[Any, ...]:
-    """What calls with one choice have in common."""
-    x = call.x
-    return (_operator(call), call.m, call.n, call.k, call.kind, x.device, call.transposed, call.wire, capturing(x))
-
-
-def _operator(call: OperatorCall) -> str:
-    """As keys have it: an all-reduce that may hide behind a GEMM is another call than one that is waited for."""
-    beside = call.operator == "gemm_all_reduce" and call.async_op
-    return f"{call.operator} beside wgrad" if beside else call.operator
-
-
-def _key(call: OperatorCall, *, captured: bool) -> str:
-    link = link_name(call.group, call.x.device, call.wire)
-    shape = (_operator(call), call.m, call.n, call.k, call.x, call.transposed, call.group.size())
-    return describe(*shape, link, captured=captured, fp8=call.fp8)
-
-
-def link_name(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
-    """The link as a key has it: with the wire that may be used there, where that is not ``exact``."""
-    link = links.probe(group, device)
-    return f"{links.name(link)} wire={wire}" if links.by_chunks(link) and wire != EXACT else links.name(link)
-
-
-def _by_chunks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return x.device.type == "cuda" and links.by_chunks(links.probe(group, x.device))
-
-
-def _words(call: OperatorCall) -> str:
-    return f"{_operator(call)} m={call.m} n={call.n} k={call.k}"
-
-
-_UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}, "unmeasured": True}
 _INSTEAD = "reference instead of tuned: the call was not measured"
-
-
-def _shape(call: OperatorCall) -> Shape:
-    return Shape(call.operator, "[k,n]" if call.transposed else "[n,k]", call.group.size(), call.m, call.n, call.k)
-
-
-def _gpu(call: OperatorCall) -> str:
-    """Its name, where shipped plans hold: warp-specialised kernels over NVLink; else an empty one."""
-    if not call.x.is_cuda:
-        return ""
-    from megatron_flux.ops.launch import hopper_kernels
-
-    shipped = hopper_kernels(call.operator, call.x, call.n) and links.probe(call.group, call.x.device).is_nvlink
-    return torch.cuda.get_device_name(call.x.device) if shipped else ""
-
-
-def _listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
-    """``short`` or ``full``, and the fields of the plans to measure; ``full``: that list is wanted."""
-    if call.operator == "gemm_all_reduce":
-        sizes = (call.m, call.n, call.k, call.group.size(), call.x.element_size())
-        return "full", [asdict(plan) for plan in all_reduce_candidates(*sizes)]
-    from megatron_flux.ops.launch import hopper_kernels, sm_count
-
-    tp, hopper = call.group.size(), hopper_kernels(call.operator, call.x, call.n)
-    sizes = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper)
-    if call.fp8 is not None:  # no plans ship for these
-        return "full", [asdict(plan) for plan in fp8_candidates(*sizes, promoted=call.fp8.promoted)]
-    found = candidates(*sizes)
-    near = []
-    if not full and shipped_plans.suggests_for(_gpu(call)):
-        near = shipped_plans.suggested(_shape(call), shipped_plans.entries())
-    plans = dict.fromkeys([*near, *found[:1]]) if near else found
-    return "short" if near else "full", [asdict(plan) for plan in plans]  # a plan's hash holds in its process alone
 
 
 def _choice_of(found: dict[str, Any]) -> Choice:
@@ -203,27 +98,7 @@ def _choice_of(found: dict[str, Any]) -> Choice:
     return Choice(name, plan_of(found["plan"]) if found["plan"] is not None else None, found.get("pieces"))
 
 
-def _suggested_first(call: OperatorCall) -> dict[str, Any] | None:
-    """Where calls may wait for their measurement, the plan that they run meanwhile."""
-    if not tunes_later() or _seconds() <= 0 or not shipped_plans.suggests_for(_gpu(call)):
-        return None
-    near = shipped_plans.suggested(_shape(call), shipped_plans.entries())
-    return asdict(near[0]) if near else None
-
-
-def _shipped(call: OperatorCall) -> dict[str, Any] | None:
-    """What to take unmeasured instead of ``reference``, None where that is the safer choice."""
-    as_in_the_runs = os.environ.get("NCCL_NVLS_ENABLE") == "0" and sm_margin() == 0 and call.x.dtype is torch.bfloat16
-    plan = shipped_plans.unmeasured(_shape(call), _gpu(call), shipped_plans.entries()) if as_in_the_runs else None
-    if plan is None:
-        return None
-    tuning_cache.say_once(
-        "MEGATRON_FLUX_TUNE_SECONDS is 0: calls for which the package has a plan, measured on other H200s, run that one"
-    )
-    return {"backend": "fused", "plan": asdict(plan), "ms": {}}
-
-
-class TunedBackend:
+class TunedBackend(Measurement):
     """See the module."""
 
     name = "tuned"
@@ -257,12 +132,12 @@ class TunedBackend:
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Whatever keeps ``fused`` from running, or ``chunked`` where the link goes by chunks."""
-        by_chunks = self.chunked and _by_chunks(x, group)
+        by_chunks = self.chunked and tuner_calls.by_chunks(x, group)
         return (self.chunked["chunked"] if by_chunks else self.fused).why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """As of ``fused``, where that may run. By chunks it is tried (results/host-link-h200x2)."""
-        return None if self.chunked and _by_chunks(x, group) else self.fused.untested(x, group)
+        return None if self.chunked and tuner_calls.by_chunks(x, group) else self.fused.untested(x, group)
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
@@ -283,7 +158,7 @@ class TunedBackend:
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`. Where links go by chunks it is ``reference``."""
-        if _by_chunks(call.x, call.group):
+        if tuner_calls.by_chunks(call.x, call.group):
             stats.degraded["reference instead of tuned: gemm_all_reduce needs peers' memory"] += 1
             return call.run(self.reference)
         name, config, _ = self._choice(call)
@@ -293,25 +168,20 @@ class TunedBackend:
             stats.degraded[_INSTEAD] += 1
         return call.run(self.reference)
 
-    def _all_reduced(self, call: OperatorCall, config: Any) -> Pending:
-        if config.shots == 0:
-            return scatter_and_gather(call, self, self.fused, nccl=config.nccl)
-        return call.run(self.fused, config=config)
-
     def all_gather(self, call: OperatorCall) -> Pending:
         """By copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's SMs. Over host
         memory, where there are no fused ones, as measured.
         """
-        return self.all_gather_gemm(call) if _by_chunks(call.x, call.group) else self.fused.all_gather(call)
+        return self.all_gather_gemm(call) if tuner_calls.by_chunks(call.x, call.group) else self.fused.all_gather(call)
 
     def bytes_received(self, call: OperatorCall, exact: int) -> int:
         """As of the backend that it was decided for."""
-        chosen = self.chunked.get(self.decisions(call.group).choices.get(_kind(call), Choice("")).backend)
+        chosen = self.chunked.get(self.decisions(call.group).choices.get(tuner_calls.kind_of(call), Choice("")).backend)
         return exact if chosen is None else chosen.bytes_received(call, exact)
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
-        if call.operator != "gemm_all_reduce" or not _by_chunks(call.x, call.group):
+        if call.operator != "gemm_all_reduce" or not tuner_calls.by_chunks(call.x, call.group):
             self._choice(call)
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
@@ -319,9 +189,9 @@ class TunedBackend:
         if call.operator == "gemm_all_reduce":
             return None
         if call.weight is None:
-            return None if _by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
+            return None if tuner_calls.by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         decisions = self.decisions(call.group)
-        config = decisions.choices.get(_kind(call), Choice("")).config
+        config = decisions.choices.get(tuner_calls.kind_of(call), Choice("")).config
         return None if config is None or decisions.waiting.calls else self.fused.prepare(call, shape, config)
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
@@ -330,7 +200,7 @@ class TunedBackend:
     def _choice(self, call: OperatorCall) -> Choice:
         """For this call; measured if that is new, or waits if it may."""
         decisions = self.decisions(call.group)
-        kind, choices = _kind(call), decisions.choices
+        kind, choices = tuner_calls.kind_of(call), decisions.choices
         if decisions.waiting.calls and not capturing(call.x):
             due = decisions.waiting.turn(call)
             if due is not None:
@@ -350,7 +220,7 @@ class TunedBackend:
         operands = decisions.waiting.calls.pop(kind)
         began, call = time.monotonic(), operands.call_with_random_numbers()
         with torch.no_grad():
-            found = self._measured_and_kept(call, _key(call, captured=False))
+            found = self._measured_and_kept(call, tuner_calls.key_of(call, captured=False))
         decisions.choices[kind] = _choice_of(found)
         left = len(decisions.waiting.calls)
         if call.group.rank() == 0:
@@ -359,7 +229,7 @@ class TunedBackend:
             times = f"{min(ms.values()):.3f} ms, stock {ms['reference']:.3f} ms, " if "reference" in ms else ""
             logger.info(
                 "megatron_flux: tuned while training runs, %d of %d: %s: %s, %smeasured in %.1f s",
-                decisions.waiting.seen - left, decisions.waiting.seen, _words(call), best, times,
+                decisions.waiting.seen - left, decisions.waiting.seen, tuner_calls.words_of(call), best, times,
                 time.monotonic() - began,
             )  # fmt: skip
         if not left:
@@ -374,7 +244,7 @@ class TunedBackend:
         group, captured, answers = call.group, capturing(call.x), self.decisions(call.group).answers
         # Of an all-reduce of few rows eager calls are bound by the host: their answer says nothing of graphs.
         modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
-        keys = [_key(call, captured=mode) for mode in modes]
+        keys = [tuner_calls.key_of(call, captured=mode) for mode in modes]
         found = _first([answers.get(key) for key in keys], captured)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
@@ -382,9 +252,9 @@ class TunedBackend:
                     logger.warning(
                         "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
                         "collective become part of it; run it once inside ops.cuda_graphs.captured_calls() before",
-                        _words(call),
+                        tuner_calls.words_of(call),
                     )
-                return dict(_UNMEASURED)
+                return dict(UNMEASURED)
             full = tunes_fully()
             found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
         if found is None:
@@ -393,7 +263,7 @@ class TunedBackend:
             found = self._while_waiting(call)
         if found is None:
             return self._measured_and_kept(call, keys[0])
-        if "waiting" not in found or _kind(call) in self.decisions(group).waiting.calls:
+        if "waiting" not in found or tuner_calls.kind_of(call) in self.decisions(group).waiting.calls:
             answers[keys[0]] = found
         return found
 
@@ -405,21 +275,25 @@ class TunedBackend:
             self._measured(call)[call.m] = found
             collectives.first_rank(group, lambda: tuning_cache.keep(key, found))
         used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
-        if self._may_pipeline(call) and found["ms"] and not used and not _by_chunks(call.x, group):
+        if self._may_pipeline(call) and found["ms"] and not used and not tuner_calls.by_chunks(call.x, group):
             self.pipelined.release(group)
         answers[key] = found
         return found
 
     def _while_waiting(self, call: OperatorCall) -> dict[str, Any] | None:
         """What such a call runs until it is measured, None if it is to be measured at once. Collective."""
-        waits = call.operator != "gemm_all_reduce" and call.weight is not None and not _by_chunks(call.x, call.group)
-        plan = collectives.first_rank(call.group, lambda: _suggested_first(call)) if waits else None
+        waits = (
+            call.operator != "gemm_all_reduce"
+            and call.weight is not None
+            and not tuner_calls.by_chunks(call.x, call.group)
+        )
+        plan = collectives.first_rank(call.group, lambda: tuner_calls.suggested_first(call)) if waits else None
         if plan is None:
             return None
         config = plan_of(plan)
         if self._tried(call, f"fused {config.label()}", functools.partial(call.run, self.fused, config=config)) is None:
             return None  # another one may run here
-        decisions, kind = self.decisions(call.group), _kind(call)
+        decisions, kind = self.decisions(call.group), tuner_calls.kind_of(call)
         operator, _, *others = kind
         alike = [other for other in decisions.waiting.calls if (other[0], *other[2:]) == (operator, *others)]
         if len(alike) + len(self._measured(call)) < self.most_m:
@@ -427,7 +301,7 @@ class TunedBackend:
         return {"backend": "fused", "plan": plan, "ms": {}, "waiting": True}
 
     def _measured(self, call: OperatorCall) -> dict[int, dict[str, Any]]:
-        operator, _, *others = _kind(call)
+        operator, _, *others = tuner_calls.kind_of(call)
         return self.decisions(call.group).measured.setdefault((operator, *others), {})
 
     def _nearest(self, call: OperatorCall) -> dict[str, Any] | None:
@@ -452,7 +326,7 @@ class TunedBackend:
 
         near = [m for m in sorted(known, key=lambda m: (abs(math.log(m / call.m)), m)) if runs_here(known[m])]
         if not near:
-            return dict(_UNMEASURED)
+            return dict(UNMEASURED)
         nearest = known[near[0]]
         return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
@@ -466,121 +340,3 @@ class TunedBackend:
         link = link_name(group, x.device, wire)
         key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x), fp8=fp8)
         return self.decisions(group).answers.get(key)
-
-    def _processes(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The processes that take part in calls of ``group``."""
-        return group
-
-    def _tried(self, call: OperatorCall, name: str, way: Callable[[], Any]) -> Callable[[], Any] | None:
-        """``way`` itself after a first call; None if that failed on all ranks. Collective. Raises OperatorError: it
-        failed on some ranks only.
-        """
-        error = None
-        try:
-            way()
-        except Exception as raised:
-            error = raised
-        processes = self._processes(call.group)
-        failed = collectives.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
-        if not failed:
-            return way
-        words = f"{_words(call)} with {name}"
-        told = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-        if len(failed) < processes.size():
-            raise OperatorError(
-                f"{words} failed on some ranks ({told}) and not on the others, whose kernels wait for them; set "
-                "MEGATRON_FLUX_TUNE_SECONDS=0 to train without measuring"
-            ) from error
-        if call.group.rank() == 0:
-            logger.warning("megatron_flux: %s cannot run and is not considered (%s)", words, told)
-        if name in self.chunked:
-            transports.renew(call.group)
-        else:
-            self.fused.renew(call.group)  # it may have broken off after its turn, and no call could follow there
-        return None
-
-    def _ways_by_chunks(self, call: OperatorCall, choices: dict[str, Choice]) -> dict[str, Callable[[], Any]]:
-        """``reference`` and whatever chunked backend can run the call, in how many pieces, which go into ``choices``;
-        results are finished.
-        """
-
-        def way(backend: Any, **options: Any) -> Callable[[], Any]:
-            return lambda: found.wait() if isinstance(found := call.run(backend, **options), Pending) else found
-
-        ways = {"reference": way(self.reference)}
-        for name, backend in self.chunked.items():
-            if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
-                for pieces in piece_counts(call):
-                    tried = self._tried(call, name, way(backend, pieces=pieces))
-                    if tried is None:
-                        break
-                    label = f"{name} x{pieces}"
-                    ways[label], choices[label] = tried, Choice(name, None, pieces)
-        return ways
-
-    def _measure(self, call: OperatorCall) -> dict[str, Any]:
-        limit = _seconds()
-        if limit <= 0:
-            by_chunks = call.weight is None or _by_chunks(call.x, call.group)
-            shipped = None if by_chunks else collectives.first_rank(call.group, lambda: _shipped(call))
-            if shipped is None and call.group.rank() == 0:
-                tuning_cache.say_once(
-                    "MEGATRON_FLUX_TUNE_SECONDS is 0: calls without a kept choice run stock's GEMM and collective"
-                )
-            return shipped or dict(_UNMEASURED)
-        began = time.monotonic()
-        run, x, group, device = call.run, call.x, call.group, call.x.device
-
-        def time_is_left(seconds: float) -> bool:
-            return timing.all_agree(time.monotonic() - began <= seconds, group, device)
-
-        choices: dict[str, Choice] = {}  # that a candidate's label stands for; a backend's name for itself
-        timed: dict[str, Callable[[], Any]]
-        listed = "full"
-        if _by_chunks(x, group):
-            timed = self._ways_by_chunks(call, choices)
-        else:
-            full = tunes_fully()
-            listed, found = collectives.first_rank(group, lambda: _listed(call, full))
-            timed = {"reference": lambda: run(self.reference)}
-            if listed == "full" and self._may_pipeline(call) and not capturing(x):
-                way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
-                if way is not None:
-                    timed["pipelined"] = way
-            for plan in map(plan_of, found):
-                if not time_is_left(limit):
-                    break
-                name = f"fused {plan.label()}"
-                make = functools.partial(run, self.fused, config=plan)
-                if isinstance(plan, AllReduceConfig):
-                    make = functools.partial(self._all_reduced, call, plan)
-                way = self._tried(call, name, make)  # compiles
-                if way is not None:
-                    timed[name], choices[name] = way, Choice("fused", plan)
-        alone = None if call.weight is None else gemm_only(call)
-        if timing.all_agree(alone is not None, group, device) and alone is not None:
-            timed["gemm"] = alone
-        replayed = 1
-        if call.operator == "gemm_all_reduce" and call.async_op:
-            timed = beside_wgrad(call, timed)
-        if call.operator == "gemm_all_reduce" and capturing(x) and x.is_cuda:
-            timed, replayed = in_graphs(timed), CALLS
-        ms = {name: statistics.median(t) / replayed for name, t in timing.interleaved(timed, group, device).items()}
-        gemm_ms = ms.pop("gemm", None)
-        close = finalists(ms) if call.operator != "gemm_all_reduce" or call.m > LONG_M else ranked(ms)[:1]
-        lasting: dict[str, float] = {}
-        if len(close) > 1 and time_is_left(2 * limit):
-            lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)
-        elif len(close) > 1 and group.rank() == 0:
-            logger.warning("megatron_flux: %s is tuned by bursts only, time was up", _words(call))
-        best = ranked(lasting or ms)[0]
-        choice = choices.get(best, Choice(best))
-        return {
-            "backend": choice.backend,
-            "plan": None if choice.config is None else asdict(choice.config),
-            **({} if choice.pieces is None else {"pieces": choice.pieces}),
-            "ms": {name: round(value, 4) for name, value in ms.items()},
-            "sustained_ms": {name: round(value, 4) for name, value in lasting.items()},
-            **({} if gemm_ms is None else {"gemm_ms": round(gemm_ms, 4)}),
-            "list": listed,
-        }

@@ -11,7 +11,7 @@ import torch
 import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
-from megatron_flux.ops.backends import chunked, reference, registry, tuned
+from megatron_flux.ops.backends import chunked, reference, registry, tuner_calls
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call_events import OpStats
 from megatron_flux.ops.checks import OperatorCall
@@ -166,7 +166,7 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
     """The tuner asks chunked, so that auto says why stock runs in graphs."""
     x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuned, "_by_chunks", lambda *_: True)
+    monkeypatch.setattr(tuner_calls, "by_chunks", lambda *_: True)
     transport = SimpleNamespace(captures=captures, kind="pigeon")
     monkeypatch.setattr(chunked, "transport_of", lambda *_: transport)
     group, names = group_of(2), ("chunked", "chunked_int8", "tuned")

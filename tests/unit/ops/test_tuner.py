@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_flux.comm import links, transports
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import UserError
 from megatron_flux.ops import shipped_plans, timing
-from megatron_flux.ops.backends import chunked, tuning_cache
+from megatron_flux.ops.backends import chunked, tuner_calls, tuner_measurement, tuning_cache
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
@@ -60,8 +62,8 @@ X, W = torch.zeros(8, 4), torch.zeros(6, 4)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
-    monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("nvlink", ""))
-    monkeypatch.setattr(tuner.dist, "broadcast_object_list", lambda *a, **k: None)
+    monkeypatch.setattr(links, "probe", lambda group, device: Link("nvlink", ""))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *a, **k: None)
     monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     log: list[Any] = []
@@ -113,9 +115,9 @@ def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_
         return {name: [1.0 / place] for place, name in enumerate(ways, 1)}
 
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
-    monkeypatch.setattr(tuner.timing, "interleaved", fastest_last)
-    monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
-    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
+    monkeypatch.setattr(timing, "interleaved", fastest_last)
+    monkeypatch.setattr(timing, "all_agree", lambda *_: False)
+    monkeypatch.setattr(tuner_calls, "candidates", lambda *_: [])
     assert gather(tuned, torch.zeros(6)) == ("reference", None)
     (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
     assert (answer["backend"], list(answer["ms"])) == ("reference", ["reference"])
@@ -225,14 +227,14 @@ def on_h200(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBacken
     """A tuner on GPUs for which plans ship: of shapes farther and farther away; later candidates are faster."""
     pytest.importorskip("triton")
     known = [Entry(SHAPE._replace(m=m), KernelConfig(reducers=m), 0.5, "run") for m in (64, 32, 16)]
-    monkeypatch.setattr(tuner, "_gpu", lambda call: "NVIDIA H200")
+    monkeypatch.setattr(tuner_calls, "gpu_of", lambda call: "NVIDIA H200")
     monkeypatch.setattr(shipped_plans, "entries", lambda: tuple(known))
-    monkeypatch.setattr(tuner, "candidates", lambda *_: FULL)
+    monkeypatch.setattr(tuner_calls, "candidates", lambda *_: FULL)
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
-    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
-    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
-    monkeypatch.setattr(tuner.timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
-    monkeypatch.setattr(tuner, "gemm_only", lambda call: None)
+    monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
+    monkeypatch.setattr(timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
+    monkeypatch.setattr(tuner_measurement, "gemm_only", lambda call: None)
     tuned.pipelined.release = lambda group: None
     tuned.known = known
     return tuned
@@ -276,13 +278,13 @@ def test_the_plan_of_the_very_shape_makes_nearest_ones_superfluous(on_h200: Tune
 def test_where_no_plans_ship_all_candidates_are_measured(
     on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch, gpu: str
 ) -> None:
-    monkeypatch.setattr(tuner, "_gpu", lambda call: gpu)
+    monkeypatch.setattr(tuner_calls, "gpu_of", lambda call: gpu)
     assert call(on_h200) == ("fused", FULL[-1])
     assert kept_answer()["list"] == "full"
 
 
 def test_h100_begins_with_the_plans_of_h200(on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "_gpu", lambda call: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(tuner_calls, "gpu_of", lambda call: "NVIDIA H100 80GB HBM3")
     call(on_h200)
     assert kept_answer()["list"] == "short"
 
@@ -319,7 +321,7 @@ def test_without_measuring_only_a_plan_that_was_clearly_faster_is_taken(
     plan, m = KernelConfig(reducers=8), other.get("m", 8)
     on_h200.known[:] = [Entry(SHAPE._replace(m=m), plan, other.get("gain", 0.5), "run")]
     tuning_cache.say_once.cache_clear()
-    monkeypatch.setattr(tuner, "_gpu", lambda call: other.get("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(tuner_calls, "gpu_of", lambda call: other.get("gpu", "NVIDIA H200"))
     for name, value in {"TUNE_SECONDS": "0", "SM_MARGIN": other.get("margin", "0")}.items():
         monkeypatch.setenv(f"MEGATRON_FLUX_{name}", value)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", other.get("nvls", "0"))
@@ -347,7 +349,7 @@ def test_without_measuring_only_a_plan_that_was_clearly_faster_is_taken(
     ],
 )
 def test_finalists(ms: dict[str, float], expected: list[str]) -> None:
-    assert tuner.finalists(ms) == expected
+    assert tuner_measurement.finalists(ms) == expected
 
 
 @pytest.mark.parametrize(
@@ -369,11 +371,11 @@ def test_the_fastest_by_itself_is_taken(
         return lasting
 
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
-    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [1.01]})
-    monkeypatch.setattr(tuner.timing, "sustained", sustained)
-    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
-    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
-    monkeypatch.setattr(tuner, "gemm_only", lambda call: None)
+    monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [1.01]})
+    monkeypatch.setattr(timing, "sustained", sustained)
+    monkeypatch.setattr(timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner_calls, "candidates", lambda *_: [])
+    monkeypatch.setattr(tuner_measurement, "gemm_only", lambda call: None)
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == (chosen, None)
     assert asked == [(["reference", "pipelined"], {"reference": 1.0, "pipelined": 1.01})]
@@ -384,10 +386,10 @@ def test_the_fastest_by_itself_is_taken(
 def test_no_time_is_left_to_run_candidates_by_themselves(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0.001")
-    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [0.98]})
-    monkeypatch.setattr(tuner.timing, "all_agree", lambda mine, *_: mine)
-    monkeypatch.setattr(tuner, "candidates", lambda *_: time.sleep(0.01) or [])
-    monkeypatch.setattr(tuner, "gemm_only", lambda call: None)
+    monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {"reference": [1.0], "pipelined": [0.98]})
+    monkeypatch.setattr(timing, "all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(tuner_calls, "candidates", lambda *_: time.sleep(0.01) or [])
+    monkeypatch.setattr(tuner_measurement, "gemm_only", lambda call: None)
     tuned.pipelined.release = lambda group: None
     assert gather(tuned, None) == ("pipelined", None)
     (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
@@ -436,11 +438,11 @@ class Chunked(Recorder):
 @pytest.fixture
 def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     """A tuner whose group talks through host memory; candidates that come last are the fastest."""
-    monkeypatch.setattr(tuner.links, "probe", lambda group, device: Link("host", "asked for"))
-    monkeypatch.setattr(tuner, "_by_chunks", lambda x, group: True)
+    monkeypatch.setattr(links, "probe", lambda group, device: Link("host", "asked for"))
+    monkeypatch.setattr(tuner_calls, "by_chunks", lambda x, group: True)
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
-    monkeypatch.setattr(tuner.timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
-    monkeypatch.setattr(tuner.timing, "all_agree", lambda *_: False)
+    monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
+    monkeypatch.setattr(timing, "all_agree", lambda *_: False)
     made = {wire: Chunked("chunked" if wire == "exact" else f"chunked_{wire}", wire, tuned.log) for wire in WIRES}
     found = TunedBackend(tuned.reference, tuned.pipelined, tuned.fused, made)  # type: ignore[arg-type]
     found.log = tuned.log
@@ -470,11 +472,11 @@ def test_over_peers_memory_only_where_it_was_asked_for(
 ) -> None:
     link = Link("p2p", "no NVLink between GPU 0 and GPU 1")
     monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
-    assert not tuner.links.by_chunks(link)
-    assert tuner.links.name(link) == "p2p"
+    assert not links.by_chunks(link)
+    assert links.name(link) == "p2p"
     monkeypatch.setenv("MEGATRON_FLUX_LINK", "p2p")
-    assert tuner.links.by_chunks(link)
-    monkeypatch.setattr(tuner.links, "probe", lambda group, device: link)
+    assert links.by_chunks(link)
+    monkeypatch.setattr(links, "probe", lambda group, device: link)
     assert over_host.untested(X, GROUP) is None
     assert call(over_host)[0] == "chunked"
     (key,) = tuning_cache.load(tuning_cache.cache_path())
@@ -487,10 +489,10 @@ def test_auto_goes_over_host_memory_unasked_and_over_pcie_not(
     monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
     assert over_host.untested(X, GROUP) is None
     link = Link("p2p", "no NVLink between GPU 0 and GPU 1")
-    monkeypatch.setattr(tuner, "_by_chunks", lambda x, group: tuner.links.by_chunks(link))
+    monkeypatch.setattr(tuner_calls, "by_chunks", lambda x, group: links.by_chunks(link))
     monkeypatch.setattr(over_host.fused, "untested", lambda x, group: "over PCIe", raising=False)
     assert over_host.untested(X, GROUP) == "over PCIe"
-    monkeypatch.setattr(tuner.links, "_wanted", tuner.links.Wanted(link="p2p"))
+    monkeypatch.setattr(links, "_wanted", links.Wanted(link="p2p"))
     assert over_host.untested(X, GROUP) is None
 
 
@@ -502,7 +504,7 @@ def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: TunedBackend, monk
             assert found is not None
             assert found["backend"] == name
         forget(over_host)
-        monkeypatch.setattr(tuner.timing, "interleaved", lambda *_: 1 / 0)
+        monkeypatch.setattr(timing, "interleaved", lambda *_: 1 / 0)
     for wire in ("fp8", "int8"):
         assert sum(f"host wire={wire}" in key for key in tuning_cache.load(tuning_cache.cache_path())) == 1
 
@@ -522,7 +524,7 @@ def test_the_number_of_pieces_is_measured_and_kept(over_host: TunedBackend, monk
         assert set(answer["ms"]) == {"reference", "chunked x2", "chunked x4"}
         assert (tuning_cache.label(answer), answer["pieces"], answer["plan"]) == ("chunked x4", 4, None)
         forget(over_host)
-        monkeypatch.setattr(tuner.timing, "interleaved", lambda *_: 1 / 0)
+        monkeypatch.setattr(timing, "interleaved", lambda *_: 1 / 0)
 
 
 @pytest.mark.parametrize("pieces", [0, True, "4"])
@@ -538,7 +540,7 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
     over_host: TunedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed: list[Any] = []
-    monkeypatch.setattr(tuner.transports, "renew", renewed.append)
+    monkeypatch.setattr(transports, "renew", renewed.append)
     monkeypatch.setattr(over_host.chunked["chunked"], "gemm_reduce_scatter", lambda call, pieces: 1 / 0)
     monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine, 1: mine})
     assert call(over_host) == ("reference", None)

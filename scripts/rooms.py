@@ -28,7 +28,7 @@ ROOMS = (
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 200, 33_900
+MOST_FILES, MOST_LINES = 200, 34_000
 """What there is, rounded up: 22,000, 4,500 for links other than NVLink, 2,500 for what users meet first (validation,
 tokenizers, configuration files, pages for many ranks), 3,300 for inference (quantised MLPs, the all-reduce after a
 GEMM, passes without gradients, their benchmarks) and 1,100 for FP8. Raise them only for what users gain."""

@@ -56,8 +56,8 @@ fi
 # All of them, in two sessions of about the same length side by side. Jobs on Slurm's daemons wait a good deal, and unit
 # tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
 # when both have ended. tests/unit/project/test_sessions.py looks that no folder is left out.
-FIRST=(tests/slurm tests/unit tests/browser tests/megatron_lm tests/train)
-SECOND=(tests/field tests/distributed tests/gpu)
+FIRST=(tests/slurm tests/unit tests/browser tests/megatron_lm tests/field)
+SECOND=(tests/distributed tests/train tests/gpu)
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

@@ -201,6 +201,31 @@ def test_ever_new_rows_do_not_wait_without_end(world2: WorkerPool, tmp_path: Pat
         assert seen[-1][:2] == (0, MOST_M + 1), "dgrad's one, and as many of forward as are measured otherwise"
 
 
+def rows_beyond(cache: Path) -> tuple[int, int, list[Any], list[Any]]:
+    """How often two calls with one value of m too many run fused kernels, and what runs them in the end."""
+    with later(cache) as (tuned, fused, _), mock.patch.object(tuned, "most_m", 1):
+        decisions = tuned.decisions(dist.group.WORLD)
+        one_call(tuned, *FORWARD[0], m=8)
+        fused.ran = []
+        one_call(tuned, *FORWARD[0], m=16)
+        first, fused.ran = len(fused.ran), []
+        one_call(tuned, *FORWARD[0], m=16)
+        again, fused.ran = len(fused.ran), []
+        one_call(tuned, *DGRAD[1])
+        one_call(tuned, *FORWARD[0], m=8)  # a turn: measured
+        one_call(tuned, *DGRAD[1])
+        one_call(tuned, *FORWARD[0], m=8)  # dgrad's
+        left, fused.ran = [len(decisions.waiting.calls), len(decisions.waiting.beyond)], []
+        one_call(tuned, *FORWARD[0], m=16)
+        return first, again, left, fused.ran
+
+
+def test_rows_beyond_those_run_once_a_call_and_then_as_the_nearest(world2: WorkerPool, tmp_path: Path) -> None:
+    for first, again, left, ran in world2.run(rows_beyond, tmp_path / "tuned.json"):
+        assert (first, again) == (2, 1), "tried once, and not at every call"
+        assert (left, ran) == ([0, 0], [PLANS[0]])
+
+
 def in_graphs(cache: Path) -> tuple[int, list[Any]]:
     with later(cache) as (tuned, _, _):
         one_call(tuned, *FORWARD[0])  # waits

@@ -207,11 +207,8 @@ class TunedBackend(Measurement):
                 self._measure_waiting(due, decisions)
         choice = choices.get(kind)
         if choice is None:
-            found = self._find(call)
-            choice = _choice_of(found)
-            # As many values of m wait as are measured; what is beyond them asks again.
-            waits_in_vain = "waiting" in found and kind not in decisions.waiting.calls
-            if not waits_in_vain and not torch.cuda.is_current_stream_capturing():
+            choice = _choice_of(self._find(call))
+            if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
 
@@ -233,6 +230,10 @@ class TunedBackend(Measurement):
                 time.monotonic() - began,
             )  # fmt: skip
         if not left:
+            for other in decisions.waiting.beyond:
+                decisions.choices.pop(other, None)
+            decisions.waiting.beyond.clear()
+            decisions.answers = {key: answer for key, answer in decisions.answers.items() if "waiting" not in answer}
             state_of(call.group).prepared.clear()  # those that were asked for in vain are asked for again
 
     def _find(self, call: OperatorCall) -> dict[str, Any]:
@@ -263,8 +264,7 @@ class TunedBackend(Measurement):
             found = self._while_waiting(call)
         if found is None:
             return self._measured_and_kept(call, keys[0])
-        if "waiting" not in found or tuner_calls.kind_of(call) in self.decisions(group).waiting.calls:
-            answers[keys[0]] = found
+        answers[keys[0]] = found
         return found
 
     def _measured_and_kept(self, call: OperatorCall, key: str) -> dict[str, Any]:
@@ -298,6 +298,8 @@ class TunedBackend(Measurement):
         alike = [other for other in decisions.waiting.calls if (other[0], *other[2:]) == (operator, *others)]
         if len(alike) + len(self._measured(call)) < self.most_m:
             decisions.waiting.add(kind, call)
+        else:
+            decisions.waiting.beyond.add(kind)
         return {"backend": "fused", "plan": plan, "ms": {}, "waiting": True}
 
     def _measured(self, call: OperatorCall) -> dict[int, dict[str, Any]]:

@@ -64,6 +64,8 @@ class Waiting:
 
     calls: dict[Hashable, Operands] = field(default_factory=dict)
     seen: int = 0  # that have ever waited
+    beyond: set[Hashable] = field(default_factory=set)
+    """Further values of m than are measured: they run on the rule's plan, too, and ask again when nothing waits."""
     _backward: bool = False  # a dgrad has come since the last turn
     _forward: int = 0  # other calls since then
 

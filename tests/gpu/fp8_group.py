@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.comm import links
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, fp8_candidates
@@ -97,14 +98,14 @@ def compare(group, mp, n, k, way="tensor", dtype=E4M3) -> str:
     return said
 
 
-def compare_exactly(group, mp, n, k, way) -> None:
+def compare_exactly(group, mp, n, k, way, name=NAME) -> None:
     pair, wide = integers(group, mp, n, k, way), integers(group, mp * group.size(), n, k, way)
     poison(group)
-    y = gathers(group, pair)
+    y = gathers(group, pair, name)
     want = everybody(group, pair.x) @ pair.weight.dequantized().t()
     assert torch.equal(y, want.bfloat16()), f"{way}: {(y != want.bfloat16()).sum()} integers are wrong"
     poison(group)
-    z = scatters(group, wide)
+    z = scatters(group, wide, name)
     partial = (wide.x.dequantized() @ wide.weight.dequantized().t()).bfloat16().float()
     want = scatter_sum(partial, group)
     assert torch.equal(z, want.bfloat16()), f"{way}: {(z != want.bfloat16()).sum()} sums of integers are wrong"
@@ -116,6 +117,25 @@ def exact(group):
         for mp, n, k in ((256, 512, 512), (256, 528, 1040), (100, 272, 528), (37, 100, 77)):
             compare_exactly(group, mp, n, k, way)
     return "12 of both"
+
+
+def chunked(group):
+    """In chunks through peers' memory and through host memory; an emulated group has neither."""
+    if isinstance(group, EmulatedGroup):
+        return "left out: an emulated group has no transport"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    before = ops.stats.calls.copy()
+    try:
+        for link in ("p2p", "host"):
+            links.want(links.Wanted(link))
+            for way in WAYS:
+                for mp, n, k in ((256, 512, 512), (4096, 1040, 2064), (100, 272, 528)):
+                    compare_exactly(group, mp, n, k, way, "chunked")
+    finally:
+        links.want(links.Wanted())
+    made = ops.stats.calls - before
+    assert made["all_gather_gemm", "chunked"] == made["gemm_reduce_scatter", "chunked"] == 18, made
+    return "18 of both"
 
 
 def shapes(group):
@@ -307,6 +327,6 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, random_shapes, tuned
+        exact, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, random_shapes, tuned, chunked
     )
 }  # fmt: skip

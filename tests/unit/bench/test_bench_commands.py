@@ -129,6 +129,21 @@ def test_calls_on_fp8_operands(run: Run) -> None:
     assert "--no-bf16 leaves nothing to measure" in refused(run, *few, "--no-bf16")
 
 
+def test_what_is_tuned_has_its_link_and_wires(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("link", "wire", "grad_wire")
+
+    def found(*words: str) -> tuple[Any, ...]:
+        code, out, _ = run("tune", "--dry-run", *FEW, *words)
+        assert code == 0
+        return tuple(json.loads(out)["config"][name] for name in names)
+
+    assert found() == (None, "exact", "exact")
+    assert found("--link", "host", "--wire", "fp8") == ("host", "fp8", "fp8")
+    assert found("--link", "p2p", "--wire", "int8", "--grad-wire", "exact") == ("p2p", "int8", "exact")
+    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "int8")
+    assert found("--link", "host") == ("host", "exact", "int8")
+
+
 def test_dry_run_of_tuning(run: Run) -> None:
     code, out, _ = run("tune", "--dry-run", "--seconds-per-shape", "5", "--cache", "mine.json")
     assert code == 0

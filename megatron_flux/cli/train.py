@@ -100,8 +100,10 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
             pass_on=run.stop_signal,
         )
         if asked is not None and folder.has_stopped(run.out):
-            go_on = f"the same command with --load {run.save} goes on"
-            raise InterruptedRunError(f"stopped by {asked.name}, saved in {run.save}; {go_on}", asked)
+            go_on = "before its first step was done; the same command begins again"
+            if checkpoint_access.is_saved(run):
+                go_on = f"saved in {run.save}; the same command with --load {run.save} goes on"
+            raise InterruptedRunError(f"stopped by {asked.name}, {go_on}", asked)
     if run.loss_tolerance is not None:
         summary = run.out / "summary.json"
         same, said = False, "parity is not known: the run was stopped before its last step"

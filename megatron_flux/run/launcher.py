@@ -128,7 +128,8 @@ def _passing_on(name: str | None, asked: list[signal.Signals]) -> Iterator[None]
         if came in _ENDING:
             asked.append(signal.Signals(came))
             if len(asked) > 1:
-                raise SignalException(f"a second {asked[-1].name}", signal.SIGTERM)
+                # Of SIGTERM the ranks would end in order: nothing of them has failed.
+                raise SignalException(f"a second {asked[-1].name}", signal.SIGKILL)
             said = f"megatron-flux: {asked[0].name}: the run ends after the step it is at, with a checkpoint"
             print(f"{said}; a second one ends it at once", file=sys.stderr, flush=True)
         for process in psutil.Process().children():

@@ -1,4 +1,4 @@
-"""What every launched rank does around its work: logging, how it ends, and being asked to stop.
+"""What every launched rank does around its work: logging, and how it ends.
 
 ``python -m megatron_flux.run.rank MODULE ARGUMENT``, which :mod:`megatron_flux.run.launcher` starts, calls
 ``MODULE.work(ARGUMENT)``.
@@ -15,15 +15,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Self
 
 import psutil
-import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megatron_flux.errors import FluxError, OperatorError, UserError
-from megatron_flux.kernels.signals import Dispositions
 
 logger = logging.getLogger("megatron_flux")
 
@@ -126,14 +122,17 @@ def introduce_launcher() -> None:
 def end_with_parent() -> None:
     """End quietly on Ctrl-C, and when the launcher is killed: nothing else would stop this process.
 
-    The launcher may have been killed while this process was importing torch. Under torchrun, which does not introduce
-    itself, such a rank ends when it cannot reach the others.
+    The launcher may have been killed while this process was importing torch. torchrun, which does not introduce itself,
+    leaves ranks behind where SIGTERM comes as it starts them; with a parent that it may still be such a rank ends when
+    it cannot reach the others.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
     launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
+    if launcher is None and _left_behind():
+        os.kill(os.getpid(), signal.SIGTERM)
     if launcher in (None, str(os.getppid())):
         return
     try:  # one that lives and is not the parent launched something else, of which this process was started
@@ -144,58 +143,15 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class StopRequest:
-    """Ends a run on a signal: after the step that it arrives in, on all ranks alike, with a checkpoint.
-
-    A cluster signals some minutes before a job's time is up. The signal reaches the ranks at different moments, some of
-    them a step apart, so they agree after every step; the handler itself only takes a note. Compilers may have taken
-    the signal over meanwhile (:mod:`megatron_flux.kernels.signals` says how, and watches Triton's, but not
-    torch.compile's): it is taken back after every step, and who sends it sends it again until the run has ended.
-
-    Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the
-    rank along. So the main thread blocks the signal, which threads and processes inherit: it stays pending until it is
-    looked for. Older threads do not block it: there the handler hears it.
-
-    A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
-    when it ends, puts signals that have handlers back to what kills a process. For the main thread.
-    """
-
-    def __init__(self, name: str | None, device: torch.device) -> None:
-        """Listen for ``name`` (``USR1``) from now on; ranks agree on ``device``. Without a name no rank ever stops."""
-        self._name, self._device = name, device
-        self._noted = False
-        if name is not None:
-            self._number = signal.Signals[f"SIG{name}"]
-            signal.signal(self._number, self._note)
-            signal.pthread_sigmask(signal.SIG_BLOCK, [self._number])
-            self._listening = Dispositions([self._number])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._name is not None:
-            signal.signal(self._number, signal.SIG_IGN)  # which also drops one that waits
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [self._number])
-
-    def _note(self, *_: object) -> None:
-        self._noted = True
-
-    def noted(self) -> bool:
-        """Whether this rank has been asked to stop."""
-        return self._noted or self._number in signal.sigpending()
-
-    def agreed(self) -> bool:
-        """Whether any rank has been asked to stop; then the signal is ignored. A collective call."""
-        if self._name is None:
-            return False
-        self._listening.put_back()
-        noted = torch.tensor([self.noted()], dtype=torch.int32, device=self._device)
-        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
-        if not noted.item():
-            return False
-        signal.signal(self._number, signal.SIG_IGN)  # it comes again, and need not interrupt the saving
-        return True
+def _left_behind() -> bool:
+    """Whether this is a rank of torchrun's that the system's first process has taken over, which is no torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() != 1:
+        return False
+    try:
+        words = psutil.Process(1).cmdline()
+    except psutil.Error:
+        return False
+    return not any("python" in word or "torchrun" in word for word in words)
 
 
 if __name__ == "__main__":

@@ -324,4 +324,6 @@ def _tune(resolved: Resolved) -> list[str] | None:
         return None
     tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
     own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]
+    if run.fp8 is not None:
+        own += [f"--fp8={run.fp8}", "--no-bf16"]
     return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model.layer == layer), None)

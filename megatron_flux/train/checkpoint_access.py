@@ -45,6 +45,11 @@ def folders(root: Path, config: RunConfig) -> list[Path]:
     return [root / arm for arm in ARMS] if config.command == "compare" else [root]
 
 
+def is_saved(config: RunConfig) -> bool:
+    """Whether there is something to resume from in the folder that ``config`` saves to."""
+    return config.save is not None and all(files.tracked(at) is not None for at in folders(config.save, config))
+
+
 def check_resume(config: RunConfig) -> None:
     """Check that ``config.load`` fits this run, and that something is left to do."""
     if config.load is None:

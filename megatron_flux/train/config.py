@@ -270,8 +270,6 @@ def _check_fp8(options: TrainOptions, device: str, precision: str) -> None:
     _check_transformer_engine(device, given, "leave it out")
     if precision != "bf16":
         raise UserError(f"{given} needs bf16 around the linears, this run is {precision}; leave --precision out")
-    if options.cuda_graph_impl != "none":
-        raise UserError(f"{given} with --cuda-graph-impl {options.cuda_graph_impl} is untried; leave one of them out")
     if torch.cuda.is_available():  # else this is where jobs are written
         check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 

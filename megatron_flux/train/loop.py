@@ -28,7 +28,7 @@ from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.summary import ARMS, summarize, write_summary
 from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
-from megatron_flux.run.rank import StopRequest
+from megatron_flux.run.stop import Peers, StopRequest
 from megatron_flux.train import checkpoint, run_folder
 from megatron_flux.train.arm import Arm
 from megatron_flux.train.checkpoint_access import folders
@@ -84,7 +84,8 @@ def _watch(config: RunConfig) -> Iterator[Shown]:
 def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
     """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
     comparing = config.command == "compare"
-    with StopRequest(config.stop_signal, device) as stop:
+    peers = Peers() if config.stop_signal is not None else None
+    with StopRequest(config.stop_signal, device, peers) as stop:
         names = ARMS if comparing else ("flux" if config.flux else "baseline",)
         arms = {name: Arm(name, config, datasets, device) for name in names}
         if config.load is not None:
@@ -128,13 +129,16 @@ def _take_turns(
     """Train what is left, counting up ``iterations``; whether a signal stopped it.
 
     One arm is saved at every ``save_interval`` and its last step. Two are saved at the first end of a turn at which
-    both have come so far, and not at the end. Either is saved when it is stopped.
+    both have come so far, and not at the end. Either is saved when it is stopped, but for what has just been saved, or
+    not trained: there may be half a minute until everything is killed.
     """
     turns = schedule(config.steps, config.block_steps or config.steps, iterations.copy())
     alone = config.save is not None and len(arms) == 1
     both = config.save is not None and len(arms) > 1
     every = config.save_interval or config.steps + 1  # never
     saved = min(iterations.values())
+    if saved < config.steps and stop.agreed():  # asked while it was loaded or tuned
+        return True
     with _watch(config) as shown:
         for block, name, count in turns:
             with closing(arms[name].steps(count, block=block)) as steps:
@@ -144,6 +148,7 @@ def _take_turns(
                     stopped = min(iterations.values()) < config.steps and stop.agreed()
                     if alone and (iteration % every == 0 or iteration == config.steps or stopped):
                         save(arms[name].trainer, config.save)
+                        stopped = stopped or (iteration < config.steps and stop.agreed())
                     if stopped:
                         break
             slower = min(iterations.values())
@@ -152,6 +157,7 @@ def _take_turns(
                 for arm, to in zip(arms.values(), folders(config.save, config), strict=True):
                     with arm.trainer.turn():
                         save(arm.trainer, to)
+                stopped = stopped or (slower < config.steps and stop.agreed())
             if stopped:
                 return True
     return False

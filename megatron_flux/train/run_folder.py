@@ -19,6 +19,7 @@ from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
+from megatron_flux.train.checkpoint_access import is_saved
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")
@@ -126,6 +127,8 @@ def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> No
     if stopped:
         at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
         left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
+        if config.save is not None and not is_saved(config):
+            left = "no step of this run was done, and nothing is saved"
         logger.info("stopped on request: %s of %d; %s", at, config.steps, left)
     else:
         logger.info("%s", _last_words(config))

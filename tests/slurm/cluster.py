@@ -123,7 +123,7 @@ class Cluster:
             f"SlurmdSpoolDir={folder}/spool/%n",
             "SlurmctldTimeout=30",
             "SlurmdTimeout=60",
-            "KillWait=5",
+            "KillWait=30",
             "MinJobAge=3600",
             "PropagateResourceLimits=NONE",
         ]

@@ -161,17 +161,19 @@ def lose_a_node(cluster: Cluster) -> Job:
 
 
 def signal_during_saves(cluster: Cluster) -> Job:
-    """A save after every step. Slurm signals the steps and not the script, as ``--signal=USR1@60`` asks, then all."""
+    """A save after every step. Slurm signals the steps and not the script, as ``--signal=USR1@60`` asks, then all; at
+    last it takes the nodes back with SIGTERM, as with a ``GraceTime``.
+    """
     settings = [f"steps={STEPS}", "save_interval=1", "save_keep=2"]
     job = Job.submitted(cluster, range(5, 7), NO_PREFLIGHT, mode="flux", settings=settings)
     cluster.client("scancel", job.collecting)
     saved = job.root / "rep-0" / "checkpoints"
     reached = 0
-    for restarts, how in ((1, []), (2, ["--full"])):
+    for restarts, how in ((1, ["USR1"]), (2, ["USR1", "--full"]), (3, ["TERM"])):
         job.until(lambda past=reached: job.recorded("flux") >= past + 3, "some saves")
         # Not Path.glob, which raises when a folder goes while it looks.
         job.until(lambda: glob.glob(f"{saved}/*.partial/*.distcp"), "another save")
-        cluster.client("scancel", "--signal=USR1", *how, job.number)
+        cluster.client("scancel", "--signal", *how, job.number)
         job.until_restarted(restarts)
         reached = job.recorded("flux")
         assert int(job.tracker().read_text()) == reached < STEPS
@@ -217,6 +219,9 @@ def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[floa
     assert resuming in "\n".join(again.log())
     cluster.client("scancel", number)
     again.ended("CANCELLED")
+    reached = job.recorded("baseline")
+    job.until(lambda: int(job.tracker().read_text()) == reached, "a checkpoint of the last step, before SIGKILL,")
+    assert job.ended_as() == {"state": "stopped", "iterations": {"baseline": reached}}
     assert job.losses("baseline")[: len(first)] == first
     assert f"tiny-baseline job {job.number}, resumed as {number}: CANCELLED" in job.status()
     return job, first[:STEPS]
@@ -327,7 +332,7 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(stories: Stories
 
 def test_signals_in_the_middle_of_saves(stories: Stories, uninterrupted: list[float]) -> None:
     job = stories[signal_during_saves].result()
-    assert any("requeue 2 of at most 3" in line for line in job.log())
+    assert any("requeue 3 of at most 3" in line for line in job.log())
     assert job.losses("flux") == uninterrupted
 
 

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from megatron_flux.run import folder, launcher
-from megatron_flux.run.rank import StopRequest
+from megatron_flux.run.stop import StopRequest
+from megatron_flux.train import loop
 from megatron_flux.train.loop import schedule
+from megatron_flux.train.measurements import StepResult
 from megatron_flux.train.options import TrainOptions
 
 RANK = """
@@ -165,3 +169,63 @@ def test_a_run_that_begins_again_has_not_ended(tmp_path: Path) -> None:
     with folder.made(out, lambda _: {}, default=False, overwrite=False, resuming=True):
         folder.begun(out)
     assert not (out / folder.ENDED).exists()
+
+
+class Asked:
+    """A request to stop that is heard at the ``n``-th look."""
+
+    def __init__(self, n: int) -> None:
+        self.looks, self.n = 0, n
+
+    def agreed(self) -> bool:
+        self.looks += 1
+        return self.looks >= self.n
+
+
+def turns(names: str, looks: int, **config: int) -> tuple[bool, dict[str, int], list[tuple[str, int]]]:
+    """Whether the training of the arms ``names`` was stopped, where they are, and what was saved at which step."""
+    iterations, saved = dict.fromkeys(names, 0), []
+    arms = {name: mock.MagicMock() for name in names}
+
+    def steps(name: str) -> Any:
+        def some(count: int, *, block: int) -> Iterator[tuple[int, StepResult]]:
+            for _ in range(count):
+                yield iterations[name] + 1, mock.MagicMock(seconds=1.0, loss=1.0, grad_norm=1.0, validation=None)
+
+        return some
+
+    for name, arm in arms.items():
+        arm.steps, arm.trainer.name = steps(name), name
+    options = {"steps": 6, "block_steps": 1, "save_interval": 2, "save": Path("saved"), "log_interval": 100, **config}
+    told = mock.MagicMock(command="compare" if len(names) > 1 else "train", tokens_per_step=1, **options)
+
+    def save(trainer: Any, _: Path) -> None:
+        saved.append((trainer.name, iterations[trainer.name]))
+
+    with mock.patch.object(loop.dist, "get_rank", return_value=1):
+        stopped = loop._take_turns(told, arms, iterations, save, Asked(looks))
+    return stopped, iterations, saved
+
+
+def test_who_is_asked_before_the_first_step_trains_and_saves_nothing() -> None:
+    """While it was loaded, or tuned for minutes: half a minute may be left."""
+    assert turns("f", 1) == (True, {"f": 0}, [])
+
+
+def test_what_a_save_has_just_written_is_not_saved_again() -> None:
+    """The looks: before, after step 1, after step 2, and behind the save at step 2."""
+    assert turns("f", 4) == (True, {"f": 2}, [("f", 2)])
+    assert turns("f", 3) == (True, {"f": 2}, [("f", 2)])
+    assert turns("f", 5) == (True, {"f": 3}, [("f", 2), ("f", 3)])
+    # Of two arms: before, a1 b1 b2 a2, and behind their save.
+    assert turns("ab", 6) == (True, {"a": 2, "b": 2}, [("a", 2), ("b", 2)])
+    assert turns("ab", 3) == (True, {"a": 1, "b": 1}, [("a", 1), ("b", 1)])
+
+
+def test_a_run_that_is_not_asked_saves_at_its_intervals_and_last_step() -> None:
+    assert turns("f", 100, steps=5) == (False, {"f": 5}, [("f", 2), ("f", 4), ("f", 5)])
+
+
+def test_nobody_stops_after_the_last_step() -> None:
+    stopped, iterations, _ = turns("f", 5, steps=2)
+    assert (stopped, iterations) == (False, {"f": 2})

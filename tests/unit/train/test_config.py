@@ -215,7 +215,6 @@ def test_fp8_reaches_megatrons_configuration_and_flux(
             "--fp8 current is of TransformerEngine's layers; give --transformer-",
         ),
         ("current", {"precision": "fp32"}, "--fp8 current needs bf16 around the linears, this run is fp32"),
-        ("delayed", {"cuda_graph_impl": "local"}, "--fp8 delayed with --cuda-graph-impl local is untried"),
         ("current", {"ffn_hidden_size": 4112}, "MLP hidden size 4112 / tp 2 must be a multiple of 16 on each rank"),
         ("blockwise", {"ffn_hidden_size": 4224}, "MLP hidden size 4224 / tp 2 must be a multiple of 128 on each rank"),
         ("current", {"seq_length": 8}, "tokens of a micro-batch 8 / tp 2 must be a multiple of 8 on each rank; change"),

@@ -1,0 +1,185 @@
+"""SIGTERM to ranks whose main thread waits where no Python runs: a request to stop, or the end of a run that failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed.test_launcher import begin
+from tests.processes import MARK, end, left, marked, with_mark
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SECONDS = 15.0
+"""For what takes none. A launcher that waits for ranks which ignore its SIGTERM takes thirty."""
+ALONE = ("--standalone", "--nproc-per-node=2", "-m", "tests.distributed.stopping")
+OWN = """
+import sys
+from megatron_flux.run import launcher
+launcher.launch("tests.distributed.stopping", sys.argv[1], 2, left="")
+"""
+LAUNCHERS = {
+    "torchrun": ("-m", "torch.distributed.run", *ALONE),
+    "node": ("-m", "megatron_flux.run.node", *ALONE),
+    "own": ("-c", OWN),
+}
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    yield mark
+    end(mark)
+
+
+@pytest.fixture
+def start(mark: str) -> Iterator[Start]:
+    """Start the ranks with a launcher."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begins(how: str, what: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+        words = [f"{what} {folder}"] if how == "own" else [what, str(folder)]
+        process = begin(sys.executable, *LAUNCHERS[how], *words, **{MARK: with_mark(mark), **more})
+        started.append(process)
+        return process
+
+    yield begins
+    end(mark)
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def ready(folder: Path, ranks: int = 2) -> list[int]:
+    """The processes of the ranks, once all of them listen."""
+    deadline = time.monotonic() + 120
+    while len(found := list(folder.glob("ready-*"))) < ranks or not all(file.read_text() for file in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int((folder / f"ready-{rank}").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("how", "what"), [("torchrun", "kill"), ("node", "raise"), ("own", "kill")])
+def test_a_failed_run_ends_at_once(start: Start, mark: str, tmp_path: Path, how: str, what: str) -> None:
+    process = start(how, what, tmp_path)
+    ready(tmp_path)
+    began = time.monotonic()
+    _, said = process.communicate(timeout=120)
+    assert time.monotonic() - began < SECONDS, said
+    assert process.returncode != 0
+    assert left(mark, SECONDS) == []
+
+
+def test_a_rank_that_dies_after_the_request_ends_the_others(start: Start, mark: str, tmp_path: Path) -> None:
+    process = start("node", "die-later", tmp_path)
+    ready(tmp_path)
+    began = time.monotonic()
+    process.terminate()
+    process.communicate(timeout=120)
+    assert time.monotonic() - began < SECONDS
+    assert left(mark, SECONDS) == []
+
+
+def test_ranks_end_with_a_killed_launcher(start: Start, mark: str, tmp_path: Path) -> None:
+    process = start("torchrun", "wait", tmp_path)
+    ready(tmp_path)
+    process.kill()
+    assert left(mark, SECONDS) == []
+
+
+@pytest.mark.parametrize(("how", "name"), [("torchrun", "SIGTERM"), ("node", "SIGTERM"), ("rank", "SIGINT")])
+def test_all_ranks_stop_in_order(start: Start, tmp_path: Path, how: str, name: str) -> None:
+    """Asked all together by their launcher, again and again, or one of them alone."""
+    process = start("torchrun" if how == "rank" else how, "ask", tmp_path)
+    _, second = ready(tmp_path)
+    asked, times = (second if how == "rank" else process.pid), (2 if how == "torchrun" else 3)
+    for _ in range(times):
+        os.kill(asked, signal.Signals[name])
+        time.sleep(0.05)
+    _, said = process.communicate(timeout=120)
+    assert {file.name for file in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, said
+    assert (process.returncode == 0) is (how != "torchrun"), said
+
+
+@pytest.mark.parametrize(("how", "what"), [("torchrun", "raise"), ("node", "kill")])
+def test_a_node_is_told_to_end_since_another_has_failed(mark: str, tmp_path: Path, how: str, what: str) -> None:
+    """As Slurm does. A killed rank says nothing: there the note of its launcher does."""
+    with_port = begin(
+        sys.executable, "-c", "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
+    )
+    port = with_port.communicate(timeout=60)[0].strip()
+    words = [
+        *LAUNCHERS[how][:2],
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    ]
+    notes = tmp_path / "failures"
+    nodes = [
+        begin(
+            sys.executable,
+            *words,
+            f"--node-rank={node}",
+            *LAUNCHERS[how][-2:],
+            what,
+            str(tmp_path),
+            **{MARK: with_mark(mark), "SLURMD_NODENAME": f"n{node}", "MEGATRON_FLUX_FAILURES": str(notes)},
+        )
+        for node in range(2)
+    ]
+    try:
+        first, _ = ready(tmp_path)
+        assert nodes[1].wait(120) != 0
+        assert psutil.Process(first).is_running(), "the first rank has noticed by itself, and shows nothing"
+        nodes[0].terminate()
+        began = time.monotonic()
+        nodes[0].communicate(timeout=120)
+        assert time.monotonic() - began < SECONDS
+        assert left(mark, SECONDS) == []
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate(timeout=60)
+
+
+def test_a_node_that_waits_for_others_can_be_ended() -> None:
+    """No Python runs while it waits."""
+    process = begin(
+        sys.executable, "-m", "megatron_flux.run.node", "--nnodes=2", "--node-rank=0", "--master-port=0", "none.py"
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not any(connection.status == psutil.CONN_LISTEN for connection in connections(process.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.terminate()
+        _, said = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGTERM
+    assert "was stopped by SIGTERM" in said
+
+
+def connections(pid: int) -> list[Any]:
+    return psutil.Process(pid).net_connections()
+
+
+def test_what_a_failed_run_has_left_is_no_rank(start: Start, mark: str, tmp_path: Path) -> None:
+    """The marks of this file find ranks at all."""
+    start("torchrun", "wait", tmp_path)
+    pids = ready(tmp_path)
+    assert set(pids) <= {process.pid for process in marked(mark)}

@@ -16,7 +16,7 @@ Equal to the last bit but for the order in which FC2's products are added. Refus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -139,6 +139,34 @@ def shard(mlp: MLP, rank: int, tp: int) -> MLP:
     return MLP(tuple(columns(linear, rank, tp) for linear in mlp.first), rows(mlp.second, rank, tp))
 
 
+def part(mlp: MLP, rank: int, tp: int) -> MLP:
+    """What :func:`shard` makes of the folded ``mlp``, without the other ranks' parts: a rank that loads a whole MLP
+    needs no memory for a second one.
+
+    Raises:
+        NotFoldableError: see :func:`fold`.
+    """
+    if (reason := why_not(mlp, tp)) is not None:
+        raise NotFoldableError(reason)
+    if is_folded(mlp):
+        return shard(mlp, rank, tp)
+    order = mlp.second.order().chunk(tp)[rank]
+    return MLP(tuple(linear.with_columns(order) for linear in mlp.first), ordered_rows(mlp.second, order, rank))
+
+
+def ordered_rows(linear: GPTQLinear, order: torch.Tensor, rank: int) -> GPTQLinear:
+    """The linear of the inputs ``order``, which are whole groups beside each other; the bias stays on rank 0."""
+    chosen = linear.with_rows(order)
+    first, last = int(chosen.g_idx[0]), int(chosen.g_idx[-1]) + 1
+    return replace(
+        chosen,
+        qzeros=linear.qzeros[first:last].contiguous(),
+        scales=linear.scales[first:last].contiguous(),
+        g_idx=chosen.g_idx - first,
+        bias=linear.bias if rank == 0 else None,
+    )
+
+
 def columns(linear: GPTQLinear, rank: int, tp: int) -> GPTQLinear:
     """Rank ``rank``'s outputs of a linear."""
     part = linear.n // tp
@@ -163,11 +191,19 @@ def rows(linear: GPTQLinear, rank: int, tp: int) -> GPTQLinear:
 
 
 def joined(linears: Sequence[GPTQLinear]) -> GPTQLinear:
-    """Linears of one input beside each other, as Megatron's FC1 ``[gate_r; up_r]``."""
+    """Linears of one input beside each other, as Megatron's FC1 ``[gate_r; up_r]``. Raises UserError: they cannot be
+    one linear.
+    """
     first = linears[0]
+    names = " and ".join(linear.name for linear in linears)
+    if any(not torch.equal(linear.g_idx, first.g_idx) for linear in linears[1:]):
+        raise NotFoldableError(f"{names} have different activation orders, but one input: quantise them together")
+    if len({(linear.bits, linear.zero_offset) for linear in linears}) > 1:
+        kinds = ", ".join(f"{linear.bits} bits, zero_offset {linear.zero_offset}" for linear in linears)
+        raise UserError(f"{names} are of different formats ({kinds}); one linear has one")
     biases = [linear.bias for linear in linears]
     if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
-        raise UserError(f"of {' and '.join(linear.name for linear in linears)} only some have a bias")
+        raise UserError(f"of {names} only some have a bias")
     return GPTQLinear(
         qweight=torch.cat([linear.qweight for linear in linears], 1),
         qzeros=torch.cat([linear.qzeros for linear in linears], 1),

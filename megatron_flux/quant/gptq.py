@@ -29,25 +29,23 @@ BITS = (2, 4, 8)
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """The numbers in ``packed`` (int32), uint8, with ``32 / bits`` as many along ``dim`` (0 or 1)."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    if dim == 0:
-        found = packed[:, None, :] >> shifts[None, :, None]
-        found = found.reshape(-1, packed.shape[1])
-    else:
-        found = (packed[:, :, None] >> shifts).reshape(packed.shape[0], -1)
-    return (found & ((1 << bits) - 1)).to(torch.uint8)
+    per, (rows, columns) = 32 // bits, packed.shape
+    found = packed.new_empty((rows, per, columns) if dim == 0 else (rows, columns, per), dtype=torch.uint8)
+    # One number of each int32 at a time: all at once they are eight and more times the result.
+    for at in range(per):
+        found.select(1 if dim == 0 else 2, at).copy_((packed >> (bits * at)) & ((1 << bits) - 1))
+    return found.view(rows * per, columns) if dim == 0 else found.view(rows, columns * per)
 
 
 def pack(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """:func:`unpack` the other way: ``numbers`` below ``2 ** bits`` into int32, along ``dim``, whose size divides."""
-    per = 32 // bits
-    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=numbers.device)
-    if dim == 0:
-        grouped = numbers.reshape(-1, per, numbers.shape[1]).to(torch.int64) << shifts[None, :, None]
-        found = grouped.sum(1)
-    else:
-        found = (numbers.reshape(numbers.shape[0], -1, per).to(torch.int64) << shifts).sum(2)
-    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+    per, (rows, columns) = 32 // bits, numbers.shape
+    parts = numbers.reshape((-1, per, columns) if dim == 0 else (rows, -1, per)).unbind(1 if dim == 0 else 2)
+    found = parts[0].to(torch.int32)
+    for at in range(1, per):
+        # The last one's highest bit is the sign's: 2 ** 31 and more are the negative numbers of the same bits.
+        found |= parts[at].to(torch.int32) << (bits * at)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

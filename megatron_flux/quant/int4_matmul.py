@@ -47,8 +47,7 @@ class Int4Linear:
 
     def __call__(self, x: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
         """``y`` bf16 ``[m, n]`` of ``x`` bf16 ``[m, k]``; ``ordered``: somebody has gathered it by ``order``."""
-        if self.order is not None and not ordered:
-            x = x.index_select(1, self.order)
+        x = x.index_select(1, self.order) if self.order is not None and not ordered else x.contiguous()
         multiply = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
         y = multiply(x, self.packed, self.group_size, self.scales_and_zeros)
         return y if self.bias is None else y + self.bias
@@ -77,17 +76,16 @@ def int4_linear(linear: GPTQLinear, device: torch.device | str = "cpu") -> Int4L
             raise UserError(f"{linear.name} cannot run as int4: {said}")
     order = linear.order()
     sorted_already = bool((order.diff() == 1).all())
-    linear = linear.to(device)
+    linear, order = linear.to(device), order.to(device)
     numbers = linear.integers()
     if not sorted_already:
-        order = order.to(device)
         numbers = numbers[order]
-    numbers = numbers.t().contiguous()
     if on_gpu:
         tiles = next(tiles for tiles in INNER_K_TILES if linear.k % (16 * tiles) == 0)
-        pairs = (numbers[:, ::2] << 4) | numbers[:, 1::2]
-        packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+        numbers = (numbers[::2] << 4) | numbers[1::2]
+        packed = torch.ops.aten._convert_weight_to_int4pack(numbers.t().contiguous(), tiles)
     else:
+        numbers = numbers.t().contiguous()
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
     scales = linear.scales.float()
     zeros = (8 - linear.zeros().float()) * scales

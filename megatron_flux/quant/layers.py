@@ -9,7 +9,8 @@ naive     ``x[:, P1]`` -> FC1's columns of this rank -> activation -> all-gather
           FC2's rows -> all-reduce
 ========  ===========================================================================================================
 
-Both can be captured in CUDA graphs: no call waits for the device or asks it anything. For inference: no gradients.
+Both can be captured in CUDA graphs: no call waits for the device or asks it anything. For inference: no gradients. A
+rank makes its own part of an MLP at once, without a folded whole; of that one nothing is kept but what runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_flux.quant.fold import MLP, NotFoldableError, activate, columns, fold, joined, rows, shard, why_not
+from megatron_flux.quant.fold import MLP, NotFoldableError, activate, columns, joined, ordered_rows, part, why_not
 from megatron_flux.quant.int4_matmul import int4_linear
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -47,9 +48,9 @@ class FoldedMLP:
         all_reduce: AllReduce | None = None,
     ) -> None:
         """``all_reduce`` takes the place of torch's. Raises UserError: ``mlp`` cannot be folded, or not run as int4."""
-        part = shard(fold(mlp, group.size()), group.rank(), group.size())
-        self._first = int4_linear(joined(part.first), device)
-        self._second = int4_linear(part.second, device)
+        own = part(mlp, group.rank(), group.size())
+        self._first = int4_linear(joined(own.first), device)
+        self._second = int4_linear(own.second, device)
         self._gated, self._activation = mlp.gated, activate(activation)
         self._all_reduce = all_reduce or _summed(group)
 
@@ -75,23 +76,23 @@ class NaiveMLP:
         tp, rank = group.size(), group.rank()
         if (reason := why_not(mlp, tp)) is not None:
             raise NotFoldableError(reason)
-        order = mlp.second.order()
+        own = mlp.second.order().chunk(tp)[rank]
         self._first = int4_linear(joined([columns(linear, rank, tp) for linear in mlp.first]), device)
-        self._second = int4_linear(rows(mlp.second.with_rows(order), rank, tp), device)
-        self._own = order.chunk(tp)[rank].to(device)
+        self._second = int4_linear(ordered_rows(mlp.second, own, rank), device)
+        self._own = own.to(device)
         self._gated, self._activation = mlp.gated, activate(activation)
         self._group, self._all_reduce = group, all_reduce or _summed(group)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[m, n]`` of ``x`` ``[m, k]``, both bf16, on all ranks."""
         inner = _activated(self._first(x), self._gated, self._activation).contiguous()
-        m, part = inner.shape
+        m, width = inner.shape
         tp = self._group.size()
-        gathered = inner.new_empty(tp, m, part)
-        dist.all_gather_into_tensor(gathered.view(tp * m, part), inner, group=self._group)
+        gathered = inner.new_empty(tp, m, width)
+        dist.all_gather_into_tensor(gathered.view(tp * m, width), inner, group=self._group)
         # The whole permutation and then this rank's part is twice the traffic; taking the part at once is what a
         # careful implementation does, and what the fold is compared with here.
-        whole = gathered.transpose(0, 1).reshape(m, tp * part)
+        whole = gathered.transpose(0, 1).reshape(m, tp * width)
         return self._all_reduce(self._second(whole.index_select(1, self._own)))
 
 

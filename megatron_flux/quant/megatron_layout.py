@@ -50,8 +50,8 @@ def _name(linear: GPTQLinear, index: int, gated: bool) -> str:
 def _stacked(seconds: Sequence[GPTQLinear]) -> GPTQLinear:
     first = seconds[0]
     qweight = torch.cat([linear.qweight for linear in seconds])
-    shared = all(torch.equal(linear.scales, first.scales) for linear in seconds) and len(seconds) > 1
-    if shared:
+    alike = all(torch.equal(one.scales, first.scales) and torch.equal(one.qzeros, first.qzeros) for one in seconds)
+    if alike and len(seconds) > 1:
         g_idx = torch.cat([linear.g_idx for linear in seconds])
         return replace(first, qweight=qweight, g_idx=g_idx)
     offsets = [sum(linear.groups for linear in seconds[:rank]) for rank in range(len(seconds))]

@@ -50,6 +50,9 @@ def rank_mlps(gated: bool, bias: bool) -> dict[str, Any]:
         with mock.patch.multiple(dist, **{name: counted(name, sent) for name in COLLECTIVES}):
             y = run(x)
         error = float((y.float() - expected).norm() / expected.norm())
+        with torch.inference_mode():
+            for one in (run, kind(mlp, group, activation=activation)):
+                assert torch.equal(one(x.clone()), y)
         found[kind.__name__] = {"error": error, "sent": dict(sent), "y": y}
     return found
 

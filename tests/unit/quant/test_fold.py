@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +19,7 @@ from megatron_flux.quant.fold import (
     forward,
     is_folded,
     joined,
+    part,
     shard,
     tensor_parallel_sizes,
     why_not,
@@ -144,6 +148,74 @@ def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias:
         assert near(sum(parts), expected)
 
 
+@pytest.mark.parametrize("already", [False, True])
+@pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
+def test_a_rank_s_part_is_that_of_the_folded_whole_to_the_bit(gated: bool, bias: bool, already: bool) -> None:
+    whole = mlp(gated=gated, bias=bias)
+    whole = fold(whole) if already else whole
+    for tp in (1, 2, 8):
+        for rank in range(tp):
+            found, expected = part(whole, rank, tp), shard(fold(whole, tp), rank, tp)
+            for ours, theirs in zip((*found.first, found.second), (*expected.first, expected.second), strict=True):
+                assert ours.name == theirs.name
+                for name in ("qweight", "qzeros", "scales", "g_idx", "bias"):
+                    one, other = getattr(ours, name), getattr(theirs, name)
+                    assert one is other is None or (torch.equal(one, other) and one.is_contiguous()), (tp, rank, name)
+
+
+def test_a_part_is_refused_as_the_fold_is() -> None:
+    made = mlp()
+    with pytest.raises(NotFoldableError, match="groups of down straddle ranks"):
+        part(made, 0, 16)
+    with pytest.raises(NotFoldableError, match="gate and up have different activation orders"):
+        part(MLP((made.first[0], linear(HIDDEN, FFN, seed=9, name="up")), made.second), 0, 2)
+
+
+def test_only_linears_of_one_kind_are_joined() -> None:
+    made = mlp()
+    with pytest.raises(NotFoldableError, match="gate and up have different activation orders, but one input"):
+        joined([made.first[0], linear(HIDDEN, FFN, seed=9, name="up")])
+    with pytest.raises(UserError, match=r"gate and up are of different formats \(4 bits, zero_offset 1, 4 bits"):
+        joined([made.first[0], replace(made.first[1], zero_offset=0)])
+
+
+MEMORY = """
+import resource, sys, torch
+from megatron_flux.quant.fold import MLP, fold, joined, part
+from megatron_flux.quant.gptq import GPTQLinear
+from megatron_flux.quant.int4_matmul import int4_linear
+
+def linear(k, n, like=None):
+    order = torch.empty(k, dtype=torch.int32)
+    order[torch.randperm(k)] = torch.arange(k, dtype=torch.int32) // 128
+    whole = lambda *shape: torch.randint(-2**31, 2**31 - 1, shape, dtype=torch.int32)
+    order = order if like is None else like
+    return GPTQLinear(whole(k // 8, n), whole(k // 128, n // 8), torch.rand(k // 128, n).half(), order)
+
+gate = linear(2048, 8192)
+mlp = MLP((gate, linear(2048, 8192, gate.g_idx)), linear(8192, 2048))
+packed = sum(one.qweight.nbytes for one in (*mlp.first, mlp.second))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "fold":
+    fold(mlp)
+else:
+    own = part(mlp, 0, 2)
+    kept = int4_linear(joined(own.first)), int4_linear(own.second)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / packed)
+"""
+
+
+@pytest.mark.parametrize(("what", "most"), [("fold", 5), ("load", 8)])
+def test_memory_of_one_mlp(what: str, most: int) -> None:
+    """In multiples of its packed weights, of which unpacked ones take two: the fold, and a rank's part made to run (on
+    CPUs torch's layout is made of int32, eight times as large).
+    """
+    words = [sys.executable, "-c", MEMORY, what]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < most
+
+
 def test_a_shard_of_what_is_not_folded_is_refused() -> None:
     with pytest.raises(NotFoldableError, match="down has activation order; fold the MLP"):
         shard(mlp(), 0, 2)
@@ -213,6 +285,16 @@ def test_parts_of_megatrons_ranks_are_folded_together(gated: bool) -> None:
         halves = [first.with_columns(half) for half in torch.arange(first.n).chunk(2 if gated else 1)]
         total += forward(MLP(tuple(halves), second), x)
     assert near(total, forward(whole, x))
+
+
+def test_groups_of_their_own_with_equal_scales_are_no_shared_ones() -> None:
+    """Only their zero points tell them apart."""
+    whole = mlp(gated=False)
+    whole = MLP(whole.first, replace(fold(whole).second, scales=torch.full_like(whole.second.scales, 0.5)))
+    parts = [shard(whole, rank, 2) for rank in range(2)]
+    put_together = megatron_layout.gathered([(mine.first[0], mine.second) for mine in parts], gated=False)
+    x = torch.randn(3, HIDDEN)
+    torch.testing.assert_close(forward(put_together, x), forward(whole, x))
 
 
 def test_parts_with_other_orders_are_refused() -> None:

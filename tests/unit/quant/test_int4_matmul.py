@@ -51,3 +51,27 @@ def test_what_torchs_layout_cannot_hold() -> None:
     uneven[int((uneven == 1).nonzero()[0])] = 0
     with pytest.raises(UserError, match="groups of several sizes"):
         int4_linear(replace(made, g_idx=uneven))
+
+
+def test_an_input_that_is_no_contiguous_matrix() -> None:
+    made = int4_linear(linear(128, 48, order=False, group=32))
+    wide = torch.randn(5, 256).to(torch.bfloat16)
+    assert torch.equal(made(wide[:, ::2]), made(wide[:, ::2].contiguous()))
+    assert torch.equal(made(wide.t()[:128].t()), made(wide[:, :128].contiguous()))
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_in_inference_mode_and_out_of_it(order: bool) -> None:
+    """Wherever the weights and the input were made, without a gradient in any case."""
+    made = linear(128, 48, order=order, bias=True, group=32)
+    x = torch.randn(5, 128).to(torch.bfloat16)
+    expected = int4_linear(made)(x)
+    with torch.inference_mode():
+        inside, own = int4_linear(made), x.clone()
+        assert torch.equal(inside(own), expected)
+    for ran in (inside, int4_linear(made)):
+        for given in (x, own):
+            y = ran(given)
+            assert torch.equal(y, expected)
+            assert not y.requires_grad
+            y.add_(1)  # an all-reduce works in place

@@ -11,6 +11,7 @@ the tuner chose for calls in graphs), and configurations by their labels.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ def rows(
     "rounds_ms", "chosen"}``; ``chosen`` is what ``auto`` ran.
     """
     found: list[dict[str, Any]] = []
+    get_backend("tuned").most_m = math.inf  # type: ignore[attr-defined]  # each m that is asked for is measured
     for layer in layers(models, group.size()):
         generator = torch.Generator(device=device).manual_seed(group.rank())
         cold = COLD_BYTES if device.type == "cuda" else 0

@@ -24,24 +24,18 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends.reference import cublas_takes, fp8_gemm
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
-
-TOP = 4.0
-"""The largest number of x on all ranks: one scale for all is of one amax."""
+from megatron_flux.ops.backends.fp8_gemm import cublas_takes, fp8_gemm
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, random_pair
 
 
 def pair_of(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Fp8Pair:
     """Operands as the operator takes them, fresh and random; results are in ``dtype``."""
     rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
-    x = torch.randn(rows, case.k, dtype=dtype, device=device).clamp_(-TOP, TOP)
-    x[0, 0] = TOP
-    weight = torch.randn(case.n, case.k, dtype=dtype, device=device)
-    if case.fp8 == "blockwise":
-        return Fp8Pair(quantized(x, "1x128"), quantized(weight, "128x128"), dtype)
-    dgrad = case.direction == "dgrad"
-    of_x = torch.float8_e5m2 if dgrad else torch.float8_e4m3fn
-    return Fp8Pair(quantized(x, "tensor", of_x), quantized(weight, "tensor"), dtype, split=dgrad)
+    blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
+    of_x = torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn
+    like = torch.empty(0, dtype=dtype, device=device)
+    how = {"formats": (of_x, torch.float8_e4m3fn), "in_blocks": blocks, "split": dgrad and not blocks}
+    return random_pair(rows, case.n, case.k, like, **how)
 
 
 def call(case: Case, pair: Fp8Pair, group: dist.ProcessGroup, backend: str) -> Callable[[], object]:

@@ -6,8 +6,9 @@ round. ``summary.json`` has ``rows`` of all kinds, each with ``kind``, ``model``
 the samples. Beside these
 
 * prefill, decode: ``layers``, the number that one pass goes through, and ``ms_per_layer``; ``stock``, the faster of te
-  and local, which ``speedup_vs_stock`` is over; ``agreement`` of the output with stock's; ``cuda_graph``, and
-  ``cuda_graph_reason`` where a decode step could not be captured;
+  and local, which ``speedup_vs_stock`` is over; ``agreement`` of the output with stock's; of decode ``context_length``,
+  the tokens of each sequence in the cache of keys and values (also beside the rows), ``cuda_graph``, and
+  ``cuda_graph_reason`` where a step could not be captured;
 * gemm_all_reduce: ``layer`` (proj, fc2), ``n``, ``k``; arms ``stock`` (cuBLAS, NCCL), ``flux`` (what the tuner took, in
   ``chosen``) and ``floor`` (cuBLAS alone);
 * int4_mlp: arms ``naive_int4`` (``speedup_vs_stock`` is over it), ``folded_int4`` and ``bf16``, and ``error`` from
@@ -53,6 +54,7 @@ def run(config: InferenceConfig, *, log: Callable[[str], None] = print) -> dict[
     summary: dict[str, Any] = {
         **process_group.machine(here.group, here.link),
         "note": note,
+        "context_length": config.sizes.context if "decode" in config.kinds else None,
         "config": config.model_dump(mode="json"),
         "rows": [],
         "skipped": [

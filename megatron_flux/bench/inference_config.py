@@ -4,7 +4,8 @@
 kind             what is timed
 ===============  =================================================================================================
 prefill          forward of transformer layers with sequence parallelism, 8 x 2048 tokens
-decode           forward of them without, one token of each of 1 to 512 sequences; in CUDA graphs on GPUs
+decode           forward of them without, one token of each of 1 to 512 sequences, behind a cache of keys and values of
+                 2048 tokens each (``--context-length``); in CUDA graphs on GPUs
 gemm_all_reduce  the row-parallel linears of a decode step by themselves, 1 to 512 rows
 int4_mlp         MLPs in int4, 1 to 16 rows: the folded form, the plain tensor-parallel one, bf16
 ===============  =================================================================================================
@@ -14,6 +15,7 @@ Layers are timed alone and in a row (``--num-layers``). On CPUs shapes are small
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -53,17 +55,21 @@ class Sizes(Options):
     """Tokens a sequence, and sequences."""
     decode: tuple[int, ...] = (1, 8, 64, 512)
     """Sequences, of which each has one token."""
+    context: int = 2048
+    """Tokens that each of these has in the cache."""
     gemm_all_reduce: tuple[int, ...] = all_reduce.ROWS
     int4_mlp: tuple[int, ...] = int4_mlp.TOKENS
 
 
-ON_CPUS = Sizes(prefill=(64, 2), decode=(1, 8), gemm_all_reduce=(1, 8), int4_mlp=(1, 4))
+ON_CPUS = Sizes(prefill=(64, 2), decode=(1, 8), context=32, gemm_all_reduce=(1, 8), int4_mlp=(1, 4))
 
 
 class InferenceWorkload(Workload):
     """One model's layers, in one pass of inference."""
 
     kind: Literal["prefill", "decode"]
+    context_length: int | None = None
+    """Tokens of each sequence whose keys and values are in the cache, of a decode step; None: there is no cache."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -73,13 +79,27 @@ class InferenceWorkload(Workload):
     @property
     def label(self) -> str:
         """For people."""
-        return f"{self.kind} {self.model} {self.seq}x{self.micro_batch}, {self.layers} layer(s)"
+        behind = "" if self.context_length is None else f" behind {self.context_length}"
+        return f"{self.kind} {self.model} {self.seq}x{self.micro_batch}{behind}, {self.layers} layer(s)"
+
+    @property
+    def to_fit(self) -> str:
+        """What takes less memory."""
+        return "fewer --num-layers" + ("" if self.context_length is None else " or a shorter --context-length")
+
+    def cache_shape(self, tp: int) -> tuple[int, int, int, int]:
+        """Of the keys, and of the values, that a rank keeps of a layer: tokens, sequences, heads, channels."""
+        heads = self.shape.num_query_groups // tp
+        return (self.context_length or 0) + self.seq, self.micro_batch, heads, self.shape.head_size
 
     def memory_gb(self, tp: int, blocks: int) -> float:
-        """As the base, without anything for backward: weights (bf16), and those of another block in the making."""
+        """As the base, without anything for backward: weights (bf16), and those of another block in the making; and a
+        cache, which all arms share.
+        """
         shape = self.shape
         weights = self.layers * shape.layer_weights // tp * (4 if blocks > 1 else 2)
-        return (weights + working_memory(shape, self.tokens, tp)) / 1e9
+        cache = 0 if self.context_length is None else self.layers * 2 * math.prod(self.cache_shape(tp)) * 2
+        return (weights + cache + working_memory(shape, self.tokens, tp)) / 1e9
 
 
 class InferenceOptions(Options):
@@ -100,6 +120,12 @@ class InferenceOptions(Options):
         "NCCL_P2P_DISABLE is set. Default: MEGATRON_FLUX_LINK, else whatever there is.",
     )
     num_layers: int = Field(4, ge=1, description="Layers in a row, which prefill and decode run beside one alone.")
+    context_length: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of each sequence that a decode step finds in its cache of keys and values. Default: "
+        f"{Sizes().context}; {ON_CPUS.context} on CPUs.",
+    )
     tp: int | None = Field(None, ge=1, description="Processes, one per GPU. Default: all GPUs; 2 without any.")
     backend: str = Field("auto", description="Operator backend of the flux arms: auto, or one by name.")
     cuda_graphs: bool = Field(True, description="Capture decode steps in CUDA graphs, on GPUs.")
@@ -136,8 +162,17 @@ def resolve(options: InferenceOptions, tp: int, device: Literal["cuda", "cpu"]) 
         asked = named("model", options.models, dict.fromkeys(model for kind in kinds for model in KNOWN[kind]))
     models = {kind: tuple(m for m in asked or BY_DEFAULT[kind] if m in KNOWN[kind]) for kind in kinds}
     sizes = Sizes() if device == "cuda" else ON_CPUS
+    if options.context_length is not None:
+        sizes = sizes.model_copy(update={"context": options.context_length})
     workloads = [
-        InferenceWorkload(kind=kind, model=model, seq=seq, micro_batch=batch, layers=layers)
+        InferenceWorkload(
+            kind=kind,
+            model=model,
+            seq=seq,
+            micro_batch=batch,
+            layers=layers,
+            context_length=sizes.context if kind == "decode" else None,
+        )
         for kind in kinds
         if kind in ("prefill", "decode")
         for model in models[kind]

@@ -18,8 +18,13 @@ COLOURS = {**ARM_COLOURS, "stock": "#5f6368", "naive_int4": "#5f6368", "bf16": "
 EXPLANATION = (
     "ms: median (quartiles) of the slowest rank, of one pass, call or MLP; x: over stock, the faster of te and "
     "local, cuBLAS with NCCL, or the plain int4 form. floor leaves communication out: its numbers are wrong on "
-    "purpose. prefill and decode attend to the tokens of the pass alone, without a cache of keys and values."
+    "purpose."
 )
+CACHE = (
+    "decode: one token of each sequence behind a cache of {} tokens' keys and values, in megatron-core's static "
+    "inference context, the same in all arms."
+)
+NO_CACHE = "decode attends to the tokens of the pass alone, without a cache of keys and values."
 UNEQUAL = "NO: differs from stock"
 
 
@@ -71,6 +76,9 @@ def show_inference(summary: Row, file: IO[str] | None = None) -> None:
     for line in dict.fromkeys(lines):  # whatever the number of layers and m
         print(line, file=file)
     print(EXPLANATION, file=file)
+    if any(row["kind"] == "decode" for row in summary["rows"]):
+        context = summary.get("context_length")
+        print(CACHE.format(context) if context else NO_CACHE, file=file)
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:

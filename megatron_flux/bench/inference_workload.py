@@ -1,12 +1,17 @@
 """One workload of ``bench inference``: layers in a pass without gradients, as :mod:`megatron_flux.bench.layer_workload`
 has it for training.
 
-Attention is over the tokens of the pass alone, in every arm alike: a decode step reads no cache of keys and values. So
-what it takes beside the linears is less than in a real one, and the share of communication larger.
+A decode step goes through megatron-core's static inference context, in every arm alike: it writes the keys and values
+of its tokens behind those of ``context_length`` others, which are random, and attends to all of them. All arms share
+the context, which stays where it is: every step of a measurement is that at the same position. So it can be a CUDA
+graph, although megatron-core, which keeps the position on the host, makes none of such steps itself (its own need
+``flash_decode``). The tokens of a prefill attend to each other, without a cache.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from megatron_flux.bench.inference_config import BURST, STOCK, InferenceWorkload
 from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.bench.layer_steps import Samples
 from megatron_flux.bench.layer_workload import Result, WorkloadBench
+from megatron_flux.errors import FluxError
 from megatron_flux.ops.timing import quartiles
 
 
@@ -42,6 +48,7 @@ class InferenceBench(WorkloadBench):
         return {layer_arms.shared_name(name): parameter for name, parameter in block.named_parameters()}
 
     def _forget(self) -> None:
+        self.context = None
         super()._forget()
         from megatron.core import parallel_state
 
@@ -49,9 +56,12 @@ class InferenceBench(WorkloadBench):
         parallel_state.get_global_memory_buffer().buffer.clear()
 
     def _weight_bytes(self) -> int:
-        return sum(p.nbytes for p in self.weights.values())
+        caches = {} if self.context is None else self.context.key_value_memory_dict
+        return sum(p.nbytes for p in [*self.weights.values(), *chain.from_iterable(caches.values())])
 
     def _build(self, kind: layer_arms.BlockKind, stack: Any) -> torch.nn.Module:
+        if self.workload.context_length is not None and self.context is None:
+            self.context = static_context(self.workload, self.group.size(), self.group.rank(), self.device)
         return super()._build(kind, stack).eval()
 
     def _input(self) -> tuple[torch.Tensor, None]:
@@ -61,6 +71,14 @@ class InferenceBench(WorkloadBench):
         shape = (w.seq // tp if parallel else w.seq, w.micro_batch, w.shape.hidden_size)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=layer_arms.dtype_of(self.device))
         return x, None
+
+    def _warm_up(self, arm: Arm) -> None:
+        newest = [] if self.context is None else newest_entries(self.context)
+        for entry in newest:
+            entry.fill_(math.nan)
+        super()._warm_up(arm)
+        if not all(entry.isfinite().all() for entry in newest):
+            raise FluxError("its layers do not write to the cache of keys and values that was filled for them")
 
     def _observe(self, arm: Arm) -> Result:
         with arm.active():
@@ -75,6 +93,31 @@ class InferenceBench(WorkloadBench):
             if not agreement["ok"]:
                 self.say(f"{arm.name}: does NOT agree with {reference}: {agreement}")
         return row(self.workload, arm, samples, agreement)
+
+
+def newest_entries(context: Any) -> list[torch.Tensor]:
+    """Where a decode step writes its keys and values, of all layers."""
+    caches = chain.from_iterable(context.key_value_memory_dict.values())
+    return [entry[context.sequence_len_offset :] for entry in caches]
+
+
+def static_context(workload: InferenceWorkload, tp: int, rank: int, device: torch.device) -> Any:
+    """Megatron-core's context of a decode step of ``workload`` on ``rank``, with random keys and values, other ones on
+    every rank. Raises OutOfMemoryError: they do not fit.
+    """
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    shape = workload.cache_shape(tp)
+    context = StaticInferenceContext(max_batch_size=shape[1], max_sequence_length=shape[0])
+    generator = torch.Generator(device=device).manual_seed(200 + rank)
+    for layer in range(1, workload.layers + 1):
+        context.key_value_memory_dict[layer] = tuple(
+            torch.empty(shape, dtype=layer_arms.dtype_of(device), device=device).normal_(generator=generator)
+            for _ in ("keys", "values")
+        )
+    context.sequence_len_offset = shape[0] - workload.seq
+    context.enable_decode_mode()
+    return context
 
 
 def row(workload: InferenceWorkload, arm: Arm, samples: Samples, agreement: dict[str, Any] | None) -> dict[str, Any]:

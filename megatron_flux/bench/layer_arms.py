@@ -142,10 +142,11 @@ def make(
     keep_gathered: bool | None = None,
     keep_bytes: int | None = None,
     recipe: Recipe | None = None,
+    context: Any = None,
 ) -> Arm:
     """An arm over the layers ``block``: ``x`` ``[s/tp, b, h]`` is a leaf that requires a gradient, ``dy`` the output's.
 
-    Without ``dy`` steps are of inference, and ``x`` is any tensor.
+    Without ``dy`` steps are of inference, and ``x`` is any tensor; ``context``: megatron-core's inference context.
 
     ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use, ``keep_gathered``
     whether they keep gathered inputs, of up to ``keep_bytes``; ``recipe`` that of the layers in FP8.
@@ -158,7 +159,7 @@ def make(
     def step() -> tuple[torch.Tensor, ...]:
         if dy is None:
             with torch.inference_mode():
-                return (block(hidden_states=x, attention_mask=None),)
+                return (block(hidden_states=x, attention_mask=None, inference_context=context),)
         x.grad = None
         y = block(hidden_states=x, attention_mask=None)
         y.backward(dy)

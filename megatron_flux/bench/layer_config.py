@@ -71,6 +71,11 @@ class Workload(Options):
         return True
 
     @property
+    def to_fit(self) -> str:
+        """What takes less memory."""
+        return "fewer --layers"
+
+    @property
     def label(self) -> str:
         """For people, and for file names."""
         return f"{self.model}-{self.seq}x{self.micro_batch}{f'-{self.fp8}' if self.fp8 else ''}"

@@ -69,6 +69,8 @@ class WorkloadBench:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Those that all arms share."""
+    context: Any = None
+    """Of megatron-core's inference, for all arms."""
     _blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = field(default_factory=dict)
     """Layers by their kind, or why there are none."""
     _userbuffer_bytes: int = 0
@@ -141,7 +143,7 @@ class WorkloadBench:
             if budget is None:  # no optimizer comes here, which the layers would wait for
                 budget = max(0, int((free - need) * 1e9 / 4))
             if need > free:
-                short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --layers"
+                short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; {self.workload.to_fit}"
                 reasons |= dict.fromkeys(wanted, short)
         blocks, arms = self._blocks, []
         for name, reason in reasons.items():
@@ -152,7 +154,7 @@ class WorkloadBench:
                 block, reason = blocks[kind]
                 if block is not None:
                     how = self.config.backend, self.config.link, self.config.keep_gathered, budget, recipe
-                    arm = layer_arms.make(name, block, self.x, self.dy, *how)
+                    arm = layer_arms.make(name, block, self.x, self.dy, *how, self.context)
                     _, reason = attempt(partial(self._warm_up, arm), self.ranks)
             if reason is None:
                 arms.append(arm)

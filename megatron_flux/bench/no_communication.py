@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops.backends.reference import ReferenceBackend, fp8_gemm, gemm
+from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
+from megatron_flux.ops.backends.reference import ReferenceBackend, gemm, partial
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 
@@ -59,12 +60,11 @@ class NoCommunication(ReferenceBackend):
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
         """``[m/tp, n]``: the own rows of the own product."""
-        y = gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
-        return Pending(self._scattered(y, call.group))
+        return Pending(self._scattered(partial(call), call.group))
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
         """``[m, n]``: the own product."""
-        return Pending(gemm(call.x, call.weight, transposed=call.transposed))
+        return Pending(partial(call))
 
     def all_gather(self, call: OperatorCall) -> Pending:
         """Made-up ``[m, k]``."""

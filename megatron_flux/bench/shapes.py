@@ -143,7 +143,23 @@ class CallOptions(Options):
     dtype: Literal["bf16", "fp16"] = Field("bf16", description="Of operands and results.")
 
 
-class OpsOptions(LinkOptions, Options):
+class Fp8Options(Options):
+    """Which operands; for both commands."""
+
+    fp8: str | None = Field(
+        None,
+        description=f"The calls on FP8 operands as well, by these recipes: {', '.join(get_args(Recipe))}. "
+        "delayed and current have the same operands: one of them is enough.",
+    )
+    bf16: bool = Field(True, description="Without it the calls of --fp8 alone.")
+
+    @property
+    def recipes(self) -> list[Recipe | None]:
+        """Of ``fp8`` and ``bf16``. Raises UserError as :func:`recipes_of`."""
+        return recipes_of(self.fp8, self.bf16)
+
+
+class OpsOptions(LinkOptions, Fp8Options):
     """Options of ``bench ops`` alone. With a wire other than ``exact`` chunked is measured over it as well."""
 
     group: ClassVar[str] = "Measuring"
@@ -158,17 +174,11 @@ class OpsOptions(LinkOptions, Options):
         description="Measure torch's async-TP once more with this CUDA_DEVICE_MAX_CONNECTIONS, in processes of its own "
         "after all else. 0: not at all.",
     )
-    fp8: str | None = Field(
-        None,
-        description=f"Measure the calls on FP8 operands as well, by these recipes: {', '.join(get_args(Recipe))}. "
-        "delayed and current have the same operands: one of them is enough.",
-    )
-    bf16: bool = Field(True, description="Without it the calls of --fp8 alone.")
     out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in --out.")
 
 
-class TuneOptions(LinkOptions, Options):
+class TuneOptions(LinkOptions, Fp8Options):
     """Options of ``tune`` alone; choices of a link and a wire are their own."""
 
     group: ClassVar[str] = "Measuring"
@@ -231,14 +241,9 @@ class OpsRun(Calls, OpsOptions):
     """The second is the pass of :func:`megatron_flux.bench.ops.add_async_tp`."""
     out: Path
 
-    @property
-    def recipes(self) -> list[Recipe | None]:
-        """Of ``fp8`` and ``bf16``. Raises UserError as :func:`recipes_of`."""
-        return recipes_of(self.fp8, self.bf16)
-
     def cases(self) -> list[Case]:
         """Each call in 16 bits, then by recipe."""
-        return [replace(case, fp8=recipe) for case in super().cases() for recipe in self.recipes]
+        return by_recipe(super().cases(), self.recipes)
 
 
 class TuneRun(Calls, TuneOptions):
@@ -248,6 +253,15 @@ class TuneRun(Calls, TuneOptions):
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
     cache: Path
+
+    def cases(self) -> list[Case]:
+        """As of :class:`OpsRun`."""
+        return by_recipe(super().cases(), self.recipes)
+
+
+def by_recipe(cases: list[Case], recipes: list[Recipe | None]) -> list[Case]:
+    """Each of ``cases`` in every one of ``recipes``."""
+    return [replace(case, fp8=recipe) for case in cases for recipe in recipes]
 
 
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)

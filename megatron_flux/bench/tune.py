@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import ops, process_group, report
+from megatron_flux.bench import fp8_calls, ops, process_group, report
 from megatron_flux.bench.shapes import Case, TuneRun
 from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
+from megatron_flux.kernels.wire import EXACT
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
@@ -53,11 +54,10 @@ def run(
         os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds_per_shape)
         os.environ["MEGATRON_FLUX_TUNE"] = "full"
         for turn, case in enumerate(cases, 1):
-            x, weight = ops.operands(case, group, dtype, device)
             wire = wanted.grad_wire if case.direction == "dgrad" else wanted.wire
-            key = ops.tuning_key(case, x, group.size(), link_name(group, device, wire))
+            key, call = _call(case, group, dtype, device, wire)
             known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
-            ops.call(case, x, weight, group, "tuned", wire)()
+            call()
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
             collectives.first_rank(group, partial(_keep, wanted, key, answer))
@@ -65,12 +65,31 @@ def run(
                 name, ms = report.chosen(answer), answer["ms"]
                 log(
                     f"[{turn}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
-                    f"{case.direction} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
+                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
                     f"reference {number(ms.get('reference'))} ms{' (kept)' if known else ''}"
                 )
-            del x, weight
+            del call
             torch.cuda.empty_cache()
     return done
+
+
+def _call(
+    case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str
+) -> tuple[str, Callable[[], object]]:
+    """Its key in the cache, and the call on operands of its own."""
+    if case.fp8 is None:
+        x, weight = ops.operands(case, group, dtype, device)
+        key = ops.tuning_key(case, x, group.size(), link_name(group, device, wire))
+        return key, ops.call(case, x, weight, group, "tuned", wire)
+    pair = fp8_calls.pair_of(case, group, dtype, device)
+    link = link_name(group, device, EXACT)
+    key = tuning_cache.describe(case.op, case.m, case.n, case.k, pair.x.numbers, False, group.size(), link, fp8=pair)
+    return key, fp8_calls.call(case, pair, group, "tuned")
+
+
+def _how(case: Case) -> str:
+    """Direction and recipe."""
+    return case.direction if case.fp8 is None else f"{case.direction} FP8 {case.fp8}"
 
 
 def _kept(key: str) -> bool:
@@ -94,6 +113,6 @@ def work(text: str) -> None:
     with process_group.opened() as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
-        names = [(f"{case.model} {case.layer} {case.direction}", key) for case, key, _ in done]
+        names = [(f"{case.model} {case.layer} {_how(case)}", key) for case, key, _ in done]
         report.show_choices({key: answer for _, key, answer in done}, calls=names)
         logger.info("choices: %s", wanted.cache)

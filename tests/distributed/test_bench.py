@@ -267,15 +267,26 @@ def test_one_rank_that_has_no_time_stops_all(world2: WorkerPool, tmp_path: Path,
     assert world2.run(late_on, who, tmp_path / "run", tmp_path / "tuned.json") == [0, 0]
 
 
-def fill(cache: Path, force: bool) -> tuple[list[tuple[str, str]], list[str], int]:
+def fill(cache: Path, force: bool, cases: tuple[Case, ...] = ()) -> tuple[list[tuple[str, str]], list[str], int]:
     said: list[str] = []
     with without_gpus() as tuned, pytest.MonkeyPatch.context() as patch:
         for name in ("MEGATRON_FLUX_TUNE_CACHE", "MEGATRON_FLUX_TUNE_SECONDS", "MEGATRON_FLUX_TUNE"):
             patch.setenv(name, "")  # so that what tuning sets is undone
         calls = run_of(cache).model_dump(include={"models", "tokens", "layers", "directions", "tp", "dtype"})
         wanted = TuneRun(**calls, cache=cache, force=force)
-        done = tune.run(wanted, [*CASES, CASES[0]], dist.group.WORLD, said.append)
+        done = tune.run(wanted, cases or [*CASES, CASES[0]], dist.group.WORLD, said.append)
         return [(key, report.chosen(answer)) for _, key, answer in done], said, tuned.measured
+
+
+def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> None:
+    cases = tuple(replace(case, fp8=fp8) for case in FP8_CASES[:2] for fp8 in ("delayed", "current", "blockwise"))
+    (done, said, measured), (other, *_) = world2.run(fill, tmp_path / "tuned.json", False, cases)
+    assert done == other
+    assert {key for key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
+    assert measured == 4, "delayed and current make the same calls"
+    assert [line.endswith("(kept)") for line in said] == [False, True, False] * 2
+    assert "forward FP8 blockwise m=256" in said[2]
+    assert all("e4m3fn x e4m3fn by blocks, to bfloat16 [n,k] tp=2 nvlink |" in key for key, _ in (done[2], done[5]))
 
 
 def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:

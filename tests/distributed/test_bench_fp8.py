@@ -36,7 +36,7 @@ def config(tp: int, models: tuple[str, ...], recipes: tuple[Any, ...], **changes
     # 128 rows per rank, as blocks want them.
     size = {"seq": 64 * tp, "micro_batch": 2, "layers": 2}
     workloads = tuple(Workload(model=name, fp8=fp8, **size) for name in models for fp8 in recipes)
-    chosen = {"workloads": workloads, "arms": ARMS, "rounds": 2, "burst": 1, "device": "cpu", "backend": "reference"}
+    chosen = {"workloads": workloads, "arms": ARMS, "rounds": 1, "burst": 1, "device": "cpu", "backend": "reference"}
     return LayerConfig(tp=tp, **{**chosen, **changes})
 
 

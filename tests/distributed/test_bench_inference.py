@@ -8,15 +8,18 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions, resolve
+from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions, InferenceWorkload, resolve
 from megatron_flux.comm import links
 from megatron_flux.ops.checks import OperatorCall
-from tests.distributed.megatron_world import megatron
+from megatron_flux.train.shims import gradient_accumulation_fusion
+from tests.distributed.data import normals, relative_error, require_close
+from tests.distributed.megatron_world import inference, megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -45,7 +48,7 @@ def run(out: Path, options: dict[str, Any], spoil: bool = False) -> dict[str, An
 def test_rows_of_all_kinds(world2: WorkerPool, tmp_path: Path) -> None:
     summary = world2.run(run, tmp_path, {})[0]
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert (summary["tp"], summary["link"]) == (2, "none")
+    assert (summary["tp"], summary["link"], summary["context_length"]) == (2, "none", 32)
     assert "no measure of speed" in summary["note"]
     rows = summary["rows"]
     assert [r["kind"] for r in rows] == sorted((r["kind"] for r in rows), key=list(summary["config"]["kinds"]).index)
@@ -54,6 +57,7 @@ def test_rows_of_all_kinds(world2: WorkerPool, tmp_path: Path) -> None:
         assert row["rounds"] == 2
         assert row["speedup_vs_stock"] > 0
         assert {"model", "m", "arm"} <= row.keys()
+        assert row.get("context_length") == (32 if row["kind"] == "decode" else None)
     found = {(r["kind"], r.get("layers", r.get("layer")), r["m"], r["arm"]) for r in rows}
     assert found == {
         *(("prefill", layers, 128, arm) for layers in (1, 2) for arm in ("local", "flux_local", "floor")),
@@ -94,6 +98,79 @@ def test_what_runs_in_a_pass(world2: WorkerPool, tmp_path: Path) -> None:
             assert row["agreement"]["y"] < 1e-5
         else:
             assert row["agreement"] is None
+
+
+def rank_cache() -> None:
+    """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass. On the
+    random ones of the benchmark both arms agree; other ones give other results, and so does no cache.
+    """
+    from megatron_flux import patched
+    from megatron_flux.bench import layer_arms
+    from megatron_flux.bench.inference_workload import newest_entries, static_context
+
+    behind, batch, device = 7, 3, torch.device("cpu")
+    step = InferenceWorkload(kind="decode", model="tiny", seq=1, micro_batch=batch, layers=2, context_length=behind)
+    tp, rank, width = dist.get_world_size(), dist.get_rank(), step.shape.hidden_size
+    with megatron(tp), gradient_accumulation_fusion(), inference():
+        block = layer_arms.build("local", step, tp, device).eval()
+        made, real = (static_context(step, tp, rank, device) for _ in range(2))
+        shape = (behind + 1, batch, 8 // tp, width // 8)
+        assert [entry.shape for pair in made.key_value_memory_dict.values() for entry in pair] == [shape] * 4
+        assert (made.sequence_len_offset, made.is_decode_only()) == (behind, True)
+        x = normals(behind + 1, batch, width, seed=3)
+
+        def run(name: str, context: Any) -> torch.Tensor:
+            arm = layer_arms.make(name, block, x[-1:], None, "auto", context=context)
+            with arm.active():
+                return arm.step()[0]
+
+        real.sequence_len_offset = 0
+        real.enable_prefill_mode()
+        causal = torch.ones(1, 1, behind + 1, behind + 1).triu(1).bool()
+        block(hidden_states=x[:-1], attention_mask=causal[..., 1:, 1:], inference_context=real)
+        real.sequence_len_offset = behind
+        real.enable_decode_mode()
+        whole = block(hidden_states=x, attention_mask=causal)[-1:]
+        random = run("local", made)
+        for arm in ("local", "flux_local"):
+            for context, expected in ((real, whole), (made, random)):
+                for entry in newest_entries(context):
+                    entry.fill_(float("nan"))
+                require_close(arm, run(arm, context), expected)
+        assert relative_error(random, whole) > 1e-2
+        with patched():
+            assert relative_error(block(hidden_states=x[-1:], attention_mask=None), whole) > 1e-2
+
+
+def test_a_decode_step_is_that_of_megatron_core_s_cache(world: WorkerPool) -> None:
+    world.run(rank_cache)
+
+
+def rank_unused_cache(out: Path) -> list[str]:
+    from megatron_flux.bench import inference, inference_workload
+
+    stock = inference_workload.static_context
+
+    def others(*given: Any) -> Any:
+        context = stock(*given)
+        context.key_value_memory_dict[7] = context.key_value_memory_dict.pop(1)
+        return context
+
+    with (
+        megatron(2),
+        mock.patch.object(inference_workload, "static_context", others),
+        mock.patch("torch.cuda.current_device", return_value="cpu"),  # where megatron-core makes a cache of its own
+    ):
+        wanted = config(kinds="decode", num_layers=1, context_length=4).model_copy(update={"out": out})
+        summary = inference.run(wanted, log=lambda text: None)
+    links.want(links.Wanted())
+    assert (summary["rows"], summary["context_length"]) == ([], 4)
+    return sorted({one["reason"] for one in summary["skipped"] if one["arm"] == "local"})
+
+
+def test_a_cache_that_no_layer_uses_is_no_measurement(world2: WorkerPool, tmp_path: Path) -> None:
+    said = "rank 0: FluxError: its layers do not write to the cache of keys and values that was filled for them"
+    assert world2.run(rank_unused_cache, tmp_path) == [[said]] * 2
 
 
 def rank_floor() -> bool:

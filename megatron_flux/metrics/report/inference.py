@@ -28,19 +28,21 @@ LOOKS = {  # colour and marker of an arm; of any other one those of the last
 CAPTION = (
     "Median over rounds of the slowest rank (quartiles), all arms interleaved in one run. Against stock: over the "
     "faster of te and local, over cuBLAS with NCCL, or over the plain int4 form. The floor leaves communication out: "
-    "its numbers are wrong. Attention sees the tokens of the pass alone: there is no cache of keys and values."
+    "its numbers are wrong. Attention sees the tokens of the pass alone"
 )
+CACHE = "; that of a decode step also the {} tokens of its sequence's cache of keys and values."
 
 
 def inference_chapter(run: Run, id_: str) -> Chapter:
     """A figure and a table per kind; on CPUs, where nothing was measured, tables alone."""
     summary = run.summary
-    note = summary.get("note")
+    note, context = summary.get("note"), summary.get("context_length")
+    told = CAPTION + (CACHE.format(context) if context else ": there is no cache of keys and values.")
     parts: list[Part] = []
     for kind, group in groupby(summary["rows"], key=lambda row: row["kind"]):
         rows = list(group)
         if not note and (figure := _speedups(rows)):
-            parts.append(Part(f"speed-up-{kind}", f"{kind}: against stock", figure, CAPTION))
+            parts.append(Part(f"speed-up-{kind}", f"{kind}: against stock", figure, told))
         cells = [
             (
                 _case(row),
@@ -51,7 +53,7 @@ def inference_chapter(run: Run, id_: str) -> Chapter:
             for row in rows
         ]
         head = ("case", "arm", "ms", *(() if note else ("against stock",)))
-        caption = f"{note}. {CAPTION}" if note else CAPTION
+        caption = f"{note}. {told}" if note else told
         parts.append(Part(f"ms-{kind}", f"{kind}: milliseconds", table=Table(cells, head), caption=caption))
     if not summary["rows"]:
         parts.append(Part("empty", "Passes", caption="Nothing has been measured."))

@@ -114,6 +114,16 @@ def test_dry_run_of_the_benchmark(run: Run) -> None:
     assert not Path("somewhere").exists()
 
 
+def test_tuning_on_fp8_operands(run: Run) -> None:
+    few = ("tune", "--dry-run", *FEW, "--nproc", "4", "--layers", "qkv", "--directions", "dgrad")
+    code, out, _ = run(*few, "--fp8", "current,blockwise")
+    assert code == 0
+    assert [call["fp8"] for call in json.loads(out)["calls"]] == [None, "current", "blockwise"]
+    assert [call["fp8"] for call in json.loads(run(*few, "--fp8", "delayed", "--no-bf16")[1])["calls"]] == ["delayed"]
+    assert "unknown FP8 recipe 'mxfp8'" in refused(run, *few, "--fp8", "mxfp8")
+    assert "--no-bf16 leaves nothing to measure" in refused(run, *few, "--no-bf16")
+
+
 def test_calls_on_fp8_operands(run: Run) -> None:
     few = ("bench", "ops", "--dry-run", *FEW, "--nproc", "4", "--layers", "qkv")
     code, out, _ = run(*few, "--fp8", "delayed,blockwise")

@@ -20,7 +20,7 @@ from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.cli.main import app
 from megatron_flux.errors import UserError
 
-DECODE = InferenceWorkload(kind="decode", model="gpt3-175b", seq=1, micro_batch=8, layers=4)
+DECODE = InferenceWorkload(kind="decode", model="gpt3-175b", seq=1, micro_batch=8, layers=4, context_length=2048)
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -40,6 +40,10 @@ def test_defaults_are_the_documented_ones() -> None:
     assert config.sizes.gemm_all_reduce == all_reduce.ROWS
     assert config.sizes.int4_mlp == int4_mlp.TOKENS == (1, 2, 4, 8, 16)
     assert (config.arms, config.cuda_graphs, config.trace) == (ARMS, True, False)
+    assert {(w.kind, w.context_length) for w in config.workloads} == {("prefill", None), ("decode", 2048)}
+    longer = resolve(InferenceOptions(context_length=8192), 8, "cuda")
+    assert {w.context_length for w in longer.workloads} == {None, 8192}
+    assert longer.sizes.context == 8192
 
 
 def test_on_cpus_all_is_small() -> None:
@@ -78,8 +82,10 @@ def test_only_prefill_has_sequence_parallelism() -> None:
     prefill = InferenceWorkload(kind="prefill", model="gpt3-175b", seq=2048, micro_batch=8, layers=4)
     assert (prefill.sequence_parallel, DECODE.sequence_parallel) == (True, False)
     weights = 4 * DECODE.shape.layer_weights * 2 / 8 / 1e9  # nothing for backward
-    assert DECODE.memory_gb(8, 1) == pytest.approx(weights, rel=0.01)
-    assert DECODE.memory_gb(8, 2) == pytest.approx(2 * weights, rel=0.01)
+    cache = 4 * 2 * 2049 * 8 * 96 * 128 * 2 / 8 / 1e9
+    assert DECODE.memory_gb(8, 1) == pytest.approx(weights + cache, rel=0.01)
+    assert DECODE.memory_gb(8, 2) == pytest.approx(2 * weights + cache, rel=0.01)
+    assert DECODE.to_fit == "fewer --num-layers or a shorter --context-length"
     assert prefill.memory_gb(8, 1) > DECODE.memory_gb(8, 1)
 
 
@@ -114,7 +120,7 @@ def summary() -> dict[str, Any]:
     ]
     return {
         **{"device": "A & B", "tp": 8, "link": "nvlink", "versions": {}, "environment": {}, "note": None},
-        **{"rows": [*layers, *calls], "skipped": skipped},
+        **{"rows": [*layers, *calls], "skipped": skipped, "context_length": 2048},
     }
 
 
@@ -146,6 +152,7 @@ def test_tables_and_picture(summary: dict[str, Any]) -> None:
         assert part in said
     assert said.count("decode gpt3-175b flux_local skipped: no <layer>") == 1
     assert "every arm in one CUDA graph" not in said
+    assert "behind a cache of 2048 tokens' keys and values" in said
     drawn = inference_report.inference_svg(summary)
     ElementTree.fromstring(drawn)
     assert "decode: gpt3-175b, 4 layers, m = 8" in drawn
@@ -168,10 +175,12 @@ def test_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = ["bench", "inference", "--dry-run", "--kinds", "decode", "--num-layers", "3", "--tp", "4", "--link", "host"]
+    words += ["--context-length", "5"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["config"]["tp"], found["config"]["link"], found["config"]["device"]) == (4, "host", "cpu")
     assert [(w["layers"], w["micro_batch"]) for w in found["config"]["workloads"]] == [(1, 1), (1, 8), (3, 1), (3, 8)]
+    assert {w["context_length"] for w in found["config"]["workloads"]} == {5}
     assert found["note"] == NO_MEASURE
     assert not any(tmp_path.iterdir())

@@ -1,0 +1,229 @@
+"""Megatron-core's dynamic engine on CPUs, stock against patched: greedy tokens of requests of different lengths.
+
+The engine needs flash-attention's kernels over a paged cache, NVTX, CUDA's events and einops. Their place is taken by
+what they compute, in torch (:func:`engine_shims`); engine, context, controller and model are megatron-core's.
+Covered: steps of a prompt, of prompts beside single tokens, and of single tokens, without sequence parallelism and with
+it, for which the engine pads the tokens; and megatron-core's inference-optimized layers, which run stock, counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig
+from megatron_flux.patch.linears import INFERENCE_OPTIMIZED
+from megatron_flux.patch.megatron_core import installed_megatron_core
+from tests.distributed import te_stand_in
+from tests.distributed.data import normals
+from tests.distributed.megatron_world import FAMILIES, SEQUENCE, VOCABULARY, flux, gpt_model, megatron, model_config
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import te_megatron
+from tests.distributed.test_gpt import LAYERS
+from tests.distributed.test_whole_sequence import Event, Letters
+
+pytestmark = pytest.mark.distributed
+
+PROMPTS, NEW = ("flux", "of a GEMM", "a"), (6, 3, 5)
+ENGINE = "megatron.core.inference"
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last ``len(q)`` tokens, ``[tokens, heads, channels]``, to all of ``k``."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    ahead = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
+
+
+def of_blocks(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    return cache[blocks.long().clamp(min=0)].flatten(0, 1)[:length]
+
+
+def varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any, *_: Any,
+    softmax_scale: float, causal: bool, block_table: torch.Tensor, **__: Any,
+) -> torch.Tensor:  # fmt: skip
+    assert causal
+    out, ends, keys = torch.zeros_like(q), cu_q.tolist(), cu_k.diff().tolist()
+    for row, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if end > begin:
+            k_row, v_row = (of_blocks(t, block_table[row], keys[row]) for t in (k, v))
+            out[begin:end] = attend(q[begin:end], k_row, v_row, softmax_scale)
+    return out
+
+
+def with_kvcache(
+    *, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache_seqlens: Any, block_table: Any, **_: Any
+) -> torch.Tensor:  # fmt: skip
+    out, scale = torch.zeros_like(q), q.shape[-1] ** -0.5
+    for row, length in enumerate(cache_seqlens.tolist()):
+        if length:
+            k, v = (of_blocks(t, block_table[row], length) for t in (k_cache, v_cache))
+            out[row] = attend(q[row], k, v, scale)
+    return out
+
+
+class NoPinnedMemory(torch.overrides.TorchFunctionMode):
+    """There is none without CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+@contextlib.contextmanager
+def engine_shims() -> Iterator[None]:
+    """What the dynamic engine takes from CUDA and flash-attention."""
+    from megatron.core.transformer import attention
+
+    context = importlib.import_module(f"{ENGINE}.contexts.dynamic_context")
+    engine = importlib.import_module(f"{ENGINE}.engines.dynamic_engine")
+    nvtx = {name: lambda *_: None for name in ("range_push", "range_pop") if hasattr(engine, name)}  # to 0.16
+    with (
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.multiple(
+            attention, HAVE_FA3=False, is_fa_min_version=lambda _: True, flash_attn_varlen_func=varlen,
+            flash_attn_with_kvcache=with_kvcache, rearrange=lambda t, _: t.flatten(2),
+        ),
+        mock.patch.object(context, "triton_append_key_value_cache", None),
+        mock.patch.multiple(engine, **nvtx) if nvtx else contextlib.nullcontext(),
+        mock.patch.dict(os.environ),
+        NoPinnedMemory(),
+    ):  # fmt: skip
+        for name in [name for name in os.environ if name.startswith("NVTE_")]:
+            del os.environ[name]
+        yield
+
+
+def generated(model: Any, **options: Any) -> list[list[int]]:
+    """Tokens of each request; they come and end at different steps. ``options`` are the context's."""
+    contexts = importlib.import_module(f"{ENGINE}.contexts.dynamic_context")
+    engines = importlib.import_module(f"{ENGINE}.engines.dynamic_engine")
+    wrappers = importlib.import_module(f"{ENGINE}.model_inference_wrappers.gpt.gpt_inference_wrapper")
+    controllers = importlib.import_module(f"{ENGINE}.text_generation_controllers.text_generation_controller")
+    sampling = importlib.import_module(f"{ENGINE}.sampling_params")
+    config, newer = model.config, importlib.util.find_spec(f"{ENGINE}.config") is not None  # from 0.17 on
+    sizes: dict[str, Any] = {"max_sequence_length": SEQUENCE, "buffer_size_gb": 0.02, "max_requests": 8}
+    sizes |= {"max_tokens": 128, "block_size_tokens": 16, **options}
+    if newer:
+        settings = importlib.import_module(f"{ENGINE}.config")
+        context = contexts.DynamicInferenceContext(config, settings.InferenceConfig(**sizes))
+        wrapped = wrappers.GPTInferenceWrapper(model, context)
+    else:
+        configs = importlib.import_module(f"{ENGINE}.model_inference_wrappers.inference_wrapper_config")
+        context = contexts.DynamicInferenceContext(
+            params_dtype=config.params_dtype, num_layers=config.num_layers, kv_channels=config.kv_channels,
+            num_attention_heads=config.num_query_groups, **sizes,
+        )  # fmt: skip
+        described = configs.InferenceWrapperConfig(
+            hidden_size=config.hidden_size, params_dtype=config.params_dtype, padded_vocab_size=VOCABULARY,
+            inference_batch_times_seqlen_threshold=-1,
+        )  # fmt: skip
+        wrapped = wrappers.GPTInferenceWrapper(model, described, context)
+    controller = controllers.TextGenerationController(inference_wrapped_model=wrapped, tokenizer=Letters())
+    engine = engines.DynamicInferenceEngine(controller, context, **({} if newer else {"random_seed": 1}))
+    waiting, done = list(zip(range(len(PROMPTS)), PROMPTS, NEW, strict=True)), {}
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            number, prompt, new = waiting.pop(0)
+            greedy = sampling.SamplingParams(top_k=1, num_tokens_to_generate=new, termination_id=-1)
+            engine.add_request(number, Letters().tokenize(prompt), greedy)
+        for record in engine.step_modern()["finished_request_records"]:
+            done[record.request_id] = record.merge().generated_tokens
+    return [list(map(int, done[number])) for number in range(len(PROMPTS))]
+
+
+def spread_logits(model: Any) -> None:
+    """Far apart, so that greedy tokens do not hang on the order of additions."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+
+
+def rank_generate(family: str, sequence_parallel: bool) -> tuple[list[list[int]], list[list[int]], dict[str, Any], Any]:
+    """Tokens of stock, of flux, what ran, and the rows of the steps' linears by whether all were single tokens."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    tp = dist.get_world_size()
+    with megatron(tp=tp), engine_shims():
+        heads = {"num_query_groups": 4} if family == "llama" and tp == 4 else {}  # the engine wants a group a rank
+        options = {"sequence_parallel": sequence_parallel, "attention_backend": AttnBackend.local, **heads}
+        model = gpt_model(family, **options).eval()
+        spread_logits(model)
+        stock = generated(model)
+        rows: set[tuple[int, bool]] = set()
+
+        def seen_rows(_: Any, args: Any, kwargs: Any) -> None:
+            assert torch.is_inference_mode_enabled()
+            rows.add((kwargs["hidden_states"].shape[0], kwargs["inference_context"].is_decode_only()))
+
+        handle = model.decoder.layers[0].register_forward_pre_hook(seen_rows, with_kwargs=True)
+        with flux(FluxConfig(strict=True)) as seen:
+            ours = generated(model)
+        handle.remove()
+        return stock, ours, seen.as_dict(), rows
+
+
+@pytest.mark.skipif(installed_megatron_core().startswith("0.15"), reason="0.15's engine is made in another way")
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole sequence", "sequence parallel"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_greedy_tokens_of_the_dynamic_engine(world: WorkerPool, family: str, sequence_parallel: bool) -> None:
+    steps = 7  # the last request comes at the third step and needs five
+    for stock, ours, seen, rows in world.run(rank_generate, family, sequence_parallel):
+        assert ours == stock
+        assert [len(tokens) for tokens in ours] == list(NEW)
+        assert len({token for tokens in ours for token in tokens}) > 2, "always the same token: nothing is compared"
+        calls = ["all_gather_gemm", "gemm_reduce_scatter"] if sequence_parallel else ["gemm_all_reduce"]
+        assert seen["calls"] == {f"{operator}/reference": 2 * LAYERS * steps for operator in calls}
+        assert seen["active_layers"] == 4 * LAYERS + 1
+        assert seen["fallbacks"] == {}
+        assert {decode for _, decode in rows} == {False, True}
+
+
+def rank_inference_optimized(kind: str) -> tuple[dict[str, int], int]:
+    """What was counted of a layer whose results are stock's. Over gloo, where its own kernels would need multicast."""
+    from megatron.core.tensor_parallel import inference_layers
+
+    with (
+        te_megatron(tp=dist.get_world_size()),
+        mock.patch.object(inference_layers, "get_global_symmetric_memory_buffer", NoSymmetricMemory),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(major=8)),
+    ):
+        config = model_config(normalization="RMSNorm", hidden_size=32)
+        of_kind = {"input_is_parallel": True} if kind == "Row" else {"gather_output": False}
+        common = {"bias": False, "skip_bias_add": True, "is_expert": False, **of_kind}
+        name = f"Inference{kind}ParallelLinear"
+        layer = getattr(inference_layers, name)(32, 48, config=config, init_method=config.init_method, **common).eval()
+        x = normals(8, 2, 32 // dist.get_world_size() if kind == "Row" else 32, seed=3 + dist.get_rank())
+        with torch.inference_mode():
+            stock = layer(x)[0]
+            with flux() as seen:
+                assert torch.equal(layer(x)[0], stock)
+        assert stock.abs().max() > 0
+        return seen.fallbacks, seen.active_layers
+
+
+class NoSymmetricMemory:
+    """megatron-core's buffer of it, that has none left."""
+
+    def maybe_get_tensor(self, *_: Any, **__: Any) -> dict[str, None]:
+        return {"tensor": None, "handle": None}
+
+
+@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@pytest.mark.parametrize("kind", ["LayerNormColumn", "Row"])
+def test_inference_optimized_layers_run_stock(te_world2: WorkerPool, kind: str) -> None:
+    name = {"LayerNormColumn": "TE norm column", "Row": "TE row"}[kind]
+    assert te_world2.run(rank_inference_optimized, kind) == [({f"{name}: {INFERENCE_OPTIMIZED}": 1}, 0)] * 2

@@ -36,7 +36,6 @@ OPERATORS = {1: "all_gather_gemm", 2: "gemm_reduce_scatter", 3: "entering a capt
 OPERATORS |= {5: "all_gather_gemm", 6: "gemm_reduce_scatter", 7: "all_gather"}  # by :mod:`comm.host_link`
 OPERATORS |= {8: "gemm_all_reduce"}
 UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard", 5: "shard", 6: "shard", 7: "shard", 8: "block"}
-POLLS_PER_SECOND = 2000  # of the CPU twin
 _LONGEST = (1 << 63) - 1  # what a kernel can compare with
 
 _POISONED = 2  # in place of the 1 that kernels write first
@@ -87,8 +86,8 @@ class Alarm:
         self._poison: str | None = None
         self._told = self._counted = False
         self._seconds = timeout_s(group, device)
-        self.limit = min(int(self._seconds * (1e9 if cuda else POLLS_PER_SECOND)), _LONGEST)
-        """Nanoseconds; of the CPU twin, polls."""
+        self.limit = min(int(self._seconds * 1e9), _LONGEST)
+        """Nanoseconds."""
         if cuda:
             self.open()
             _start()

@@ -1,9 +1,9 @@
 """What FP8 changes in a prediction, by recipe: the speed of GEMMs, the bytes of gathers, and what quantising takes.
 
-Speeds are of one H200, over cuBLAS in bf16 in the same run (results/fp8-gemm-h200: medians of four shapes; in bursts).
-cuBLASLt with one scale per tensor is 1.95 times as fast in the tensor core's own sums (forward) and 1.98 with split
-ones (dgrad; taken for wgrad), with scales of blocks 1.74 times. Flux's kernels are slower than cuBLASLt, by 0.955, 0.81
-and 0.59; those of blocks have been changed since, and of that nothing is known.
+Speeds are of one H200, over cuBLAS in bf16 in the same run (results/fp8-gemm-h200: medians of four shapes, in bursts;
+at the power limit FP8 gains less over bf16 than layers show). cuBLASLt with one scale per tensor is 1.955 times as fast
+in the tensor core's own sums (forward) and 1.935 with split ones (dgrad; taken for wgrad), with scales of blocks 1.705
+times. Flux's kernels have 0.988, 0.94 and 0.972 of cuBLASLt's speed.
 
 What quantising takes is from whole layers of TransformerEngine on four H200s (slurm/PLAN.md, *In FP8*): amaxes, casts,
 transposes, and what else makes layers slower than their GEMMs and collectives, as bytes of memory traffic a number.
@@ -30,9 +30,9 @@ class Precision:
 
 
 PRECISIONS: dict[Recipe, Precision] = {
-    "delayed": Precision(1.95, 1.98, 0.955, 0.81, 2.6, False),
-    "current": Precision(1.95, 1.98, 0.955, 0.81, 5.0, False),
-    "blockwise": Precision(1.74, 1.74, 0.59, 0.59, 7.8, True),
+    "delayed": Precision(1.955, 1.935, 0.988, 0.94, 2.1, False),
+    "current": Precision(1.955, 1.935, 0.988, 0.94, 4.55, False),
+    "blockwise": Precision(1.705, 1.705, 0.972, 0.972, 7.0, True),
 }
 
 

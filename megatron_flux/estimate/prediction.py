@@ -16,6 +16,7 @@ from megatron_flux.estimate.rates import MeasuredCalls, MeasuredLayers, Rates, r
 from megatron_flux.estimate.step import add_up, predict_memory, predict_stages
 from megatron_flux.kernels.wire_format import EXACT, INT8
 from megatron_flux.ops.backends.fused import limit
+from megatron_flux.train.config import RunConfig
 
 ARMS = ("baseline", "flux")
 
@@ -178,6 +179,19 @@ def _describe_inputs(rates: Rates, layers: MeasuredLayers | None) -> dict[str, A
     }
 
 
+def bytes_against_weights(run: RunConfig) -> float:
+    """What tensor parallelism sends for a layer and micro-batch, over what sharded weights would; 0 with tp 1.
+
+    Ten collectives of m x hidden (m tokens), forward and backward (docs/design.md), against two all-gathers and a
+    reduce-scatter of the layer's weights, all in one dtype: equal at m = 3.6 x hidden where a layer has 12 x hidden^2
+    weights.
+    """
+    if run.tp == 1:
+        return 0.0
+    rows = run.micro_batch_size * run.shape.seq_length
+    return 10 * rows * run.shape.hidden_size / (3 * run.shape.layer_weights)
+
+
 def _notes(
     job: Job,
     calls: MeasuredCalls | None,
@@ -194,6 +208,12 @@ def _notes(
         notes.append(
             f"the baseline needs {memory['total']:.0f} GB of {job.device.memory_gb:.0f} GB with {ROOM_GB:.0f} GB to "
             "spare: raise --pp or --tp, lower --micro-batch-size, or use --recompute full"
+        )
+    if (times := bytes_against_weights(run)) > 1:
+        notes.append(
+            f"with micro-batches of {run.micro_batch_size * run.shape.seq_length:,} tokens tensor parallelism moves "
+            f"{times:.1f} times the bytes that gathering the layers' weights and scattering their gradients over the "
+            "same GPUs would (fully sharded data parallelism): use a smaller --tp, or a smaller --micro-batch-size"
         )
     both = memory["total"] + sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     notes.append(f"a compare job holds both arms' parameters, gradients and optimizer: {both:.0f} GB per GPU")

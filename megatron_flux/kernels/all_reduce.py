@@ -40,7 +40,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_flux.kernels.device import OP_AR, give_up, multiply, now
+from megatron_flux.kernels.device import OP_AR, cpu_now, cpu_waited, give_up, multiply, now, still
 
 EMPTY = {2: -0x8000, 4: -0x7FFF8000}
 """By bytes of a number, the integer that stands for one that has not arrived."""
@@ -65,15 +65,15 @@ def _receive(
     """
     bits = tl.load(slots, mask=there, other=0, volatile=True)
     if _missing(bits, there, EMPTY) > 0:
-        start = now() if not CPU else 0
-        polls = 0
+        start = cpu_now() if CPU else now()
+        if CPU:
+            limit = still(err, limit)
         missing = tl.full((), 1, tl.int32)
         while missing > 0:
             bits = tl.load(slots, mask=there, other=0, volatile=True)
             missing = _missing(bits, there, EMPTY)
-            polls += 1
             if missing > 0:
-                waited = polls if CPU else now() - start
+                waited = cpu_waited(start) if CPU else now() - start
                 if waited > limit:
                     rows = tl.arange(0, TP)
                     late = tl.max(((bits == EMPTY) & there).to(tl.int32), 1)
@@ -160,7 +160,7 @@ def two_shot_kernel(
         tl.store(y + begins + at[None, :], bits.to(DTYPE, bitcast=True), mask=there)
 
 
-@triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit"])
+@triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit", "m"])  # one for decode steps of any m
 def gemm_one_shot_kernel(
     a, b, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, m, n, k, rank,
     TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,

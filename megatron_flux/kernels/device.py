@@ -16,7 +16,8 @@ Hazards
 
 A wait that exceeds its limit writes ``[code, op, peer, unit, epoch, seen]`` to host-visible memory and traps: the
 process ends non-zero and :mod:`megatron_flux.comm.timeouts` prints what it waited for. Under Triton's interpreter
-(``CPU``), limits count polls instead of nanoseconds and the kernel returns instead of trapping.
+(``CPU``) a wait leaves the processor to whom it waits for, and the kernel goes on to its end instead of trapping: it
+waits no more.
 
 Source: PTX ISA, "Memory consistency model" and "cp.async.bulk".
 """
@@ -39,6 +40,24 @@ OP_AR = tl.constexpr(8)
 def now():
     """Nanoseconds."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def cpu_now():
+    """The same of a CPU, for Triton's interpreter."""
+    import time  # here: Triton refuses kernels whose module has it, even where they do not call this
+
+    return time.monotonic_ns()
+
+
+@triton.constexpr_function
+def cpu_waited(start):
+    """Nanoseconds since ``start``, after a pause that grows with them to 5 ms: who is waited for may need this core."""
+    import time
+
+    begun = int(start)
+    time.sleep(min((time.monotonic_ns() - begun) / 4, 5e6) / 1e9)
+    return time.monotonic_ns() - begun
 
 
 @triton.jit
@@ -92,6 +111,12 @@ def give_up(err, op: tl.constexpr, peer, first, unit, epoch, behind, CPU: tl.con
 
 
 @triton.jit
+def still(err, limit):
+    """``limit``, or none once a wait of this call has exceeded it."""
+    return tl.where(tl.load(err) == 0, limit, 0)
+
+
+@triton.jit
 def wait_flags(
     flags, COUNT: tl.constexpr, count, epoch, err, limit, op: tl.constexpr, peer, unit,
     CPU: tl.constexpr, THREADS: tl.constexpr,
@@ -103,15 +128,15 @@ def wait_flags(
     ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch
     behind = tl.min(tl.where(lane < count, ahead, 0))
     if behind < 0:
-        start = now() if not CPU else 0
-        polls = 0
+        start = cpu_now() if CPU else now()
+        if CPU:
+            limit = still(err, limit)
         while behind < 0:
             seen = tl.load(flags + lane, mask=lane < count, other=0, volatile=True)
             ahead = tl.where(lane < count, seen - epoch, 0)
             behind = tl.min(ahead)
-            polls += 1
             if behind < 0:
-                waited = polls if CPU else now() - start
+                waited = cpu_waited(start) if CPU else now() - start
                 if waited > limit:
                     first = tl.min(tl.where(ahead < 0, lane, COUNT))
                     give_up(err, op, peer, first, unit, epoch, behind, CPU)

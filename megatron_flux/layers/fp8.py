@@ -23,9 +23,11 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand
+from megatron_flux.settings import one_queue, sm_margin
 
-_BYTES_AS = torch.bfloat16
+GATHERED_AS = torch.bfloat16
 """What bytes are gathered as, two at a time: a gather copies, and backends know the type."""
 
 
@@ -44,9 +46,9 @@ class Rows(NamedTuple):
 class Gradient(NamedTuple):
     """The quantised ``dy`` ``[m, n]`` of a layer."""
 
-    operand: Fp8Operand  # for dgrad
-    rows: Rows | None  # of a row-parallel layer, for wgrad, whose rows are gathered; None where wgrad is not needed
-    transposed: Fp8Operand | None  # of a column-parallel layer, for wgrad
+    operand: Fp8Operand | None  # for dgrad, until it is multiplied
+    rows: Rows | None  # for wgrad where they are gathered: of a row-parallel layer with sequence parallelism
+    transposed: Fp8Operand | None  # for wgrad elsewhere; both None where wgrad is not needed
     bias: torch.Tensor | None  # the bias's gradient [n], of the numbers before they were quantised
 
 
@@ -55,12 +57,14 @@ class Fp8(Protocol):
 
     split: tuple[bool, bool]
     """Whether forward and dgrad add up in fp32 every 128 of k, or faster."""
+    one_scale: bool
+    """Whether the bytes that forward gathers are those that wgrad needs."""
     keeps_input: bool
     """Whether ``x`` is saved as it came and quantised once more for wgrad: somebody else keeps it anyway."""
 
     def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
-        """``x`` for forward, and for wgrad (None where ``keeps_input``, or wgrad is not needed): rows of a
-        column-parallel layer, transposed of a row-parallel one.
+        """``x`` for forward, and for wgrad (None where ``keeps_input``, or wgrad is not needed): rows where other ranks
+        have some, as of a column-parallel layer with sequence parallelism; else transposed.
         """
 
     def input_again(self, x: torch.Tensor) -> Rows | Fp8Operand:
@@ -68,7 +72,7 @@ class Fp8(Protocol):
 
     def normed(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[Fp8Operand, Rows | None, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[Fp8Operand, Rows | Fp8Operand | None, torch.Tensor | None, torch.Tensor]:
         """The same of the norm of ``x``, with its mean (or None) and 1/deviation."""
 
     def weight(self) -> Fp8Operand:
@@ -82,6 +86,9 @@ class Fp8(Protocol):
 
     def gradient(self, dy: torch.Tensor, need_bias: bool) -> Gradient:
         """Quantise ``dy`` ``[m, n]``."""
+
+    def multiply(self, x: Fp8Operand, weight: Fp8Operand, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
+        """``x @ weight.T (+ bias)`` of this rank alone; with ``dgrad`` of dy and the transposed weight."""
 
     def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
         """Gathered rows, of ``dy`` or of ``x``, for wgrad."""
@@ -108,11 +115,20 @@ class Fp8(Protocol):
 class PendingRows:
     """:class:`Rows` that are being gathered; see :class:`~megatron_flux.comm.collectives.Pending`."""
 
-    __slots__ = ("_data", "_local", "_scales")
+    __slots__ = ("_by_nccl", "_data", "_local", "_scales")
 
-    def __init__(self, local: Rows, data: Pending, scales: Pending | None) -> None:
-        """``scales`` is None where all ranks have the same."""
-        self._local, self._data, self._scales = local, data, scales
+    def __init__(self, local: Rows, data: Pending, scales: Pending | None, by_nccl: bool) -> None:
+        """``scales`` is None where all ranks have the same; ``by_nccl``: whether torch's collective gathers them."""
+        self._local, self._data, self._scales, self._by_nccl = local, data, scales, by_nccl
+
+    def settle(self) -> None:
+        """Finish what takes SMs, where a kernel that comes next could keep them from it: the gather of scales, by NCCL,
+        and a fused kernel that waits for its peers. One hardware queue has them in order, but not a CUDA graph's.
+        """
+        if self._scales is None or not self._by_nccl or sm_margin() > 0:
+            return
+        if not one_queue() or capturing(self._local.data):
+            self._scales.wait()
 
     def wait(self) -> Rows:
         """Finish the gather; the bytes are valid until the group's next all_gather begins."""
@@ -124,8 +140,10 @@ def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
     """Start gathering ``rows`` over ``group``. Scales of blocks, a 32nd of the bytes, must not lie where later gathers
     do: they go by torch's collective unless the backend's gathers stay as well.
     """
-    scales = None
+    scales, by = None, "reference"
     if rows.in_blocks:
-        stay = backend != "auto" and getattr(get_backend(backend), "gathers_stay", False)
-        scales = ops.all_gather(rows.scale_inv, group, backend=backend if stay else "reference")
-    return PendingRows(rows, ops.all_gather(rows.data.view(_BYTES_AS), group, backend=backend), scales)
+        if backend != "auto" and getattr(get_backend(backend), "gathers_stay", False):
+            by = backend
+        scales = ops.all_gather(rows.scale_inv, group, backend=by)
+    data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend)
+    return PendingRows(rows, data, scales, by == "reference")

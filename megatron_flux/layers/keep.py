@@ -35,6 +35,7 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,9 +62,10 @@ class Kept:
 
     ledger: _Ledger
     nbytes: int
-    gathered: torch.Tensor | None = None
+    gathered: Any = None
+    """A tensor, or FP8 bytes with their scale."""
 
-    def taken(self) -> torch.Tensor | None:
+    def taken(self) -> Any:
         """What was kept; it counts no more."""
         self.ledger.counted -= self.nbytes
         self.ledger.alive.discard(self)

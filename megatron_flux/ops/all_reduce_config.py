@@ -88,13 +88,15 @@ def label_of(kept: Mapping[str, Any]) -> str:
     return " ".join([kind, *differs])
 
 
-def all_reduce_config(m: int, n: int, k: int, tp: int, size: int) -> AllReduceConfig:
+def all_reduce_config(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> AllReduceConfig:
     """The choice without a tuner: what :func:`candidates` has first that can run."""
-    return candidates(m, n, k, tp, size)[0]
+    return candidates(m, n, k, tp, size, fp8=fp8)[0]
 
 
-def candidates(m: int, n: int, k: int, tp: int, size: int) -> list[AllReduceConfig]:
-    """What is worth measuring, the likeliest first; never empty, as one shot in blocks can run every result."""
+def candidates(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> list[AllReduceConfig]:
+    """What is worth measuring, the likeliest first; never empty, as one shot in blocks can run every result. ``size``:
+    bytes of a number of the result. ``fp8``: of FP8 operands, which the own GEMM does not take.
+    """
     wide = AllReduceConfig(block=2048, ctas=64, warps=8)
     kib = m * n * size >> 10
     shots = [
@@ -105,7 +107,7 @@ def candidates(m: int, n: int, k: int, tp: int, size: int) -> list[AllReduceConf
         replace(wide, shots=2, ctas=128),
     ]
     found = shots if kib * tp <= 2048 else shots[::-1]
-    if m <= MOST_ROWS_OF_OWN_GEMM:
+    if m <= MOST_ROWS_OF_OWN_GEMM and not fp8:
         own = AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64)
         found = [own, replace(own, bn=32), replace(own, bn=128, stages=4, bk=64), *found]
     composed = AllReduceConfig(shots=0)

@@ -9,7 +9,9 @@ just these, for both halves of the slab, and enqueues them in the same order. A 
 always meets the same one (where an even number of calls makes a step): what the other half lacks is None, and the call
 is not usable there.
 
-Only warp-specialised kernels are prepared: others are not worth it.
+Of calls that move shards only warp-specialised kernels are prepared: others are not worth it. A gemm_all_reduce of few
+rows takes the host longer than the GPU, so all of its kernels are, and stock's way too where the tuner has chosen that;
+the composition of two operators, of many rows, is not.
 
 Contract: who makes a prepared call has found it with :func:`find`, so that all it depends on is equal, operands are
 contiguous at multiples of 16 bytes, and :meth:`PreparedCall.usable` has said yes. Results and protocol are those of
@@ -27,11 +29,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
+from megatron_flux.comm import collectives
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import WHOLE, Push
 from megatron_flux.comm.group_state import GroupState, state_of
 from megatron_flux.comm.slab import CopyStream, Slab, broken_off, waited_elsewhere
 from megatron_flux.ops import call_events
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
@@ -47,7 +52,7 @@ _ATTEMPTS = 8  # calls of a kind after which a backend that has not prepared it 
 class Entry:
     """One kind of call."""
 
-    call: Any  # makes it: a :class:`PreparedCall`, or None
+    call: Any  # makes it: :data:`Prepared`, or None
     backend: str
     nbytes: int  # what this rank receives
     attempts: int = 0
@@ -211,6 +216,50 @@ class PreparedGemmReduceScatter(PreparedCall):
         return y
 
 
+class PreparedGemmAllReduce(PreparedCall):
+    """``gemm_all_reduce`` of one shape, in shots."""
+
+    def __init__(self, work: Slab, *enqueued: Any, own_gemm: bool, transposed: bool) -> None:
+        """As the base class. ``own_gemm``: the kernel multiplies itself; otherwise it adds what torch multiplies."""
+        super().__init__(work, *enqueued)
+        self._own_gemm, self._transposed = own_gemm, transposed
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> Pending:
+        """The sum, finished."""
+        y = self._result(x)
+        operands = (x, weight) if self._own_gemm else (gemm(x, weight, transposed=self._transposed),)
+        try:
+            half, stream = self._work.step()
+            self._launches[half](stream, *operands, y)
+        except BaseException as error:
+            broken_off(self._work, "gemm_all_reduce", error)
+            raise
+        return Pending(y)
+
+
+class PreparedStock:
+    """``gemm_all_reduce`` by torch's matmul and collective, where the tuner has found that faster."""
+
+    complete = True
+
+    def __init__(self, call: OperatorCall) -> None:
+        """As ``call``, of any operands."""
+        self._group, self._transposed, self._async_op = call.group, call.transposed, call.async_op
+
+    def usable(self) -> bool:
+        """Graphs may run another choice."""
+        return not capturing_on_gpu()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> Pending:
+        """The sum, pending where the call was."""
+        return collectives.all_reduce(
+            gemm(x, weight, transposed=self._transposed), self._group, async_op=self._async_op
+        )
+
+
+Prepared = PreparedCall | PreparedStock
+
+
 class PreparedAllGather(PreparedCall):
     """``all_gather`` of one shape, by copy engine."""
 
@@ -306,3 +355,13 @@ def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: 
         ]
         own = [by[work.rank] for by in arrived] if call.return_gathered else []
     return PreparedAllGatherGemm(work, kernels, shape, whole, pushes, side, out=call.fp8.out, own_scales=own)
+
+
+def prepare_all_reduce(
+    call: OperatorCall, work: Slab, config: AllReduceConfig, shape: tuple[int, ...]
+) -> PreparedGemmAllReduce:
+    """As :func:`prepare`, of a gemm_all_reduce that ``config`` adds in shots."""
+    from megatron_flux.ops.launch.all_reduce import kernel_key
+
+    kernels = [work.kernels.get(kernel_key(call, half, config)) or None for half in (0, 1)]
+    return PreparedGemmAllReduce(work, kernels, shape, own_gemm=config.own_gemm, transposed=call.transposed)

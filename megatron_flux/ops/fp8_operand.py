@@ -13,7 +13,8 @@ Layout
                  columns 128j to 128j+127; ld >= rows, a       (``ld``: rows rounded up to 4). For its
                  multiple of 4; ``[shards, kb, ld]`` where     COMPACT ``[rows, kb]`` see :func:`gemm_ready`
                  shards > 1, with the rows of one
-    ``128x128``  ``[ceil(rows / 128), ld]``; ld >= kb          Float8BlockwiseQTensor, 2D (``ld``: kb rounded up to 4)
+    ``128x128``  ``[ceil(rows / 128), ld]``; ld >= kb, a       Float8BlockwiseQTensor, 2D (``ld``: kb rounded up to 4)
+                 multiple of 4
     ===========  ============================================  =====================================================
 
     TransformerEngine's column-wise data and scales (GEMM_READY) are an operand of the transposed matrix, laid out as
@@ -105,7 +106,8 @@ class Fp8Operand:
         if self.scaling == "tensor":
             return self.scale_inv.numel() in (1, self.shards)
         if self.scaling == "128x128":
-            return self.shards == 1 and len(shape) == 2 and shape[0] == blocks_of(self.rows) and shape[1] >= self._kb
+            rows_fit = self.shards == 1 and len(shape) == 2 and shape[0] == blocks_of(self.rows)
+            return rows_fit and shape[1] >= self._kb and shape[1] % 4 == 0
         if self.shards > 1:
             if len(shape) != 3 or shape[0] != self.shards:
                 return False
@@ -220,6 +222,32 @@ def gemm_ready(compact: torch.Tensor) -> torch.Tensor:
     scales = compact.new_zeros(kb, padded(rows))
     scales[:, :rows] = compact.t()
     return scales
+
+
+TOP = 4.0
+"""The largest number of a random x on all ranks: one scale for all is of one amax."""
+
+
+def random_pair(
+    rows: int,
+    n: int,
+    k: int,
+    like: torch.Tensor,
+    *,
+    formats: tuple[torch.dtype, torch.dtype],
+    in_blocks: bool,
+    split: bool,
+    generator: torch.Generator | None = None,
+) -> Fp8Pair:
+    """Operands ``[rows, k]`` and ``[n, k]`` of random numbers; results have the dtype of ``like``, which is where they
+    lie. For benchmarks, tests and tuning.
+    """
+    x = like.new_empty(rows, k).normal_(generator=generator).clamp_(-TOP, TOP)
+    x[0, 0] = TOP
+    weight = like.new_empty(n, k).normal_(generator=generator)
+    scalings: tuple[Scaling, Scaling] = ("1x128", "128x128") if in_blocks else ("tensor", "tensor")
+    operands = (quantized(t, *how) for t, *how in zip((x, weight), scalings, formats, strict=True))
+    return Fp8Pair(*operands, like.dtype, split)
 
 
 def quantized(x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = torch.float8_e4m3fn) -> Fp8Operand:

@@ -17,8 +17,8 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events, fast_path
-from megatron_flux.ops.backends.reference import fp8_gemm
-from megatron_flux.ops.backends.registry import select
+from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
+from megatron_flux.ops.backends.registry import able, select
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall, aligned
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
@@ -92,6 +92,25 @@ def gemm_reduce_scatter(
     return y if bias is None else y.add_(bias)
 
 
+def gemm_all_reduce(
+    pair: Fp8Pair, group: dist.ProcessGroup, bias: torch.Tensor | None, *, async_op: bool, backend: str
+) -> torch.Tensor | Pending:
+    """``[m, n]``, the whole sum, pending with ``async_op``. Raises as the public operator."""
+    tp = group.size()
+    call = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
+    _check(call, pair, bias)
+    if tp == 1 or call.m == 0:
+        pending = Pending(fp8_gemm(pair))
+        stats.count(call.operator, "none", 0)
+    else:
+        received = 2 * (tp - 1) * call.m * call.n * pair.out.itemsize // tp
+        pending = _run(call, backend, None, (call.m, call.n), received)
+    if async_op:
+        return pending
+    y = pending.wait()
+    return y if bias is None else y.add_(bias)
+
+
 def _found(
     key: Hashable | None, pair: Fp8Pair, group: dist.ProcessGroup, inside: torch.Tensor | None
 ) -> tuple[fast_path.Entry | None, tuple[torch.Tensor, ...]]:
@@ -105,7 +124,10 @@ def _found(
 
 def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
     """What the backend returns of a call that is not prepared, and have it prepared for the next time."""
-    chosen = select(backend, call.x, call.weight, call.group)
+    if torch.is_inference_mode_enabled():  # what is made may outlive it
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(call, backend, key, shape, nbytes)
+    chosen = able(select(backend, call.x, call.weight, call.group), call.operator)
     result = call_events.run(call, chosen)
     fast_path.remember(key, chosen, call, shape, nbytes)
     stats.count(call.operator, chosen.name, nbytes)

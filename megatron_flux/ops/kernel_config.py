@@ -122,7 +122,7 @@ def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
         return config
     if not config.ws:
         return replace(config, bn=min(config.bn, 128))
-    stages = config.stages if config.bn > 128 else min(config.stages, 5)  # room for the scales of blocks
+    stages = config.stages if config.bn > 128 else min(config.stages, 5 if config.ring < 4 else 4)  # room for scales
     return replace(config, bk=128, bm=128, stages=stages, teams=2)
 
 
@@ -194,9 +194,17 @@ def fp8_config(
 def fp8_candidates(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
 ) -> list[KernelConfig]:
-    """As :func:`candidates`, of FP8 operands."""
+    """As :func:`candidates`, of FP8 operands, with what was faster alone on an H200 (results/fp8-gemm-h200)."""
     like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
     found = [for_fp8(config, promoted=promoted) for config in like]
+    if ws and found:
+        first, rows = found[0], cdiv(mp, 128)
+        if op == "all_gather_gemm":
+            found.insert(1, replace(first, stages=3, ring=4))
+        elif promoted:
+            found.insert(1, replace(first, band=min(rows, 16)))
+        else:
+            found[1:1] = [replace(first, band=min(rows, band), teams=2) for band in (4, 8)]
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 
 

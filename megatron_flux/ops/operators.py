@@ -240,16 +240,30 @@ def gemm_all_reduce(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
     transposed: bool = False, async_op: Literal[True], backend: str = "auto",
 ) -> Pending: ...  # fmt: skip
+@overload
+def gemm_all_reduce(
+    x: Fp8Operand, weight: Fp8Operand, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    async_op: Literal[False] = False, backend: str = "auto", split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gemm_all_reduce(
+    x: Fp8Operand, weight: Fp8Operand, group: dist.ProcessGroup | None = None, *, bias: torch.Tensor | None = None,
+    async_op: Literal[True], backend: str = "auto", split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Pending: ...  # fmt: skip
 @_without_grad
 def gemm_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Fp8Operand,
+    weight: torch.Tensor | Fp8Operand,
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
     transposed: bool = False,
     async_op: bool = False,
     backend: str = "auto",
+    split_accumulator: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor | Pending:
     """Multiply and sum over ``group``, for tensor parallelism without sequence parallelism: ``all_reduce(x @ weight.T)
     (+ bias)``.
@@ -263,6 +277,21 @@ def gemm_all_reduce(
     group = _group(group)
     if async_op and bias is not None:
         raise UserError("gemm_all_reduce: bias cannot be combined with async_op; add it after wait()")
+    if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
+        pair = _fp8("gemm_all_reduce", x, weight, out_dtype, split_accumulator, transposed, "exact")
+        return fp8_operators.gemm_all_reduce(pair, group, bias, async_op=async_op, backend=backend)
+    state = state_of(group)
+    # Beside wgrad the tuner may choose otherwise.
+    kind = "gemm_all_reduce beside wgrad" if async_op else "gemm_all_reduce"
+    key = fast_path.key_of(kind, x, weight, bias, backend, transposed)
+    found = fast_path.find(state, key, x, weight)
+    if found is not None:
+        pending = found.call(x, weight)
+        stats.count("gemm_all_reduce", found.backend, found.nbytes)
+        if async_op:
+            return pending
+        y = pending.wait()
+        return y if bias is None else y.add_(bias)
     call = OperatorCall("gemm_all_reduce", x, weight, group, transposed, async_op=async_op)
     check_operands(call, bias)
     tp, shape = group.size(), (*x.shape[:-1], call.n)
@@ -271,11 +300,7 @@ def gemm_all_reduce(
         pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
         stats.count("gemm_all_reduce", "none", 0)
     else:
-        call = call._replace(x=_matrix(x))
-        with _lasting() if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            chosen = able(select(backend, call.x, weight, group), "gemm_all_reduce")
-            pending = call_events.run(call, chosen)
-        stats.count("gemm_all_reduce", chosen.name, received)
+        pending = _run(call, backend, key, shape, received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *shape))
     y = pending.wait()
@@ -344,7 +369,7 @@ def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[in
     if call.wire not in WIRES:
         raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     x = _matrix(call.x)
-    chosen = select(backend, x, call.weight, call.group)
+    chosen = able(select(backend, x, call.weight, call.group), call.operator)
     result = call_events.run(call._replace(x=x), chosen)
     fast_path.remember(key, chosen, call, shape, nbytes)
     if hasattr(chosen, "bytes_received"):

@@ -11,6 +11,9 @@
 Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
 
+megatron-core's inference-optimized layers inherit from the last three and have a ``forward`` of their own, with its own
+kernels. They run it, counted as stock; the replacement is there to count.
+
 Flags are read at call time: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers.
 Megatron's own column layer keeps ``allreduce_dgrad`` as it was built: toggled, or with ``disable_grad_reduce``, its
 dgrad is summed by somebody else, or not at all. With a graph such a call runs stock.
@@ -51,6 +54,7 @@ logger = logging.getLogger("megatron_flux")
 
 CHOSEN = "chosen with set_backend"
 """Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
+INFERENCE_OPTIMIZED = "megatron-core's inference-optimized layer (transformer_impl=inference_optimized)"
 CHOICE = "_megatron_flux_backends"
 """A layer's choice is in its ``__dict__``: found without a search through parameters, and gone with the layer."""
 
@@ -168,12 +172,13 @@ class LinearPatch:
                 self.runs_stock(kind, reason, layer)
                 return stock(layer, x, *args, **kwargs)
             self.activate(layer)
-            first = layer.is_first_microbatch
+            first, fp8 = layer.is_first_microbatch, self.runs_fp8()
+            captured = capture_id(x) is not None or (fp8 and self.te.fp8.captured())
             options = {
                 "sequence_parallel": layer.sequence_parallel,
                 "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
                 "overwrite_main_grad": (
-                    (first and not layer.disable_parameter_transpose_cache and capture_id(x) is None)
+                    (first and not layer.disable_parameter_transpose_cache and not captured)
                     or getattr(weight, "overwrite_main_grad", False)
                 ),
                 "backend": backends,
@@ -181,21 +186,17 @@ class LinearPatch:
             bias = layer.bias if layer.apply_bias else None
             if kind != TE_ROW:
                 options["gather_ahead"] = self.config.gather_ahead
+                options["keep_gathered"] = layer.__dict__.get(KEEP, self.config.keep_gathered)
+                options["keep_gathered_bytes"] = self.config.keep_gathered_bytes
             norm = self.te.norm(layer) if kind == TE_NORM_COLUMN else None
-            if getattr(layer, "fp8", False) and not self._runs_fp8():
+            if getattr(layer, "fp8", False) and not fp8:
                 layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
-            if self._runs_fp8():
-                del options["sequence_parallel"]  # it has
+            if fp8:
                 y = self.te.fp8.run(layer, x, weight, norm, options)
             elif kind == TE_ROW:
                 y = row_parallel_linear(x, weight, layer.tp_group, wires=self.config.wires, **options)
             else:
-                options |= {
-                    "wires": self.config.wires,
-                    "epilogue_bias": True,
-                    "keep_gathered": layer.__dict__.get(KEEP, self.config.keep_gathered),
-                    "keep_gathered_bytes": self.config.keep_gathered_bytes,
-                }
+                options |= {"wires": self.config.wires, "epilogue_bias": True}
                 if norm is not None:
                     options["norm"] = norm, layer.layer_norm_weight, layer.layer_norm_bias
                 y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)
@@ -207,7 +208,18 @@ class LinearPatch:
 
         return forward
 
-    def _runs_fp8(self) -> bool:
+    def inference_forward(self, kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of ``forward`` of one of megatron-core's inference-optimized layers: stock, counted."""
+
+        def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not module.training:  # in training it calls its base class's, which counts by itself
+                chosen = backends_of(module, self.config.backends) == STOCK
+                self.runs_stock(kind, CHOSEN if chosen else INFERENCE_OPTIMIZED, module)
+            return stock(module, *args, **kwargs)
+
+        return forward
+
+    def runs_fp8(self) -> bool:
         """Whether a call over TransformerEngine is to run in FP8 now."""
         return self.config.fp8 and isinstance(self.te, TransformerEngine) and self.te.in_fp8()
 
@@ -277,7 +289,7 @@ class LinearPatch:
             return "no tensor-parallel group"
         if getattr(layer, "te_quant_params", None) is not None:
             return "quantization of single modules (te_quant_params)"
-        fp8 = self._runs_fp8()
+        fp8 = self.runs_fp8()
         reason = self.te.why_stock(layer, weight, fp8) or self.why_stock_common(layer, x, weight)
         if reason is None and fp8:
             reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))

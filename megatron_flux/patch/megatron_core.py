@@ -39,6 +39,9 @@ TE_REPLACED = {
     f"{TE_LAYERS}:TERowParallelLinear.forward": _X,
 }
 """As :data:`REPLACED`, where megatron-core has TransformerEngine; the last two inherit the method."""
+INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
+"""megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
+those over TransformerEngine, with a ``forward`` of their own; imported with its tensor-parallel layers."""
 _LINEAR = f"{LAYERS}:linear_with_grad_accumulation_and_async_allreduce"
 REIMPLEMENTED = (
     *(*REPLACED, f"{LAYERS}:ColumnParallelLinear.forward", f"{LAYERS}:RowParallelLinear._forward_impl"),
@@ -86,6 +89,17 @@ def te_layers() -> ModuleType | None:
     """
     module = sys.modules.get(TE_LAYERS)
     return module if getattr(module, "HAVE_TE", False) else None
+
+
+def inference_layers(over_te: ModuleType) -> list[tuple[type, type]]:
+    """megatron-core's inference-optimized layers, each with the class of ``over_te`` that flux replaces a method of and
+    that it overrides. Imports nothing.
+    """
+    bases = [getattr(over_te, path.partition(":")[2].partition(".")[0]) for path in TE_REPLACED]
+    module = sys.modules.get(INFERENCE_LAYERS)
+    defined = [] if module is None else [found for found in vars(module).values() if isinstance(found, type)]
+    own = [found for found in defined if found.__module__ == INFERENCE_LAYERS]
+    return [(found, base) for found in own for base in bases if issubclass(found, base) and "forward" in vars(found)]
 
 
 def installed_megatron_core() -> str:

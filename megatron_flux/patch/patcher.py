@@ -29,7 +29,14 @@ from megatron_flux.layers import keep
 from megatron_flux.ops import backend_names, stats
 from megatron_flux.patch import te_seam, tuning
 from megatron_flux.patch.linears import CHOICE, KEEP, TE_KINDS, LinearPatch
-from megatron_flux.patch.megatron_core import REPLACED, TE_REPLACED, checked_line, installed_megatron_core, te_layers
+from megatron_flux.patch.megatron_core import (
+    REPLACED,
+    TE_REPLACED,
+    checked_line,
+    inference_layers,
+    installed_megatron_core,
+    te_layers,
+)
 from megatron_flux.settings import LINKS, WIRES, one_queue
 
 logger = logging.getLogger("megatron_flux")
@@ -93,10 +100,17 @@ def patch(config: FluxConfig | None = None) -> None:
             linears.te = str(error)
         makers += [functools.partial(linears.te_forward, kind) for kind in TE_KINDS]
         wanted += [(over_te, path) for path in TE_REPLACED]
-    replacements = []
-    for (module, path), make in zip(wanted, makers, strict=True):
+    methods: list[tuple[type, str]] = []
+    for module, path in wanted:
         class_name, _, name = path.partition(":")[2].partition(".")
-        owner = getattr(module, class_name)
+        methods.append((getattr(module, class_name), name))
+    if over_te is not None:
+        kinds = dict(zip((owner for owner, _ in methods[len(REPLACED) :]), TE_KINDS, strict=True))
+        for owner, base in inference_layers(over_te):
+            methods.append((owner, "forward"))
+            makers.append(functools.partial(linears.inference_forward, kinds[base]))
+    replacements = []
+    for (owner, name), make in zip(methods, makers, strict=True):
         inherited = name not in owner.__dict__
         stock = getattr(owner, name) if inherited else owner.__dict__[name]
         flux = make(stock)

@@ -13,25 +13,40 @@ tensorwise ``Float8CurrentScaling``       bytes; the quantizer reduces the amax 
 blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEMM over k and by rows for wgrad
 =========  =============================  ==============================================================================
 
-Read in the source of release 2.11 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
-``distributed.py``, ``tensor/``); other releases run stock with that reason.
+CUDA graphs
+    are TransformerEngine's matter as they are without flux. A captured call reads the flag above, keeps its amaxes in
+    the layer's buffers, and neither registers nor reduces them: whoever replays the graph does, between graphs. Amaxes
+    that tensorwise scaling reduces are part of the graph, and of the stream in which fused kernels run.
+
+Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
+``distributed.py``, ``tensor/``); others run stock with that reason. What differs between them:
+
+=====  =================================================================================================================
+2.12   ``prepare_forward`` is no context any more; what is quantised in blocks by columns is always transposed, so that
+       rows to be gathered are transposed back
+2.15   ``quantize_weight`` instead of ``get_weight_workspace``; the state of autocasts is an object of its own; a recipe
+       may have another backward (``backward_override``), which runs stock
+2.18   quantizers are told in every call over which group amaxes are reduced
+=====  =================================================================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packaging.specifiers import SpecifierSet
 
-from megatron_flux.comm.slab import capture_id
 from megatron_flux.config import Backends
 from megatron_flux.layers.fp8 import Gradient, Rows
 from megatron_flux.layers.fp8_linears import fp8_column_parallel_linear, fp8_row_parallel_linear
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Operand, gemm_ready
 
-SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.12")
+SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
+_COMPACT = SpecifierSet("<2.12")
+"""Releases whose quantizer of blocks leaves what ranks will gather as rows; later ones transpose it before."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Of activations."""
 
@@ -41,12 +56,25 @@ KERNELS = {"bgrad_quantize": 2, "fp8_transpose": 3}
 REIMPLEMENTED = (
     "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess",
     "transformer_engine.pytorch.distributed:_all_gather_fp8",
-    "transformer_engine.pytorch.distributed:_all_gather_fp8_blockwise",
-    "transformer_engine.pytorch.distributed:_post_process_fp8_blockwise_gather",
+    "transformer_engine.pytorch.distributed:gather_along_first_dim",
 )
 """What flux's layers do in its place, beside the two linears."""
 
+BY_RELEASE = (
+    "transformer_engine.pytorch.module.base:quantize_weight",
+    "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
+)
+"""What not all supported releases have; see the module."""
+
 _INEXACT = ("chunked_fp8", "chunked_int8")
+
+
+class Fp8Gemm(NamedTuple):
+    """What a layer's GEMM multiplies by a recipe, shapes apart."""
+
+    formats: tuple[torch.dtype, torch.dtype]  # of x or dy, and of the weight
+    in_blocks: bool
+    split: bool  # sums, as :class:`~megatron_flux.ops.fp8_operand.Fp8Pair` says
 
 
 class TransformerEngineFp8:
@@ -62,7 +90,15 @@ class TransformerEngineFp8:
             symbol("transformer_engine_torch:bgrad_quantize"),
             symbol("transformer_engine_torch:fp8_transpose"),
         )
-        self.formats = symbol("transformer_engine_torch:Float8BlockScaleTensorFormat")
+        self.compact = installed in _COMPACT
+        self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
+        if self.compact:
+            self.laid_out = (symbol("transformer_engine_torch:Float8BlockScaleTensorFormat").GEMM_READY,)
+        self.quantize_weight, self.set_amax_group = None, None
+        with contextlib.suppress(AttributeError):
+            self.quantize_weight = symbol(BY_RELEASE[0])
+            self.set_amax_group = symbol(BY_RELEASE[1])
+        self.format_of = symbol("transformer_engine.pytorch.quantization:get_fp8_torch_dtype")
         self.gemm = symbol("transformer_engine.pytorch.cpp_extensions:general_gemm")
         self.torch_dtypes = symbol("transformer_engine.pytorch.constants:TE_DType_To_Torch")
         self.any_layout = symbol("transformer_engine.pytorch.utils:is_non_tn_fp8_gemm_supported")
@@ -86,21 +122,19 @@ class TransformerEngineFp8:
         """Why TransformerEngine must run this FP8 call itself, or None."""
         if not self.supported:
             return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
-        if not layer.sequence_parallel:
-            return "fp8 without sequence parallelism"
         recipe = self.state.get_fp8_recipe()
         if not (recipe.delayed() or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
             return f"fp8 recipe {type(recipe).__name__}"
         if recipe.fp8_dpa or recipe.fp8_mha:
             return "fp8 attention (fp8_dot_product_attention)"
+        if (override := getattr(recipe, "backward_override", None)) is not None:  # from 2.15 on
+            return f"fp8 with backward_override {override}"
         if recipe.delayed() and not recipe.reduce_amax:
             return "fp8 without reduce_amax"
         if self.any_layout():
             return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
         if getattr(layer, "save_original_input", False) and recipe.delayed():
             return "delayed fp8 scaling with save_original_input"
-        if capture_id(x) is not None or self.state.fp8_graph_capturing():
-            return "fp8 in a CUDA graph"
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
         if type(weight) is not torch.nn.Parameter and not isinstance(weight, (self.whole, self.blocks)):
@@ -115,7 +149,7 @@ class TransformerEngineFp8:
             m % 8
             or k % 16
             or weight.shape[0] % 16
-            or x.shape[0] % (layer.tp_size if layer.parallel_mode == "row" else 1)
+            or (layer.sequence_parallel and layer.parallel_mode == "row" and x.shape[0] % layer.tp_size)
         ):
             return f"fp8 of {m} rows, {k} columns and {weight.shape[0]} results"
         if not recipe.float8_block_scaling():
@@ -123,6 +157,8 @@ class TransformerEngineFp8:
         dims = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim
         if dims != (1, 2, 1):
             return f"fp8 in blocks of {'{}, {} and {}'.format(*dims)} dimensions (x, weight, gradient)"
+        if not layer.sequence_parallel:
+            return None
         # What is gathered must be whole blocks: x of a column-parallel layer, dy of a row-parallel one.
         row = layer.parallel_mode == "row"
         mine, width = (m // layer.tp_size, weight.shape[0]) if row else (m, k)
@@ -130,13 +166,52 @@ class TransformerEngineFp8:
             return f"fp8 in blocks with {mine} rows of {width} per rank"
         return None
 
+    def captured(self) -> bool:
+        """Whether a call now becomes part of a CUDA graph, or warms up for it."""
+        return bool(self.state.fp8_graph_capturing())
+
+    def skip_flag(self) -> torch.Tensor | None:
+        """Of a captured call, what says on the GPU that the cached weight is still good."""
+        if not self.captured():
+            return None
+        if hasattr(self.state, "get_skip_fp8_weight_update_tensor"):
+            return self.state.get_skip_fp8_weight_update_tensor()
+        return self.state.quantization_state.skip_fp8_weight_update_tensor  # 2.15, 2.16
+
+    def is_first(self) -> bool:
+        """Whether no layer of this autocast has asked; a recomputed forward asks again what it was told before."""
+        state, name = self.state, "IS_FIRST_FP8_MODULE"
+        if not hasattr(state, name):  # from 2.15 on
+            state, name = state.quantization_state, "is_first_fp8_module"
+        before = getattr(state, name)
+        first = self.state.is_first_fp8_module()
+        if self.recompute_phase():
+            setattr(state, name, before)
+        return bool(first)
+
+    def splits(self, recipe: Any) -> tuple[bool, bool, bool]:
+        """Whether sums are split by ``recipe`` in forward, dgrad and wgrad."""
+        names = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+        forward, dgrad, wgrad = (
+            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
+            for name, default in zip(names, self.default_split, strict=True)
+        )
+        return forward, dgrad, wgrad
+
+    def gemms(self) -> tuple[Fp8Gemm, Fp8Gemm]:
+        """Forward and dgrad of a layer that would run under the present autocast."""
+        recipe = self.state.get_fp8_recipe()
+        in_blocks, splits = recipe.float8_block_scaling(), self.splits(recipe)
+        weight, gradient = self.format_of(recipe, True), self.format_of(recipe, False)
+        return Fp8Gemm((weight, weight), in_blocks, splits[0]), Fp8Gemm((gradient, weight), in_blocks, splits[1])
+
     def run(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any, options: dict[str, Any]
     ) -> torch.Tensor:
         """The layer's result without a row-parallel layer's bias; ``norm`` is that of :class:`TransformerEngine`, or
         None. ``options``: of :mod:`megatron_flux.layers.fp8_linears`.
         """
-        with layer.prepare_forward(x) as x:
+        with getattr(layer, "prepare_forward_ctx", layer.prepare_forward)(x) as x:
             call = Fp8Call(self, layer, x, weight, norm)
             if layer.parallel_mode == "row":
                 return fp8_row_parallel_linear(x, weight, layer.tp_group, call, **options)
@@ -151,18 +226,20 @@ class Fp8Call:
 
     def __init__(self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any) -> None:
         """Ask the layer for its quantizers."""
-        self._te, self._norm, self._row = te, norm, layer.parallel_mode == "row"
+        self._te, self._norm = te, norm
+        self._gathers_x = layer.sequence_parallel and layer.parallel_mode == "column"
+        self._gathers_dy = layer.sequence_parallel and layer.parallel_mode == "row"
         recipe, grad = te.state.get_fp8_recipe(), torch.is_grad_enabled()
         self._x_quantizer, self._weight_quantizer, _, _, _, self._dy_quantizer = layer._get_quantizers(
             False, False, grad
         )
+        if te.set_amax_group is not None:
+            te.set_amax_group(self._x_quantizer, layer.tp_group if self._gathers_x else None)
+            te.set_amax_group(self._dy_quantizer, layer.tp_group if self._gathers_dy else None)
         self._in_blocks = recipe.float8_block_scaling()
-        names = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-        splits = [
-            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
-            for name, default in zip(names, te.default_split, strict=True)
-        ]
-        self.split, self._wgrad_split = (splits[0], splits[1]), splits[2]
+        self.one_scale = not self._in_blocks
+        forward, dgrad, self._wgrad_split = te.splits(recipe)
+        self.split = forward, dgrad
         self._dtype = x.dtype
         self.keeps_input = norm is None and bool(getattr(layer, "save_original_input", False))
         self._need_wgrad = grad and weight.requires_grad
@@ -179,30 +256,38 @@ class Fp8Call:
         )
         if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in parameters):
             return False
-        before = te.state.IS_FIRST_FP8_MODULE
-        first = te.state.is_first_fp8_module()
-        if te.recompute_phase():
-            te.state.IS_FIRST_FP8_MODULE = before
-        return bool(first)
+        return te.is_first()
 
     def _weight_of(self, layer: Any, weight: torch.Tensor, for_dgrad: bool) -> Any:
-        """The quantised weight, out of the layer's cache from its second micro-batch on."""
+        """The quantised weight, out of the layer's cache from its second micro-batch on. A graph serves all of them: it
+        quantises where a flag on the GPU says so, and otherwise leaves what is cached.
+        """
         te, first = self._te, None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
+        skip = te.skip_flag()
+        if skip is not None:
+            first = False
         if isinstance(weight, te.quantized):
             quantizer = weight._quantizer
         else:
             quantizer = self._weight_quantizer
             again = te.recompute_enabled() and not te.recompute_phase()  # its second forward is with gradients
             quantizer.set_usage(rowwise=True, columnwise=for_dgrad or again)
-        found = layer.get_weight_workspace(
-            tensor=weight,
-            quantizer=quantizer,
-            cache_name=None if first is None else "weight",
-            update_workspace=first is None or first,
-            skip_update_flag=None,
-            fsdp_group=None,
-            workspace_dtype=self._dtype,
-        )
+        how = {
+            "tensor": weight,
+            "quantizer": quantizer,
+            "update_workspace": first is None or first,
+            "skip_update_flag": skip,
+            "fsdp_group": None,
+            "workspace_dtype": self._dtype,
+        }
+        cached = None if first is None else "weight"
+        if te.quantize_weight is None:
+            found = layer.get_weight_workspace(cache_name=cached, **how)
+        else:
+            kept = layer._fp8_workspaces
+            found, new = te.quantize_weight(workspace=kept.get(cached), cache=cached is not None, **how)
+            if new is not None:
+                kept[cached] = new.detach() if isinstance(new, torch.Tensor) else new
         found.update_usage(rowwise_usage=True)
         return found
 
@@ -210,22 +295,22 @@ class Fp8Call:
         """See the protocol."""
         quantizer = self._x_quantizer
         for_wgrad = self._need_wgrad and not self.keeps_input
-        quantizer.set_usage(rowwise=True, columnwise=for_wgrad and (self._row or self._in_blocks))
+        quantizer.set_usage(rowwise=True, columnwise=for_wgrad and self._by_columns)
         return self._input(quantizer(x))
 
     def input_again(self, x: torch.Tensor) -> Rows | Fp8Operand:
         """See the protocol."""
         quantizer = self._x_quantizer
-        quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._row or self._in_blocks)
+        quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._by_columns)
         found = quantizer(x)
-        return self._transposed(found) if self._row else self._rows(found)
+        return self._rows(found) if self._gathers_x else self._transposed(found)
 
     def normed(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[Fp8Operand, Rows | None, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[Fp8Operand, Rows | Fp8Operand | None, torch.Tensor | None, torch.Tensor]:
         """See the protocol."""
         quantizer = self._x_quantizer
-        quantizer.set_usage(rowwise=True, columnwise=self._need_wgrad and self._in_blocks)
+        quantizer.set_usage(rowwise=True, columnwise=self._need_wgrad and self._by_columns)
         assert self._norm is not None  # noqa: S101 - of a layer with a norm
         y, mean, reciprocal_deviation = self._norm.forward(x, weight, bias, quantizer)
         operand, rows = self._input(y)
@@ -234,7 +319,12 @@ class Fp8Call:
     def _input(self, x: Any) -> tuple[Fp8Operand, Any]:
         if self.keeps_input or not self._need_wgrad:
             return self._operand(x), None
-        return self._operand(x), self._transposed(x) if self._row else self._rows(x)
+        return self._operand(x), self._rows(x) if self._gathers_x else self._transposed(x)
+
+    @property
+    def _by_columns(self) -> bool:
+        """Whether ``x`` is also quantised by columns for wgrad: bytes that ranks gather are transposed after it."""
+        return self._in_blocks or not self._gathers_x
 
     def weight(self) -> Fp8Operand:
         """See the protocol."""
@@ -255,16 +345,29 @@ class Fp8Call:
     def gradient(self, dy: torch.Tensor, need_bias: bool) -> Gradient:
         """See the protocol."""
         quantizer, bias = self._dy_quantizer, None
-        columns = self._need_wgrad and (not self._row or self._in_blocks)
+        columns = self._need_wgrad and (not self._gathers_dy or self._in_blocks)
         quantizer.set_usage(rowwise=True, columnwise=columns or need_bias)
         if need_bias and not self._in_blocks:
             bias, quantized = self._te.kernels[0](dy, quantizer)
         else:
             bias = dy.sum(dim=0) if need_bias else None
             quantized = quantizer(dy)
-        rows = self._rows(quantized) if self._row and self._need_wgrad else None
-        transposed = self._transposed(quantized) if self._need_wgrad and not self._row else None
+        rows = self._rows(quantized) if self._gathers_dy and self._need_wgrad else None
+        transposed = self._transposed(quantized) if self._need_wgrad and not self._gathers_dy else None
         return Gradient(self._operand(quantized), rows, transposed, bias)
+
+    def multiply(self, x: Fp8Operand, weight: Fp8Operand, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
+        """See the protocol."""
+        y, *_ = self._te.gemm(
+            (self._stored if dgrad else self._stored_rows)(weight, self._weight_quantizer),
+            self._stored_rows(x, self._dy_quantizer if dgrad else self._x_quantizer),
+            layout="NN" if dgrad else "TN",
+            grad=dgrad,
+            out_dtype=self._dtype,
+            bias=bias,
+            use_split_accumulator=self.split[dgrad],
+        )
+        return y
 
     def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
         """See the protocol."""
@@ -310,13 +413,18 @@ class Fp8Call:
         data, scales = _matrix(tensor._rowwise_data), tensor._rowwise_scale_inv
         if tensor._is_2D_scaled:
             return Fp8Operand(data, dtype, scales, "128x128")
-        return Fp8Operand(data, dtype, scales if tensor._is_gemm_ready_format() else gemm_ready(scales), "1x128")
+        if self._te.compact and not tensor._is_gemm_ready_format():
+            scales = gemm_ready(scales)
+        return Fp8Operand(data, dtype, scales, "1x128")
 
     def _rows(self, tensor: Any) -> Rows:
         """The same to be gathered for wgrad."""
         if not self._in_blocks:
             return Rows(_matrix(tensor._data), tensor._scale_inv)
-        return Rows(_matrix(tensor._columnwise_data), tensor._columnwise_scale_inv)
+        data = tensor._columnwise_data
+        if not self._te.compact:
+            data = self._te.kernels[1](data.view(data.shape[0], -1), tensor._fp8_dtype, out=None)
+        return Rows(_matrix(data), tensor._columnwise_scale_inv)
 
     def _transposed(self, tensor: Any) -> Fp8Operand:
         """The same of the transposed matrix, to multiply over its rows."""
@@ -336,9 +444,16 @@ class Fp8Call:
                 data=None, fp8_scale_inv=operand.scale_inv, fp8_dtype=quantizer.dtype, data_transpose=operand.data,
                 quantizer=quantizer,
             )  # fmt: skip
-        return te.blocks(
-            None, None, operand.data, operand.scale_inv, quantizer.dtype, quantizer, False, te.formats.GEMM_READY
-        )
+        square = operand.scaling == "128x128"
+        return te.blocks(None, None, operand.data, operand.scale_inv, quantizer.dtype, quantizer, square, *te.laid_out)
+
+    def _stored_rows(self, operand: Fp8Operand, quantizer: Any) -> Any:
+        """Likewise one that is not transposed."""
+        te, data, scales = self._te, operand.data, operand.scale_inv
+        if not self._in_blocks:
+            return te.whole(data=data, fp8_scale_inv=scales, fp8_dtype=quantizer.dtype, quantizer=quantizer)
+        square = operand.scaling == "128x128"
+        return te.blocks(data, scales, None, None, quantizer.dtype, quantizer, square, *te.laid_out)
 
 
 def _matrix(data: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,10 @@ _layout: dict[str, int] | None = None
 
 @contextlib.contextmanager
 def megatron(tp: int, pp: int = 1, **more: int) -> Iterator[None]:
-    """Parallel state with ``tp`` and ``pp``, seeds set, CPU shims installed, layers stock before and after."""
+    """Parallel state with ``tp`` and ``pp``, seeds set, CPU shims installed, layers stock before and after.
+    megatron-core's global buffer is left empty: what inference has put there a later training cannot write to.
+    """
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     with cpu_shims():
@@ -33,6 +36,7 @@ def megatron(tp: int, pp: int = 1, **more: int) -> Iterator[None]:
             yield
         finally:
             unpatch()
+            parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 @contextlib.contextmanager

@@ -208,6 +208,9 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     import torch
     import torch.distributed as dist
 
+    from tests import interpreter
+
+    interpreter.hurry()
     gc.freeze()  # what has been imported is no garbage, and a collection need not look through it
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)

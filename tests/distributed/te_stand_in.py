@@ -161,7 +161,7 @@ def _k_major(operand: Any, transposed: bool) -> torch.Tensor:
 
 
 _FP8 = (
-    *("quantize", "dequantize", "bgrad_quantize", "fp8_transpose"),
+    *("quantize", "dequantize", "bgrad_quantize", "fp8_transpose", "swap_first_dims", "create_empty_quantized_tensor"),
     "fused_amax_and_scale_update_after_reduction",
 )
 _INDICES = {

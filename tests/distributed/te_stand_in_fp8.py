@@ -77,12 +77,15 @@ def _whole(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
     dtype, amax = torch_dtype(quantizer.dtype), x.float().abs().amax().reshape(1)
     if isinstance(quantizer, Float8Quantizer):
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+        scale = quantizer.scale
     else:
-        quantizer.amax.copy_(amax)
         if quantizer.with_amax_reduction:
-            dist.all_reduce(quantizer.amax, op=dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
-        quantizer.scale.copy_(scale_of(quantizer.amax, dtype, quantizer))
-    data, scale_inv = cast(x.float() * quantizer.scale, dtype), quantizer.scale.reciprocal().reshape(1)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+        scale = scale_of(amax, dtype, quantizer)
+        if hasattr(quantizer, "amax"):  # to 2.15
+            quantizer.amax.copy_(amax)
+            quantizer.scale.copy_(scale)
+    data, scale_inv = cast(x.float() * scale, dtype), scale.reciprocal().reshape(1)
     rows, columns = quantizer.rowwise_usage, quantizer.columnwise_usage
     if output is None:
         made = {
@@ -129,7 +132,8 @@ def _in_blocks(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     shape, flat, dims = x.shape, x.float().reshape(-1, x.shape[-1]), quantizer.block_scaling_dim
-    compact = dims == 1 and quantizer.all_gather_usage
+    before_2_12 = hasattr(quantizer, "all_gather_usage")
+    compact = before_2_12 and dims == 1 and quantizer.all_gather_usage
     high = 1 if dims == 1 else BLOCK
     names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
     made: dict[str, Any] = dict.fromkeys(names)
@@ -149,13 +153,10 @@ def _in_blocks(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
         for name, value in made.items():
             _write(output, f"_{name}", value)
         return output
-    formats = tex.Float8BlockScaleTensorFormat
-    made |= {
-        "fp8_dtype": quantizer.dtype,
-        "quantizer": quantizer,
-        "is_2D_scaled": dims == 2,
-        "data_format": formats.COMPACT if compact else formats.GEMM_READY,
-    }
+    made |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "is_2D_scaled": dims == 2}
+    if before_2_12:
+        formats = tex.Float8BlockScaleTensorFormat
+        made["data_format"] = formats.COMPACT if compact else formats.GEMM_READY
     if quantizer.internal:
         return Float8BlockwiseQTensorStorage(**made)
     return Float8BlockwiseQTensor(shape=shape, dtype=x.dtype, **made)
@@ -177,6 +178,25 @@ def fp8_transpose(input: torch.Tensor, dtype: Any = None, *, out: torch.Tensor |
         return transposed
     with torch.autograd._unsafe_preserve_version_counter(out):
         return out.copy_(transposed)
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """From 2.16 on compiled. Of zeros, by a copy that tells no other rank; the quantizer's amax stays."""
+    apart = quantizer.copy()
+    apart.with_amax_reduction = False
+    if hasattr(apart, "amax"):
+        apart.amax, apart.scale = apart.amax.clone(), apart.scale.clone()
+    made = quantize(torch.zeros(shape, dtype=dtype, device=device), apart)
+    made._quantizer = quantizer
+    return made
+
+
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``[a, b, ...]`` to ``[b, a, ...]``."""
+    swapped = tensor.transpose(0, 1).contiguous()
+    return swapped if out is None else out.copy_(swapped)
 
 
 def fused_amax_and_scale_update_after_reduction(

@@ -13,6 +13,7 @@ import os
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -218,24 +219,25 @@ def one_rank_late(config: AllReduceConfig) -> None:
         compare(config, 4, 96, 16, torch.float16, False, backend)
 
 
-def peer_never_comes(config: AllReduceConfig) -> str:
+def peer_never_comes(config: AllReduceConfig) -> tuple[str, float]:
+    """What the time-out says, and how long the rank slept for it: all blocks wait, but one after the other."""
     from megatron_flux.comm import group_state
 
     group_state.drop_slabs()
-    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
-    backend, said = twin(), ""
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
+    backend, said, slept = twin(), "", 0.0
     try:
         compare(config, 4, 128, 16, torch.float16, False, backend)
         if dist.get_rank() == 0:
             x, w = integers(4, 16, torch.float16), integers(128, 16, torch.float16)
-            with pytest.raises(OperatorError) as caught:
+            with pytest.raises(OperatorError) as caught, mock.patch("time.sleep", wraps=time.sleep) as sleep:
                 run(backend, x, w, config)
-            said = str(caught.value)
+            said, slept = str(caught.value), sum(call.args[0] for call in sleep.call_args_list)
         dist.barrier()
     finally:
         del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
         group_state.drop_slabs()
-    return said
+    return said, slept
 
 
 def by_operator() -> None:
@@ -326,7 +328,8 @@ def test_late_rank_is_waited_for(world2: WorkerPool, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
 def test_timeout_names_operator_rank_peer_block_and_epoch(world2: WorkerPool, name: str) -> None:
-    said = world2.run(peer_never_comes, CONFIGS[name])[0]
+    said, slept = world2.run(peer_never_comes, CONFIGS[name])[0]
+    assert 0 < slept < 1.1, "who waits leaves the core to others, and once it has given up waits no more"
     for part in ("rank 0", "gemm_all_reduce", "peer rank 1", "block", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
         assert part in said, said
 

@@ -16,8 +16,11 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm import transports
 from megatron_flux.errors import UserError
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.fp8_operand import Fp8Operand, blocks_of, padded, quantized
+from megatron_flux.ops.backends.wrapped_calls import beside_wgrad
+from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool
@@ -142,6 +145,58 @@ def rank_chunked(name: str, way: str, scaling: str) -> None:
 @pytest.mark.parametrize("name", list(WIRES))
 def test_chunks_of_bytes_and_scales(world: WorkerPool, name: str, way: str, scaling: str) -> None:
     world.run(rank_chunked, name, way, scaling)
+
+
+def rank_all_reduce(scaling: str, how: AllReduceConfig | str) -> None:
+    """By a backend's name, or by fused kernels in Triton's interpreter."""
+    from megatron_flux.ops.backends.fused import FusedBackend
+
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    backend = None if isinstance(how, str) else FusedBackend("twin", twin=True)
+    for number, (mp, n, k) in enumerate([(1, 64, 256), (16, 48, 320), (3, 40, 33)]):
+        m, split, dtype = mp * tp if backend else mp, bool(number % 2), (E4M3, E5M2)[number % 2]
+        pairs = [pair_of(scaling, m, n, k, 50 + r, dtype) for r in range(tp)]
+        total = sum((a.dequantized() @ b.dequantized().t()).bfloat16().float() for a, b in pairs)
+        if backend is None:
+            options = {"backend": how, "split_accumulator": split}
+            y = ops.gemm_all_reduce(*pairs[rank], **options)
+            assert torch.equal(ops.gemm_all_reduce(*pairs[rank], **options, async_op=True).wait(), y)
+            added = torch.arange(n).bfloat16()
+            assert torch.equal(ops.gemm_all_reduce(*pairs[rank], **options, bias=added), y + added)
+            assert relative_error(y, total) < 1e-2, "gloo rounds after each rank"
+        else:
+            pair = Fp8Pair(*pairs[rank], split=split)
+            call = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
+            y = call.run(backend, config=how).wait()
+            assert total.abs().max() <= 256, "bf16 would round it"
+            assert torch.equal(y, total.bfloat16()), (how, m, n, k)
+            ways = beside_wgrad(call, {"way": lambda call=call: call._replace(async_op=True).run(backend)})
+            ways["way"]()
+        assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("name", ["reference", "auto", "chunked"])
+def test_sums_for_all_ranks(world: WorkerPool, name: str, scaling: str) -> None:
+    """``chunked`` has no such operator: that is counted."""
+    world.run(rank_all_reduce, scaling, name)
+
+
+@TRITON
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        AllReduceConfig(block=256, ctas=2),
+        AllReduceConfig(shots=2, block=256, ctas=3),
+        AllReduceConfig(shots=0),
+        AllReduceConfig(shots=0, nccl=True),
+    ],
+    ids=AllReduceConfig.label,
+)
+def test_fused_sums_for_all_ranks(world2: WorkerPool, config: AllReduceConfig, scaling: str) -> None:
+    world2.run(rank_all_reduce, scaling, config)
 
 
 def rank_random() -> None:

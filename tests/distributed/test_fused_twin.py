@@ -409,7 +409,7 @@ def peer_never_comes() -> str | None:
     from megatron_flux.comm import timeouts as watch
 
     before = watch.timeouts()
-    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "0.5"
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     group_state.drop_slabs()
     backend = twin()
     backend.config = KernelConfig(**TINY)

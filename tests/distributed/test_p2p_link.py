@@ -95,12 +95,13 @@ def never_comes() -> str:
         at = link(True)
         gather(at, 0, [0, 5000])
         if at.rank == 1:
-            time.sleep(2.5)
+            dist.barrier()
             return ""
         with pytest.raises(OperatorError) as caught:
             exchange(at, 1, [0, 9000])
         with pytest.raises(OperatorError, match="timed out"):
             gather(at, 2, [0, 10])
+        dist.barrier()
         return str(caught.value)
 
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_flux import FallbackError, FluxConfig
+from megatron_flux import FallbackError, FluxConfig, report
+from megatron_flux.layers import keep
+from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.backends import registry
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
@@ -34,6 +37,7 @@ from tests.distributed.te_fp8_cases import (
     fp8_case,
     fp8_megatron,
     fresh,
+    rank_fp8_captured,
     rank_fp8_case,
     rank_fp8_no_grad,
     rank_fp8_pair,
@@ -84,6 +88,24 @@ def test_patched_equals_stock(te_world: WorkerPool, kind: str, recipe: str, prim
     if kind != "row" or recipe == "blockwise":
         calls["all_gather/reference"] = gathers
     assert found == [calls] * te_world.size
+
+
+WHOLE = {"sequence_parallel": False}
+
+
+@pytest.mark.parametrize("more", [{}, {"bias": False}, {"fusion": False}], ids=["", "no bias", "wgrad"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_sequence_parallelism(te_world: WorkerPool, kind: str, recipe: str, more: dict[str, Any]) -> None:
+    """One communication a layer: the sum of forward or of dgrad."""
+    for calls in te_world.run(rank_fp8_case, fp8_case(kind, options=WHOLE, **more), recipe, 3, False):
+        assert calls == {"gemm_all_reduce/reference": 6}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_primary_weights_without_sequence_parallelism(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    te_world2.run(rank_fp8_case, fp8_case(kind, options=WHOLE), recipe, 2, True)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -151,6 +173,17 @@ def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe:
         assert 0 < ours <= stock, (stock, ours)
 
 
+@pytest.mark.parametrize("how", ["cached", "cache off", "primary"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_captured_in_a_cuda_graph(te_world2: WorkerPool, kind: str, recipe: str, how: str) -> None:
+    """What Python does while a graph is captured: the flag that skips the weight, amaxes, no reduction. Replays:
+    tests/gpu/test_megatron_graphs.py.
+    """
+    for calls in te_world2.run(rank_fp8_captured, kind, recipe, how == "primary", how != "cache off"):
+        assert calls["all_gather_gemm/reference"] == calls["gemm_reduce_scatter/reference"] == 6
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
     te_world2.run(rank_fp8_pair, recipe, True, "reference", True)
@@ -177,7 +210,87 @@ def test_two_layers_on_fused_kernels(te_world2: WorkerPool, recipe: str) -> None
 def test_two_layers_over_host_memory(te_world2: WorkerPool, recipe: str) -> None:
     for calls in te_world2.run(rank_fp8_pair, recipe, True, "chunked"):
         assert calls["all_gather_gemm/chunked"] == calls["gemm_reduce_scatter/chunked"] == 6
-        assert calls["all_gather/chunked"] == 3 * (2 if recipe == "blockwise" else 1)
+        assert calls.get("all_gather/chunked", 0) == (6 if recipe == "blockwise" else 0), "x is kept but in blocks"
+
+
+def rank_kept(kind: str, recipe: str, backend: str, budget: int | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Calls, and what was kept."""
+    case = fp8_case(kind)
+    before = report()["kept_gathered"]
+    config = replace(FP8, backend=backend, keep_gathered=True, keep_gathered_bytes=budget)
+    keep.forget_most()
+    with fp8_megatron():
+        stock = train(case, built(case), (recipe,) * 2)
+        fresh()
+        layer = built(case)
+        with flux(config) as seen:
+            train(case, layer, (recipe,) * 2).require_same(stock, f"{kind}, {recipe}")
+    kept = report()["kept_gathered"]
+    return seen.calls, {name: kept[name] - (before[name] if name != "peak_bytes" else 0) for name in kept}
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["norm column", "column"])
+def test_gathered_inputs_are_kept_as_bytes(te_world2: WorkerPool, kind: str, recipe: str, backend: str) -> None:
+    nbytes = 2 * SIZES.s_per_rank * SIZES.b * SIZES.k
+    for calls, kept in te_world2.run(rank_kept, kind, recipe, backend, 1 << 24):
+        if recipe == "blockwise":
+            assert calls[f"all_gather/{backend}"] >= 4, "what forward gathers has its scales by rows"
+            assert kept["total"] == 0
+        else:
+            assert f"all_gather/{backend}" not in calls
+            assert (kept["total"], kept["peak_bytes"], kept["bytes"]) == (4, nbytes, 0)
+
+
+def test_what_has_no_room_is_gathered_again(te_world2: WorkerPool) -> None:
+    for calls, kept in te_world2.run(rank_kept, "column", "tensorwise", "chunked", 100):
+        assert (calls["all_gather/chunked"], kept["total"], kept["no_room"]) == (4, 0, 4)
+
+
+def rank_settled(queue: bool, margin: int, captured: bool) -> list[str]:
+    """In which order backward waits for scales that NCCL gathers, and begins the kernel that waits for peers."""
+    from megatron_flux import ops
+    from megatron_flux.layers import fp8 as module
+
+    seen: list[str] = []
+    all_gather, scatter = ops.all_gather, ops.gemm_reduce_scatter
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        seen.append("scales")
+        yield
+
+    def gather(x: torch.Tensor, *args: Any, **how: Any) -> Any:
+        pending = all_gather(x, *args, **how)
+        return pending.within(noted) if x.dtype == torch.float32 else pending
+
+    def dgrad(*args: Any, **how: Any) -> Any:
+        seen.append("dgrad")
+        return scatter(*args, **how)
+
+    with (
+        fp8_megatron(),
+        mock.patch.object(module, "one_queue", return_value=queue),
+        mock.patch.object(module, "sm_margin", return_value=margin),
+        cuda_graphs.captured_calls() if captured else contextlib.nullcontext(),
+        mock.patch.object(ops, "all_gather", gather),
+        mock.patch.object(ops, "gemm_reduce_scatter", dgrad),
+        flux(FP8),
+    ):
+        train(fp8_case("column", micro_batches=1), built(fp8_case("column")), ("blockwise",))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("queue", "margin", "captured", "settled"),
+    [(True, 0, False, False), (False, 0, False, True), (True, 0, True, True), (False, 8, True, False)],
+)
+def test_nccl_never_waits_for_sms_beside_fused_kernels(
+    te_world2: WorkerPool, queue: bool, margin: int, captured: bool, settled: bool
+) -> None:
+    expected = ["scales", "dgrad"] if settled else ["dgrad", "scales"]
+    assert te_world2.run(rank_settled, queue, margin, captured) == [expected] * 2
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
@@ -318,7 +431,6 @@ REASONS = {
     "fp8 in blocks with 64 rows": _reason("blockwise", sizes=Sizes(32, 2, 256, 384)),
     "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
     "userbuffers (tp_comm_overlap)": _reason(change=_set(ub_overlap_ag_fprop=True)),
-    "fp8 without sequence parallelism": _reason(change=_set(sequence_parallel=False)),
     "delayed fp8 scaling with save_original_input": _reason("delayed", change=_set(save_original_input=True)),
     "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
@@ -333,10 +445,18 @@ def rank_fp8_reason(kind: str, reason: str) -> None:
     recipe, change, config, options = REASONS[reason]
     case = fp8_case(kind, **options)
     with fp8_megatron():
+        from transformer_engine.pytorch import quantization
+
         layer = built(case)
         x = input_of(case, 7)
         given = recipe() if callable(recipe) else None if recipe is None else recipe_of(recipe)
-        with change(layer), flux(FluxConfig(**{"strict": True, "backend": "reference", "fp8": True, **config})) as seen:
+        # From 2.14 on it is asked for what only other GPUs have, and raises.
+        supported = mock.patch.object(quantization, "check_recipe_support", create=True)
+        with (
+            supported,
+            change(layer),
+            flux(FluxConfig(**{"strict": True, "backend": "reference", "fp8": True, **config})) as seen,
+        ):
             try:
                 with autocast(given):
                     layer(x)

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.patch import te_seam, tuning
-from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import LINES, installed_megatron_core
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import FAMILIES, flux, gpt_model, loss_and_gradients
 from tests.distributed.pool import WorkerPool
@@ -57,23 +54,6 @@ def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=0.02, atol=0.01, msg=lambda m, n=name: f"{n}: {m}")
     return seen.as_dict()
-
-
-def rank_tuned_ahead(fp8: bool) -> list[str]:
-    """Layers whose calls are tuned before the first step."""
-    with fp8_megatron():
-        from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-        model = gpt_model("gpt3", te=True, **SIZES, fp8="hybrid" if fp8 else None)
-        line = next(line for line in LINES if installed_megatron_core() in line.versions)
-        linears = LinearPatch(FP8, line, RowParallelLinear._forward_impl, te_seam.load())
-        names = {module: name for name, module in model.named_modules()}
-        return [names[linear.layer] for linear in tuning._linears(model, linears)]
-
-
-def test_fp8_layers_are_not_tuned_ahead_as_others(te_world2: WorkerPool) -> None:
-    assert len(te_world2.run(rank_tuned_ahead, False)[0]) == 4 * LAYERS + 1
-    assert te_world2.run(rank_tuned_ahead, True) == [["output_layer"]] * 2
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

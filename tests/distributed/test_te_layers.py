@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FallbackError
+from megatron_flux.patch.megatron_core import inference_layers
 from tests.distributed import te_stand_in
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import flux, model_config
@@ -462,14 +463,16 @@ def rank_identity() -> None:
     with te_megatron(dist.get_world_size()):
         from megatron.core.extensions import transformer_engine as extension
 
-        classes = [getattr(extension, name) for name in CLASSES.values()] + [extension.TELinear]
+        own = [owner for owner, _ in inference_layers(extension)]  # of transformer_impl=inference_optimized
+        classes = [*(getattr(extension, name) for name in CLASSES.values()), extension.TELinear, *own]
         before = [dict(vars(cls)) for cls in classes]
+        assert len(own) >= 2
         megatron_flux.patch()
         report = megatron_flux.report()
-        assert len(report["replaced"]) == 5
+        assert len(report["replaced"]) == 5 + len(own)
         assert all(any(path.endswith(f"{name}.forward") for path in report["replaced"]) for name in CLASSES.values())
         changed = [[k for k in vars(c) if vars(c)[k] is not b.get(k)] for c, b in zip(classes, before, strict=True)]
-        assert changed == [["forward"], ["forward"], ["forward"], []]
+        assert changed == [["forward"], ["forward"], ["forward"], [], *([["forward"]] * len(own))]
         megatron_flux.unpatch()
         assert [dict(vars(cls)) for cls in classes] == before
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_flux
 from megatron_flux import FluxConfig
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError
@@ -29,9 +33,10 @@ from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.shipped_plans import Entry, Shape
-from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.megatron_world import BATCH, SEQUENCE, batch, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import RankError, WorkerPool
 from tests.distributed.test_tuner import PLANS, without_gpus
+from tests.gpu import test_pipeline as stages
 
 pytestmark = pytest.mark.distributed
 
@@ -77,7 +82,7 @@ class Fused(ReferenceBackend):
 
 @contextmanager
 def later(cache: Path, failing: tuple[int, ...] = (), first: str = "later") -> Iterator[tuple[TunedBackend, Any, Any]]:
-    """A tuner on H200s, its fused backend, and what is logged. Only the first rank's environment says ``first``."""
+    """A tuner on H200s, its fused backend, and what is logged. Only the first rank of each two says ``first``."""
     group = dist.group.WORLD
     state_of(group).tuned.clear()
     shapes = [
@@ -85,7 +90,7 @@ def later(cache: Path, failing: tuple[int, ...] = (), first: str = "later") -> I
     ]
     known = tuple(Entry(shape, RULE, 0.5, "run") for shape in shapes)
     with without_gpus(cache) as said, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_FLUX_TUNE", first if dist.get_rank() == 0 else "short")
+        patch.setenv("MEGATRON_FLUX_TUNE", first if dist.get_rank() % 2 == 0 else "short")
         patch.setattr(tuner_calls, "gpu_of", lambda call: "NVIDIA H200")
         patch.setattr(shipped_plans, "entries", lambda: known)
         fused = Fused(failing)
@@ -254,6 +259,79 @@ def test_where_the_rules_plan_cannot_run_the_call_is_measured_at_once(world2: Wo
         world2.run(failing, tmp_path / "other.json", (1,))
 
 
+def without_room(cache: Path, rank: int) -> tuple[list[tuple[int, int]], list[Any], list[str], list[str]]:
+    """Measured and waiting calls after each micro-batch; what runs the first call at last; what was said and kept."""
+    of = waiting.Operands.nbytes
+
+    def nbytes(operands: waiting.Operands) -> int:
+        mine = dist.get_rank() == rank and (operands.call.operator, operands.call.transposed) == (FORWARD[0][0], False)
+        return 1 << 60 if mine else of(operands)
+
+    seen = []
+    with later(cache) as (tuned, fused, said), mock.patch.object(waiting.Operands, "nbytes", nbytes):
+        decisions = tuned.decisions(dist.group.WORLD)
+        for _ in range(6):
+            for operator, n, k, transposed in FORWARD + DGRAD:
+                one_call(tuned, operator, n, k, transposed)
+            seen.append((sum(map(len, decisions.measured.values())), len(decisions.waiting.calls)))
+        fused.ran = []
+        one_call(tuned, *FORWARD[0])
+        return seen, fused.ran, said, [key for key, answer in decisions.answers.items() if not answer["ms"]]
+
+
+def test_where_a_rank_has_no_room_the_call_goes_on_and_no_step_is_lost(world2: WorkerPool, tmp_path: Path) -> None:
+    for rank, (seen, ran, said, unmeasured) in enumerate(world2.run(without_room, tmp_path / "tuned.json", 1)):
+        assert seen == [(0, 4), (0, 3), (1, 2), (2, 1), (3, 0), (3, 0)]
+        assert (ran, unmeasured) == ([RULE], [])
+        told = [line for line in said if "no room to measure all_gather_gemm m=8 n=32 k=16, which goes on" in line]
+        assert len(told) == (rank == 0)
+        assert all("(rank 1: " in line and "rank 0" not in line for line in told)
+    assert len(json.loads((tmp_path / "tuned.json").read_text())) == 3
+
+
+def test_what_a_measurement_needs_is_not_less_than_it_takes() -> None:
+    """x, weight and bias, x repeated for the GEMM alone, what is gathered, and a result before and after its sum."""
+    group = mock.MagicMock(size=lambda: 4)
+    x, w = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.bfloat16)
+    gathers = waiting.Operands.of(OperatorCall("all_gather_gemm", x, w, group))
+    assert gathers.nbytes() == 2 * (8 * 16 + 64 * 16 + 2 * 32 * 16 + 2 * 32 * 64)
+    scatters = waiting.Operands.of(OperatorCall("gemm_reduce_scatter", x, w.t().contiguous(), group, True))
+    assert scatters.nbytes() == 2 * (8 * 16 + 64 * 16 + 2 * 8 * 64)
+
+
+def passes(cache: Path, setting: str, kind: str) -> tuple[list[Any], list[int]]:
+    """Losses and gradients of passes through models, and how many calls wait after each."""
+    options: dict[str, Any] = {}
+    if kind == "recompute":
+        options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    with megatron(2), later(cache, first=setting) as (tuned, _, _), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._backends, "tuned", tuned)
+        models = [gpt_model("gpt3", **options)] + [gpt_model("llama")] * (kind == "two models")
+        found, left = [], []
+        with flux(FluxConfig(backend="tuned")):
+            for turn in range(24 if len(models) > 1 else 12):
+                model = models[turn % len(models)]
+                found.append(loss_and_gradients(model))
+                if kind == "validation":
+                    with torch.no_grad():
+                        found.append((model(**batch(3)), {}))
+                left.append(sum(len(d.waiting.calls) for d in _all_decisions(tuned)))
+        return found, left
+
+
+@pytest.mark.parametrize("kind", ["recompute", "validation", "two models"])
+def test_one_call_is_measured_a_pass(world2: WorkerPool, tmp_path: Path, kind: str) -> None:
+    waited = world2.run(passes, tmp_path / "later.json", "later", kind)
+    expected = world2.run(passes, tmp_path / "short.json", "short", kind)
+    for (found, left), (same, none) in zip(waited, expected, strict=True):
+        assert (left[-1], set(none)) == (0, {0})
+        assert left[0] > 4
+        assert max(before - after for before, after in pairwise(left)) == 1, left
+        for (loss, gradients), (same_loss, same_gradients) in zip(found, same, strict=True):
+            torch.testing.assert_close(loss, same_loss, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(gradients, same_gradients, rtol=1e-5, atol=1e-6)
+
+
 def train(cache: Path, setting: str) -> tuple[list[Any], int, int]:
     """Losses and gradients of some passes, how many calls wait after the first, and in the end."""
     with megatron(2), later(cache, first=setting) as (tuned, _, _), pytest.MonkeyPatch.context() as patch:
@@ -273,11 +351,77 @@ def _all_decisions(tuned: TunedBackend) -> list[Any]:
 
 
 def test_a_models_numbers_stay(world2: WorkerPool, tmp_path: Path) -> None:
-    waited = world2.run(train, tmp_path / "later.json", "later")
+    same_numbers(world2, tmp_path)
+
+
+def test_beside_data_parallelism_too(world4: WorkerPool, tmp_path: Path) -> None:
+    """Two groups that measure at once, and keep their answers in one file."""
+    same_numbers(world4, tmp_path)
+
+
+def same_numbers(world: WorkerPool, folder: Path) -> None:
+    waited = world.run(train, folder / "later.json", "later")
     for (found, first, last), (expected, none, _) in zip(
-        waited, world2.run(train, tmp_path / "short.json", "short"), strict=True
+        waited, world.run(train, folder / "short.json", "short"), strict=True
     ):
         assert (first > 4, last, none) == (True, 0, 0)
         for (loss, gradients), (same_loss, same_gradients) in zip(found, expected, strict=True):
             torch.testing.assert_close(loss, same_loss, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(gradients, same_gradients, rtol=1e-5, atol=1e-6)
+
+
+def pipeline(cache: Path, setting: str) -> tuple[list[float], list[int]]:
+    """Losses (on the last stage) of steps of four micro-batches, and how many calls wait after each step."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    losses, left = [], []
+    with (
+        megatron(2, 2, virtual_pipeline_model_parallel_size=2),
+        later(cache, first=setting) as (tuned, _, _),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setitem(registry._backends, "tuned", tuned)
+        models, batches = stages.chunks(), [stages.text(), stages.text()]
+        with flux(FluxConfig(backend="tuned")):
+            for _ in range(4):
+                for model in models:
+                    model.zero_grad(set_to_none=True)
+                found = get_forward_backward_func()(
+                    forward_step_func=partial(stages.forward_step, Random(0)),
+                    data_iterator=batches,
+                    model=models,
+                    num_microbatches=4,
+                    seq_length=stages.sequence(),
+                    micro_batch_size=stages.BATCH,
+                )
+                losses += [float(each["loss"]) for each in found]
+                left.append(sum(len(d.waiting.calls) for d in _all_decisions(tuned)))
+        return losses, left
+
+
+def test_in_an_interleaved_pipeline_whose_stages_send_meanwhile(world4: WorkerPool, tmp_path: Path) -> None:
+    """A stage measures while its peers wait for what it sends, and it for what they send."""
+    waited = world4.run(pipeline, tmp_path / "later.json", "later")
+    expected = world4.run(pipeline, tmp_path / "short.json", "short")
+    for (losses, left), (same, none) in zip(waited, expected, strict=True):
+        assert losses == pytest.approx(same, rel=1e-6)
+        assert (left[-1], set(none)) == (0, {0})
+    assert any(left[0] > 0 for _, left in waited)
+    assert len(waited[-1][0]) == 4 * 4
+
+
+def ahead(cache: Path) -> tuple[int, int]:
+    """Measured and waiting calls after a model's were asked for before its first step."""
+    with megatron(2), later(cache) as (tuned, _, _), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._backends, "tuned", tuned)
+        model = gpt_model("gpt3")
+        with flux(FluxConfig(backend="tuned")):
+            megatron_flux.tune_model([model], SEQUENCE, BATCH)
+            found = _all_decisions(tuned)
+            return sum(len(m) for d in found for m in d.measured.values()), sum(len(d.waiting.calls) for d in found)
+
+
+def test_nothing_is_measured_before_the_first_step(world2: WorkerPool, tmp_path: Path) -> None:
+    for measured, waiting_calls in world2.run(ahead, tmp_path / "tuned.json"):
+        assert measured == 0
+        assert waiting_calls > 4

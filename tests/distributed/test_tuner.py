@@ -5,6 +5,7 @@ Real: processes, files, the agreement of the ranks, the operators of stock. Repl
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
+from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
@@ -134,6 +136,29 @@ def test_fp8_is_decided_by_how_it_is_scaled_and_added_up(world2: WorkerPool, tmp
     assert [key.split("4 e4m3fn")[1].split("[n,k]")[0].strip() for key, _ in found] == [
         "x e4m3fn by tensor, to bfloat16", "x e4m3fn by tensor, split, to bfloat16", "x e4m3fn by blocks, to bfloat16",
     ]  # fmt: skip
+
+
+def tune_fp8_sum(cache: Path) -> list[tuple[str, bool]]:
+    """Operators as keys have them, and whether a candidate has the own GEMM, which takes no FP8."""
+    group, (m, n, k) = dist.group.WORLD, SHAPE
+    pair = Fp8Pair(quantized(torch.ones(m, k), "tensor"), quantized(torch.ones(n, k), "tensor"))
+    made = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
+    with without_gpus(cache):
+        fused: Any = FusedBackend("twin", twin=True)
+        tuned = TunedBackend(ReferenceBackend(), PipelinedBackend(), fused)
+        state_of(group).tuned.clear()
+        for beside in (False, True):
+            for _ in range(2):
+                assert made._replace(async_op=beside).run(tuned).wait().eq(2 * k).all()
+            assert tuned.prepare(made._replace(async_op=beside), (m, n)) is None
+        answers = tuned.decisions(group).answers
+        return [(key.split(" m=")[0], "own_gemm" in str(answer["ms"])) for key, answer in answers.items()]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(world2: WorkerPool, tmp_path: Path) -> None:
+    expected = [("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", False)]
+    assert world2.run(tune_fp8_sum, tmp_path / "tuned.json") == [expected] * 2
 
 
 def key_of_the_call() -> str:

@@ -190,14 +190,29 @@ def some_layers() -> tuple[dict[str, str], list[str]]:
             set_backend(model, "stock", names="decoder.layers.0.mlp.*")
             proj = model.decoder.layers[1].self_attention.linear_proj
             proj.sequence_parallel = proj.input_is_parallel = False
+
+            def called() -> list[torch.Tensor]:
+                """Results and gradients of each of them."""
+                found = []
+                for layer in model.decoder.layers:
+                    model.zero_grad(set_to_none=True)
+                    proj = layer.self_attention.linear_proj
+                    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+                    x = torch.randn(8, 1, 32, generator=generator)
+                    y = torch.randn(16, 1, 16 if proj.input_is_parallel else 32, generator=generator)
+                    one, other = layer.mlp(x)[0], proj(y)[0]
+                    (one.sum() + other.square().sum()).backward()
+                    found += [one.detach(), other.detach()]
+                    found += [p.grad for part in (layer.mlp, proj) for p in part.parameters() if p.grad is not None]
+                return found
+
+            stock = called()
             with flux(REFERENCE):
-                x = torch.ones(8, 1, 32)
                 before = report(model)["layers"]
                 assert set(before.values()) == {"not called"}
-                for layer in model.decoder.layers:
-                    layer.mlp(x)
-                    proj = layer.self_attention.linear_proj
-                    proj(torch.ones(16, 1, 16 if proj.input_is_parallel else 32))
+                ours = called()
+                assert len(ours) > 2 * 4
+                assert all(torch.equal(one, other) for one, other in zip(stock, ours, strict=True))
                 return report([model])["layers"], said
     finally:
         logging.getLogger("megatron_flux").removeHandler(handler)

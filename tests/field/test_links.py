@@ -166,7 +166,7 @@ def never_comes() -> str:
             steps(model, [(8,)])
             loss = model(**packed((8,), 1)).float().mean()
             if dist.get_rank() == 1:
-                time.sleep(2.5)
+                dist.barrier()
                 return ""
             began = time.monotonic()
             with pytest.raises(OperatorError) as caught:
@@ -175,6 +175,7 @@ def never_comes() -> str:
         gone = RuntimeError("Timed out waiting 60000ms\nfor recv operation to complete")
         with mock.patch.object(dist, "all_gather_object", side_effect=gone), pytest.raises(OperatorError) as first:
             of_all_ranks("a first call", dist.group.WORLD)
+        dist.barrier()
         assert str(first.value).startswith("rank 0: no word from peer rank(s) [1]: Timed out waiting 60000ms for recv")
         return str(caught.value)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_flux import FluxConfig
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.ops import stats
+from megatron_flux.ops import stats, timing
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -91,6 +91,37 @@ def tuned_calls(cache: Path, seconds: str, rows: list[int]) -> tuple[list[str], 
             measured += [key] if answer["ms"] else []
         state_of(group).tuned.clear()
     return ran, measured, said, dict(stats.degraded)
+
+
+def tuned_by_size(cache: Path) -> tuple[list[str], dict[str, int]]:
+    """What runs calls of few rows and of many, where a fused kernel gains with many alone."""
+
+    def timed(ways: dict[str, Any], *_: Any) -> dict[str, list[float]]:
+        found = {name: [1.0 if name == "reference" else now[0]] for name in ways}
+        for way in ways.values():
+            way()
+        return found
+
+    group, weight, now = dist.group.WORLD, torch.ones(6, 4), [0.0]
+    stats.reset()
+    with without_gpus(cache), mock.patch.object(timing, "interleaved", timed):
+        tuned = TunedBackend(ReferenceBackend(), None, Fused({}))  # type: ignore[arg-type]
+        for m, ms in ((2, 1.3), (4, 0.995), (64, 0.8)):  # the second is about as fast, which is no reason
+            now[0] = ms
+            x = torch.full((m, 4), float(m + group.rank()))
+            y = OperatorCall("gemm_reduce_scatter", x, weight, group).run(tuned).wait()
+            assert torch.equal(y, torch.full((m // 2, 6), 4.0 * (2 * m + 1)))
+        ran = [answer["backend"] for answer in tuned.decisions(group).answers.values()]
+        state_of(group).tuned.clear()
+    return ran, dict(stats.degraded)
+
+
+def test_where_few_rows_gain_nothing_stock_is_what_was_measured_to_be_faster(
+    world2: WorkerPool, tmp_path: Path
+) -> None:
+    """bytedance/flux#43, #111: at m = 64 slower than torch. A choice, and no fallback: nothing is counted as one."""
+    for found in world2.run(tuned_by_size, tmp_path / "tuned.json"):
+        assert found == (["reference", "reference", "fused"], {})
 
 
 def test_a_shape_that_nobody_has_tuned_is_measured_when_it_comes(world2: WorkerPool, tmp_path: Path) -> None:

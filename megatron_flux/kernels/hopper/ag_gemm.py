@@ -95,10 +95,10 @@ def _piece(
 
 @gluon.jit
 def _load(
-    a, xd, b, sa, sb, full, empty, xs, gs, ss, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr,
-    PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr,
-    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
+    a, xd, b, sa, sb, full, empty, xs, gs, ss, ws, sw, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp,
+    rank, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
+    TP: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     per_source: gl.constexpr = 2 if EARLY or LATE else 1
     slot = 0
@@ -108,8 +108,8 @@ def _load(
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
         if src == rank:
             slot, phase = load_blocks(
-                xd, b, rb * BM, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, rb * BM, ss, BM, BN, BK,
-                STAGES, TRANSPOSED, SCALES,
+                xd, b, rb * BM, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, rb * BM, ss, ws, sw, BM, BN,
+                BK, STAGES, TRANSPOSED, SCALES,
             )  # fmt: skip
         else:
             for kc in range(KCH):
@@ -125,7 +125,7 @@ def _load(
                         arrived = unit
                 slot, phase = load_blocks(
                     a, b, src * mp + rb * BM, pn * BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), sa, sb, full,
-                    empty, slot, phase, gs, src * kt, rb * BM, ss, BM, BN, BK, STAGES, TRANSPOSED, SCALES,
+                    empty, slot, phase, gs, src * kt, rb * BM, ss, ws, sw, BM, BN, BK, STAGES, TRANSPOSED, SCALES,
                 )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def _push(
 
 @gluon.jit
 def _multiply(
-    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, ldw, n, rank,
+    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
     SPAN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
@@ -195,7 +195,7 @@ def _multiply(
     phase_d = 0
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         col = 0
-        if BIAS or SCALES == "blocks":
+        if BIAS:
             _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
             col = pn * BN
         if SCALES is None:
@@ -204,11 +204,8 @@ def _multiply(
                 TEAM, TEAMS,
             )  # fmt: skip
         else:
-            by_block = ws
-            if SCALES == "blocks":
-                by_block += pn * (BN // 128) * ldw
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, xs, ss, by_block, ldw, bias, col, n, BM, BN, STAGES,
+                sa, sb, full, empty, slot, phase, kt, xs, ss, ws, sw, bias, col, n, BM, BN, STAGES,
                 SCALES, PROMOTE, BIAS, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
@@ -217,14 +214,14 @@ def _multiply(
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def hopper_ag_gemm_kernel(
     a, xd, b, c, x, bias, xs, gs, ws, data_table, flag_table, flags, ctrl, epochs, err, limit, slot, next_slot,
-    flag_off, buf_off, n, k, mp, chunk_k, ldw, rank,
+    flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read,
-    without ``SCALES`` (None) no scales; of "blocks" ``xs`` and ``gs`` are descriptors, of "tensor" pointers.
+    without ``SCALES`` (None) no scales; of "blocks" ``xs``, ``gs`` and ``ws`` are descriptors, of "tensor" pointers.
     """
     epoch = gl.load(epochs + slot)
     own = mp // BM
@@ -234,19 +231,21 @@ def hopper_ag_gemm_kernel(
     sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], c.layout)
     ss = sa
+    sw = sa
     if SCALES == "blocks":
         ss = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], xs.layout)
+        sw = gl.allocate_shared_memory(gl.float32, [STAGES] + ws.block_type.shape, ws.layout)  # noqa: RUF005 - Gluon
     full, empty = rings(STAGES, 1, TEAMS)
     ready, free = rings(RING, TEAMS, 1)
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, ldw, n, rank,
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
                              BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
                              PROMOTE, 1, 0)),
-                (_load, (a, xd, b, sa, sb, full, empty, xs, gs, ss, flags, flag_off, epoch, err, limit, own, npn, kt,
-                         chunk_k // BK, mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES,
-                         TRANSPOSED, SCALES)),
+                (_load, (a, xd, b, sa, sb, full, empty, xs, gs, ss, ws, sw, flags, flag_off, epoch, err, limit, own,
+                         npn, kt, chunk_k // BK, mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS,
+                         STAGES, TRANSPOSED, SCALES)),
                 (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
                 (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
                          TP, PUSH, KEEP, CTAS)),
@@ -257,15 +256,15 @@ def hopper_ag_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, ldw, n, rank,
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
                              BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
                              PROMOTE, 2, 0)),
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, ldw, n, rank,
+                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
                              BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
                              PROMOTE, 2, 1)),
-                (_load, (a, xd, b, sa, sb, full, empty, xs, gs, ss, flags, flag_off, epoch, err, limit, own, npn, kt,
-                         chunk_k // BK, mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS, STAGES,
-                         TRANSPOSED, SCALES)),
+                (_load, (a, xd, b, sa, sb, full, empty, xs, gs, ss, ws, sw, flags, flag_off, epoch, err, limit, own,
+                         npn, kt, chunk_k // BK, mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS,
+                         STAGES, TRANSPOSED, SCALES)),
                 (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
                 (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
                          TP, PUSH, KEEP, CTAS)),

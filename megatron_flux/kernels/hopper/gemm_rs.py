@@ -43,7 +43,7 @@ from megatron_flux.kernels.hopper.scaled import scaled_tile
 
 @gluon.jit
 def _load(
-    a, b, sa, sb, full, empty, xs, ss, nrb, npn, kt, mp, rank,
+    a, b, sa, sb, full, empty, xs, ss, ws, sw, nrb, npn, kt, mp, rank,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr,
     CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
@@ -53,8 +53,8 @@ def _load(
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         row = ((rank + 1 + step) % TP) * mp + rb * BM
         slot, phase = load_blocks(
-            a, b, row, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, row, ss, BM, BN, BK, STAGES, TRANSPOSED,
-            SCALES,
+            a, b, row, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, row, ss, ws, sw, BM, BN, BK, STAGES,
+            TRANSPOSED, SCALES,
         )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _reduce(
 @gluon.jit
 def _multiply(
     sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-    xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank,
+    xs, ss, ws, sw, nrb, npn, kt, mp, n, rank,
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
     SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, TEAM: gl.constexpr,
@@ -137,21 +137,15 @@ def _multiply(
     phase = 0
     slot_d = 0
     phase_d = 0
-    for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
+    for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
         if SCALES is None:
             acc, slot, phase = multiply_tile(
                 sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, TRANSPOSED, False, TEAM,
                 TEAMS,
             )  # fmt: skip
         else:
-            col = t * 0
-            by_block = ws
-            if SCALES == "blocks":
-                _, _, pn = scatter_place(t, nrb, npn, BAND, TP)
-                col = pn * BN
-                by_block += pn * (BN // 128) * ldw
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, xs, ss, by_block, ldw, None, col, n, BM, BN,
+                sa, sb, full, empty, slot, phase, kt, xs, ss, ws, sw, None, 0, n, BM, BN,
                 STAGES, SCALES, PROMOTE, False, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
@@ -164,13 +158,13 @@ def _multiply(
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, n, kt, mp, ldw, rank, spread,
+    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
-    Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` is a descriptor, of "tensor" a pointer.
+    Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` and ``ws`` are descriptors, of "tensor" pointers.
     """
     epoch = gl.load(epochs + slot)
     nrb = gl.cdiv(mp, BM)
@@ -179,18 +173,20 @@ def hopper_gemm_rs_kernel(
     sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
     pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)
     ss = sa
+    sw = sa
     if SCALES == "blocks":
         ss = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], xs.layout)
+        sw = gl.allocate_shared_memory(gl.float32, [STAGES] + ws.block_type.shape, ws.layout)  # noqa: RUF005 - Gluon
     full, empty = rings(STAGES, 1, TEAMS)
     ready, free = rings(RING, TEAMS, 1)
     if TEAMS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             limit, row_off, xs, ss, ws, sw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
                              STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 1, 0)),
-                (_load, (a, b, sa, sb, full, empty, xs, ss, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
-                         TRANSPOSED, SCALES)),
+                (_load, (a, b, sa, sb, full, empty, xs, ss, ws, sw, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP,
+                         CTAS, STAGES, TRANSPOSED, SCALES)),
                 (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
                           rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
                 (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
@@ -203,13 +199,13 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             limit, row_off, xs, ss, ws, sw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
                              STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 0)),
                 (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ss, ws, ldw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
+                             limit, row_off, xs, ss, ws, sw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
                              STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 1)),
-                (_load, (a, b, sa, sb, full, empty, xs, ss, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP, CTAS, STAGES,
-                         TRANSPOSED, SCALES)),
+                (_load, (a, b, sa, sb, full, empty, xs, ss, ws, sw, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP,
+                         CTAS, STAGES, TRANSPOSED, SCALES)),
                 (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
                           rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
                 (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,

@@ -22,6 +22,8 @@ Hazards
     * ``mbarrier.arrive`` is done by one thread: a barrier of the partition must come before it.
     * The ``.read`` form of waiting for a store says that shared memory may be reused, not that the data has arrived.
     * A variable that begins as an alias of another is not carried through a loop.
+    * TMA reads from multiples of 16 bytes in a row, and writes to multiples of 128 in shared memory. From other columns
+      it stops with an illegal instruction (seen on an H200).
 """
 
 from __future__ import annotations
@@ -44,13 +46,26 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 PIECE = gl.constexpr(64)  # columns of a piece: one 128-byte swizzle span of 16-bit elements
-
+LINE = gl.constexpr(32)  # scales of a weight that come at once: the least that keeps the next ones where TMA can write
+ALIGNED = gl.constexpr(4)  # of them, where TMA can begin to read
 
 FENCE_SYSTEM = gl.constexpr("fence.acq_rel.sys;")  # of every thread
 FENCE_PROXY = gl.constexpr("fence.proxy.async;")  # orders generic accesses (a polled flag) before TMA ones
 STORES_DONE = gl.constexpr("cp.async.bulk.wait_group 0;")
 """Waits until this thread's TMA stores have arrived wherever they went."""
 SLEEP = gl.constexpr("nanosleep.u32 $1;")  # nanoseconds, about so long, less often more; at most 1 ms
+
+
+_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpreted(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory, seen in another way."""
+    if _PUBLIC:
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:  # noqa: RET505 - Gluon compiles one of the two
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -111,19 +126,21 @@ def rings(SLOTS: gl.constexpr, FILLING: gl.constexpr = 1, READING: gl.constexpr 
 
 @gluon.jit
 def load_blocks(
-    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, xs, xs_row, xs_col, ss, BM: gl.constexpr,
+    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, xs, xs_row, xs_col, ss, ws, sw, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase. With
-    SCALES "blocks" also BM scales of x into ``ss``: row ``xs_row`` of ``xs`` for k block 0, from column ``xs_col``.
+    SCALES "blocks" also BM scales of x into ``ss``: row ``xs_row`` of ``xs`` for k block 0, from column ``xs_col``; and
+    those of the weight into ``sw``: for each 128 columns as many as fill a line, from the last aligned block on.
     """
     for ki in range(first, last):
         mbarrier.wait(empty.index(slot), phase)
         loaded, to_a, to_b = full.index(slot), sa.index(slot), sb.index(slot)
-        scales: gl.constexpr = 4 * BM if SCALES == "blocks" else 0
+        scales: gl.constexpr = 4 * (BM + LINE) if SCALES == "blocks" else 0
         mbarrier.expect(loaded, (BM + BN) * BK * (sa.dtype.primitive_bitwidth // 8) + scales)
         if SCALES == "blocks":
             copy_in(xs, [xs_row + ki, xs_col], loaded, ss.index(slot))
+            copy_in(ws, [col // 128, ki // ALIGNED * ALIGNED], loaded, sw.index(slot))
         copy_in(a, [row, ki * BK], loaded, to_a)
         if TRANSPOSED:
             copy_in(b, [ki * BK, col], loaded, to_b)

@@ -8,22 +8,21 @@ Contract
     SCALES         the product is
     =============  ==================================================================================================
     ``"tensor"``   ``(x @ w) * xs[0] * ws[0]``
-    ``"blocks"``   the sum over blocks of 128 of k of
-                   ``(x @ w) * xs[block * ld + row] * ws[column // 128 * ldw + block]``
+    ``"blocks"``   the sum over blocks of 128 of k of ``(x @ w) * xs[block, row] * ws[column // 128, block]``
     =============  ==================================================================================================
 
-    Scales of blocks begin with the tile's. PROMOTE, always on with them: the tensor core adds up 128 products in its
-    own precision (14 bits on Hopper), which are then added to a sum in fp32; that is what cuBLASLt does without fast
-    accumulation. BK is 128 then, BN 128 or 256.
+    PROMOTE, always on with them: the tensor core adds up 128 products in its own precision (14 bits on Hopper), which
+    are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN 128 or
+    256.
 
 Schedule with PROMOTE
     A team multiplies a k block by 128 columns, waits for it, and adds it: meanwhile the other team multiplies. Beside
     the sum a thread holds the product of a block. Software pipelining within one team of eight warps needs one more:
-    ptxas spills, or makes the products wait for each other (triton 3.9).
+    ptxas spills, or makes the products wait for each other (triton 3.9). Teams that took turns, one beginning when the
+    other was half-way, were slower by 2 to 10 % (results/fp8-gemm-h200).
 
-    Scales of x come with the operands of their block, by *load*: a block takes less time than a load from L2, so what
-    each thread loads itself one block ahead comes too late (run so on an H200). Those of the weight are loaded one
-    block ahead, from a line that 32 blocks share.
+    Scales come with the operands of their block, by *load*: a block takes less time than a load from L2, so what each
+    thread loads itself one block ahead comes too late (run so on an H200).
 """
 
 from __future__ import annotations
@@ -32,7 +31,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from megatron_flux.kernels.hopper.pieces import advance, barrier, multiply_tile, team_rows, tile_layout
+from megatron_flux.kernels.hopper.pieces import (
+    ALIGNED,
+    LINE,
+    advance,
+    barrier,
+    multiply_tile,
+    reinterpreted,
+    team_rows,
+    tile_layout,
+)
 
 HALF = gl.constexpr(128)  # columns that share the scales of a weight
 
@@ -49,57 +57,57 @@ def _added(acc, x, y, nothing, by_row, by_half, SCALES: gl.constexpr):
 
 
 @gluon.jit
+def _scale(scales, at):
+    """Number ``at`` in shared memory, for every thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(scales.index(at).load(layout), axis=0)
+
+
+@gluon.jit
 def _promoted(
-    sa, sb, full, empty, slot, phase, kt, ss, ws, ldw, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, ss, sw, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     SCALES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """The halves of a tile, of 128 columns each; of a tile that is one half, the second is zero. ``ldw`` leads to the
-    second one's scales.
-    """
+    """The halves of a tile, of 128 columns each; of a tile that is one half, the second is zero."""
     mma: gl.constexpr = tile_layout(HALF, 32, TEAMS)
     nothing = gl.zeros((BM // TEAMS, HALF), gl.float32, layout=mma)
     first = nothing
     second = nothing
-    by_first = 0.0
-    by_second = 0.0
+    numbers = sa
     if SCALES == "blocks":
-        by_first = gl.load(ws)
-        by_second = gl.load(ws + ldw)
+        numbers = reinterpreted(sw, gl.float32, [STAGES * LINE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for block in range(kt):
-        if SCALES == "blocks":
-            ws += (block + 1 < kt).to(gl.int32)
-            next_by_first = gl.load(ws)
-            next_by_second = gl.load(ws + ldw)
         mbarrier.wait(full.index(slot), phase)
+        by_row = 0.0
+        by_first = 0.0
+        by_second = 0.0
         if SCALES == "blocks":
             by_row = team_rows(ss.index(slot).reshape((BM,)), BM, TEAM, TEAMS).load(gl.SliceLayout(1, mma))
-        else:
-            by_row = 0.0
+            at = slot * LINE + block % ALIGNED
+            by_first = _scale(numbers, at)
+            if BN > HALF:
+                by_second = _scale(numbers, at + LINE // 2)
         x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
         first = _added(first, x, sb.index(slot).slice(0, HALF), nothing, by_row, by_first, SCALES)
         if BN > HALF:
             second = _added(second, x, sb.index(slot).slice(HALF, HALF), nothing, by_row, by_second, SCALES)
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        if SCALES == "blocks":
-            by_first = next_by_first
-            by_second = next_by_second
         slot, phase = advance(slot, phase, STAGES)
     return first, second, slot, phase
 
 
 @gluon.jit
 def scaled_tile(
-    sa, sb, full, empty, slot, phase, kt, xs, ss, ws, ldw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, xs, ss, ws, sw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
     TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``ss``: where *load* brings the scales of x, of blocks."""
+    """See the module. ``ss`` and ``sw``: where *load* brings the scales of x and of the weight, of blocks."""
     mma: gl.constexpr = tile_layout(BN, 32, TEAMS)
     if PROMOTE:
-        to_second = gl.where(col + HALF < n, ldw, 0)  # where there is no second half, the first one's scales do
         acc, second, slot, phase = _promoted(
-            sa, sb, full, empty, slot, phase, kt, ss, ws, to_second, BM, BN, STAGES, SCALES, TEAM, TEAMS
+            sa, sb, full, empty, slot, phase, kt, ss, sw, BM, BN, STAGES, SCALES, TEAM, TEAMS
         )
         if BN > HALF:
             both = gl.permute(gl.join(acc, second), (0, 2, 1))

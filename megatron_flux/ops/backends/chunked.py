@@ -38,7 +38,7 @@ from megatron_flux.comm.transport import unbroken
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops.backends.reference import fp8_gemm
+from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
 from megatron_flux.ops.checks import OperatorCall, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair

@@ -121,16 +121,14 @@ class FusedBackend:
 
     def gemm_all_reduce(self, call: OperatorCall, config: AllReduceConfig | None = None) -> Pending:
         """As :meth:`all_gather_gemm`; finished, but for an all_gather behind a reduce-scatter, with ``async_op``."""
-        config = config or all_reduce_config(call.m, call.n, call.k, call.group.size(), call.x.element_size())
+        config = config or _all_reduce_config(call)
         if config.shots == 0:
             return scatter_and_gather(call, self, self, nccl=config.nccl)
         from megatron_flux.ops.launch import all_reduce as launch
 
         call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
         compare_calls(call)
-        nbytes = config.nbytes(call.m, call.n, call.group.size(), call.x.element_size())
-        work = state_of(call.group).slab(ALL_REDUCE, nbytes, call.x.device, capturing(call.x))
-        return Pending(launch.gemm_all_reduce(call, work, config))
+        return Pending(launch.gemm_all_reduce(call, self._sum_slab(call, config, capturing(call.x)), config))
 
     def all_gather(self, call: OperatorCall) -> Pending:
         """By copy engine, which takes no SM from the GEMM it hides behind. A capture must hold its ``wait()`` too."""
@@ -138,17 +136,20 @@ class FusedBackend:
         return copy_engine.all_gather(call.x, self._gather_slab(call, capturing(call.x)))
 
     def prepare(
-        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | None = None
+        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | AllReduceConfig | None = None
     ) -> fast_path.PreparedCall | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: that the call was given."""
         # A configuration that somebody set is looked at in every call.
-        if (
-            call.operator == "gemm_all_reduce"
-            or self.twin
-            or (config is None and self.config is not None)
-            or capturing(call.x)
-        ):
+        if self.twin or (config is None and self.config is not None) or capturing(call.x):
             return None
+        if call.operator == "gemm_all_reduce":
+            made = config or _all_reduce_config(call)
+            if call.fp8 is not None:
+                return None
+            if not isinstance(made, AllReduceConfig) or made.shots == 0:  # two operators, of many rows
+                return None
+            return fast_path.prepare_all_reduce(call, self._sum_slab(call, made, False), made, shape)
+        assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
         if call.operator == "all_gather":
             return fast_path.prepare(call, self._gather_slab(call, False), None, shape)
         return fast_path.prepare(call, *self._placed(call, config, False), shape)
@@ -173,7 +174,7 @@ class FusedBackend:
 
         operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
         sms, config = launch.sm_count(x.device), config or self.config
-        hopper = launch.hopper_kernels(operator, x, n, *([] if config is None else [config.bm]))
+        hopper = launch.hopper_kernels(call, *([] if config is None else [config.bm]))
         if config is None and call.fp8 is not None:
             config = fp8_config(operator, m // tp, n, k, tp, sms, hopper, promoted=call.fp8.promoted)
         elif config is None:
@@ -197,6 +198,10 @@ class FusedBackend:
         purpose = "gather" if call.operator == "all_gather" else "gemm"
         return state_of(call.group).slab(purpose, call.group.size() * nbytes, call.x.device, captured)
 
+    def _sum_slab(self, call: OperatorCall, config: AllReduceConfig, captured: bool) -> Slab:
+        nbytes = config.nbytes(call.m, call.n, call.group.size(), call.out.itemsize)
+        return state_of(call.group).slab(ALL_REDUCE, nbytes, call.x.device, captured)
+
     def _gather_slab(self, call: OperatorCall, captured: bool) -> Slab:
         return self._slab(call, call.x.numel() * call.x.element_size(), None, captured)
 
@@ -205,6 +210,11 @@ class FusedBackend:
         :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`. Collective.
         """
         state_of(group).renew_slabs()
+
+
+def _all_reduce_config(call: OperatorCall) -> AllReduceConfig:
+    fp8 = call.fp8 is not None
+    return all_reduce_config(call.m, call.n, call.k, call.group.size(), call.out.itemsize, fp8=fp8)
 
 
 def limit(

@@ -24,10 +24,9 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops.call_events import stats
+from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
 from megatron_flux.ops.checks import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of
+from megatron_flux.ops.fp8_operand import Fp8Operand
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,40 +35,6 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
     """
     wt = weight if transposed else weight.t()
     return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
-
-
-def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if that is given: cuBLASLt's where it takes them, else
-    fp32 products of the dequantised numbers, rounded once.
-    """
-    x, weight = pair.x.one_shard(), pair.weight
-    if cublas_takes(x, weight):
-        if pair.blocks:
-            by = x.scale_inv.t(), weight.scale_inv.t()[: blocks_of(weight.k)]
-        else:
-            by = x.scale_inv.view(()), weight.scale_inv.view(())
-        return torch._scaled_mm(
-            x.numbers, weight.numbers.t(), scale_a=by[0], scale_b=by[1], bias=bias, out_dtype=pair.out,
-            use_fast_accum=not pair.promoted, **({} if out is None else {"out": out}),
-        )  # fmt: skip
-    if x.data.is_cuda:
-        stats.degraded["an fp32 GEMM of dequantised FP8 operands that cuBLASLt does not take"] += 1
-    y = x.dequantized() @ weight.dequantized().t()
-    y = y if bias is None else y.add_(bias)
-    return y.to(pair.out) if out is None else out.copy_(y)
-
-
-def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:
-    """Whether ``torch._scaled_mm`` multiplies these: k and n multiples of 16; blocks on Hopper, from CUDA 12.9, and
-    rows that are a multiple of 4.
-    """
-    if not x.data.is_cuda or x.k % 16 or weight.rows % 16:
-        return False
-    capability = torch.cuda.get_device_capability(x.data.device)
-    if x.scaling == "tensor":
-        return capability >= FP8_CAPABILITY
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return capability == (9, 0) and cuda >= (12, 9) and x.rows == x.scale_inv.shape[1]
 
 
 def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
@@ -103,20 +68,19 @@ class ReferenceBackend:
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        partial = _partial(call)
-        return collectives.reduce_scatter(partial, call.group, async_op=call.async_op)
+        return collectives.reduce_scatter(partial(call), call.group, async_op=call.async_op)
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        partial = gemm(call.x, call.weight, transposed=call.transposed)
-        return collectives.all_reduce(partial, call.group, async_op=call.async_op)
+        return collectives.all_reduce(partial(call), call.group, async_op=call.async_op)
 
     def all_gather(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
         return collectives.all_gather(call.x, call.group, async_op=True)
 
 
-def _partial(call: OperatorCall) -> torch.Tensor:
+def partial(call: OperatorCall) -> torch.Tensor:
+    """The product of a rank alone ``[m, n]``, before any sum over ranks."""
     return gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
 
 

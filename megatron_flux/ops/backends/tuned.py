@@ -26,7 +26,10 @@ Contract
       NCCL without multicast, where that has saved 3 % of reference's time. During CUDA-graph capture nothing is
       measured either: a call that is new then takes ``reference`` and is logged.
     * Where m changes from call to call (packed sequences), :data:`MOST_M` values of it are measured of a GEMM; each
-      further one runs as the nearest of those, which is said once.
+      further one runs as the nearest of those, which is said once. Of a decode step's gemm_all_reduce (up to
+      :data:`~megatron_flux.ops.backends.tuner_calls.LONG_M` rows) no m is measured for which there is an answer, in
+      the file too, of one that is at most twice or at least half as many. It runs that, but stock where stock is the
+      answer on either side. :meth:`decide` measures, whatever there is.
     * Calls that will be captured (:mod:`megatron_flux.ops.cuda_graphs`) take the answer for eager ones, unless it is
       ``pipelined``, which cannot be captured. Where there is none they are measured in their own mode, eagerly and so
       with a handshake for each, and the answer is kept for such calls alone.
@@ -38,7 +41,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +51,7 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend
@@ -60,7 +64,6 @@ from megatron_flux.ops.backends.waiting import Waiting
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fast_path import PreparedCall
 from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.ops.kernel_config import KernelConfig, fits
 from megatron_flux.settings import tunes_fully
@@ -78,6 +81,8 @@ class Decisions:
     choices: dict[tuple[Any, ...], Choice] = field(default_factory=dict)  # by what calls with one choice have in common
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
     """Answers that this process has measured, by the same without m, and by m."""
+    kept: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
+    """Likewise those that the file had when a call of that kind first came, of calls whose m changes with the steps."""
     waiting: Waiting = field(default_factory=Waiting)
 
 
@@ -96,6 +101,19 @@ _INSTEAD = "reference instead of tuned: the call was not measured"
 def _choice_of(found: dict[str, Any]) -> Choice:
     name = "unmeasured" if "unmeasured" in found else found["backend"]
     return Choice(name, plan_of(found["plan"]) if found["plan"] is not None else None, found.get("pieces"))
+
+
+def _first_that_runs(call: OperatorCall, answers: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of ``answers`` for other m the first, without times, that ``call`` can run; None: none."""
+    tp = call.group.size()
+
+    def runs_here(plan: dict[str, Any] | None) -> bool:
+        if plan is None or call.operator != "gemm_all_reduce":
+            return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
+        return AllReduceConfig(**plan).fits(call.m, call.n, tp, call.out.itemsize)
+
+    found = next((answer for answer in answers if runs_here(answer["plan"])), None)
+    return found and {name: found.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
 
 class TunedBackend(Measurement):
@@ -181,46 +199,61 @@ class TunedBackend(Measurement):
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. A collective call."""
-        if call.operator != "gemm_all_reduce" or not tuner_calls.by_chunks(call.x, call.group):
-            self._choice(call)
+        measured = {"gemm_all_reduce": False, "all_gather": True}.get(call.operator)  # over links that go by chunks
+        if measured is None or measured is tuner_calls.by_chunks(call.x, call.group):
+            self._choice(call, itself=True)
 
-    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> PreparedCall | None:
+    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> fast_path.Prepared | None:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
-        if call.operator == "gemm_all_reduce":
-            return None
         if call.weight is None:
             return None if tuner_calls.by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         decisions = self.decisions(call.group)
-        config = decisions.choices.get(tuner_calls.kind_of(call), Choice("")).config
-        return None if config is None or decisions.waiting.calls else self.fused.prepare(call, shape, config)
+        name, config, _ = decisions.choices.get(tuner_calls.kind_of(call), Choice(""))
+        if decisions.waiting.calls:
+            return None
+        if config is not None:
+            return self.fused.prepare(call, shape, config)
+        stock = call.operator == "gemm_all_reduce" and name == "reference" and not capturing(call.x)
+        stock = stock and call.fp8 is None
+        return fast_path.PreparedStock(call) if stock else None
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
         return self.pipelined is not None and call.bias is None and call.fp8 is None
 
-    def _choice(self, call: OperatorCall) -> Choice:
-        """For this call; measured if that is new, or waits if it may."""
+    def _choice(self, call: OperatorCall, *, itself: bool = False) -> Choice:
+        """For this call; measured if that is new, or waits if it may. ``itself``: it is asked for ahead of training,
+        where no other m's will do, and no waiting call's turn comes.
+        """
         decisions = self.decisions(call.group)
         kind, choices = tuner_calls.kind_of(call), decisions.choices
-        if decisions.waiting.calls and not capturing(call.x):
+        if decisions.waiting.calls and not itself and not capturing(call.x):
             due = decisions.waiting.turn(call)
             if due is not None:
                 self._measure_waiting(due, decisions)
         choice = choices.get(kind)
         if choice is None:
-            choice = _choice_of(self._find(call))
+            choice = _choice_of(self._find(call, itself=itself))
             if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
 
-    def _measure_waiting(self, kind: Hashable, decisions: Decisions) -> None:
+    def _measure_waiting(self, kind: tuple[Any, ...], decisions: Decisions) -> None:
         """Measure the calls of ``kind``, which wait. Collective."""
         operands = decisions.waiting.calls.pop(kind)
-        began, call = time.monotonic(), operands.call_with_random_numbers()
-        with torch.no_grad():
-            found = self._measured_and_kept(call, tuner_calls.key_of(call, captured=False))
-        decisions.choices[kind] = _choice_of(found)
-        left = len(decisions.waiting.calls)
-        if call.group.rank() == 0:
+        began, call, left = time.monotonic(), operands.call, len(decisions.waiting.calls)
+        short = collectives.failures(self._processes(call.group), operands.why_no_room())
+        if not short:
+            call = operands.call_with_random_numbers()
+            with torch.no_grad():
+                found = self._measured_and_kept(call, tuner_calls.key_of(call, captured=False))
+            decisions.choices[kind] = _choice_of(found)
+        elif call.group.rank() == 0:
+            operator, m, n, k, *_ = kind
+            logger.warning(
+                "megatron_flux: no room to measure %s m=%d n=%d k=%d, which goes on with the plan that ships (%s)",
+                operator, m, n, k, "; ".join(f"rank {rank}: {why}" for rank, why in short.items()),
+            )  # fmt: skip
+        if not short and call.group.rank() == 0:
             ms = found["ms"]
             best = tuning_cache.label(found)
             times = f"{min(ms.values()):.3f} ms, stock {ms['reference']:.3f} ms, " if "reference" in ms else ""
@@ -236,7 +269,7 @@ class TunedBackend(Measurement):
             decisions.answers = {key: answer for key, answer in decisions.answers.items() if "waiting" not in answer}
             state_of(call.group).prepared.clear()  # those that were asked for in vain are asked for again
 
-    def _find(self, call: OperatorCall) -> dict[str, Any]:
+    def _find(self, call: OperatorCall, *, itself: bool) -> dict[str, Any]:
         """``{"backend", "plan", "pieces", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in
         bursts, ``sustained_ms`` of those that were measured by themselves (none if one was far ahead, or time was up),
         ``list`` of candidates it is from, ``gemm_ms`` of the GEMM alone (both absent from answers of earlier versions,
@@ -258,7 +291,9 @@ class TunedBackend(Measurement):
                 return dict(UNMEASURED)
             full = tunes_fully()
             found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
-        if found is None:
+        if found is None and tuner_calls.changes_with_steps(call):
+            found = None if itself else self._of_steps_alike(call, keys[0])
+        elif found is None:
             found = self._nearest(call)
         if found is None and not captured:
             found = self._while_waiting(call)
@@ -318,19 +353,21 @@ class TunedBackend(Measurement):
                 f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(known)} were measured, others run "
                 "as the nearest of these"
             )
-        tp = call.group.size()
+        near = sorted(known, key=lambda m: (abs(math.log(m / call.m)), m))
+        return _first_that_runs(call, [known[m] for m in near]) or dict(UNMEASURED)
 
-        def runs_here(answer: dict[str, Any]) -> bool:
-            plan = answer["plan"]
-            if plan is None or call.operator != "gemm_all_reduce":
-                return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
-            return AllReduceConfig(**plan).fits(call.m, call.n, tp, call.x.element_size())
-
-        near = [m for m in sorted(known, key=lambda m: (abs(math.log(m / call.m)), m)) if runs_here(known[m])]
-        if not near:
-            return dict(UNMEASURED)
-        nearest = known[near[0]]
-        return {name: nearest.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
+    def _of_steps_alike(self, call: OperatorCall, key: str) -> dict[str, Any] | None:
+        """Likewise of a decode step: what :func:`~megatron_flux.ops.backends.tuner_calls.between` says; None where
+        nothing does and another m may be measured.
+        """
+        operator, _, *others = tuner_calls.kind_of(call)
+        kept, kind = self.decisions(call.group).kept, (operator, *others)
+        if kind not in kept:
+            full = tunes_fully()
+            kept[kind] = collectives.first_rank(call.group, lambda: tuning_cache.of_other_rows(key, call.m, full=full))
+        known = kept[kind] | self._measured(call)
+        alike = [known[m] for m in tuner_calls.between(known, call.m)] if math.isfinite(self.most_m) else []
+        return _first_that_runs(call, alike) or self._nearest(call)
 
     def answer(
         self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +23,9 @@ from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.kernel_config import candidates, fp8_candidates
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.settings import sm_margin, tunes_later
+
+LONG_M = 512
+"""Rows up to which a gemm_all_reduce is bound by memory and latency, not by power: bursts are enough."""
 
 
 def seconds() -> float:
@@ -57,6 +62,22 @@ def link_name(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:
     return f"{links.name(link)} wire={wire}" if links.by_chunks(link) and wire != EXACT else links.name(link)
 
 
+def changes_with_steps(call: OperatorCall) -> bool:
+    """Whether such a call's m may be another one in every step: a decode step's, of so many sequences as there are."""
+    return call.operator == "gemm_all_reduce" and not call.async_op and call.m <= LONG_M
+
+
+def between(known: Mapping[int, Mapping[str, Any]], m: int) -> list[int]:
+    """Of the m with ``known`` answers those that tell of ``m``, nearest first: the next below and the next above,
+    within a factor of two. Stock alone where it is one's answer: it may be ``m``'s.
+    """
+    below = [other for other in known if other <= m <= 2 * other]
+    above = [other for other in known if m <= other <= 2 * m]
+    near = {*([max(below)] if below else []), *([min(above)] if above else [])}
+    stock = {other for other in near if known[other]["backend"] == "reference"}
+    return sorted(stock or near, key=lambda other: (abs(math.log(other / m)), other))
+
+
 def by_chunks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether what crosses the group's link goes by chunks."""
     return x.device.type == "cuda" and links.by_chunks(links.probe(group, x.device))
@@ -78,18 +99,18 @@ def gpu_of(call: OperatorCall) -> str:
         return ""
     from megatron_flux.ops.launch import hopper_kernels
 
-    known = hopper_kernels(call.operator, call.x, call.n) and links.probe(call.group, call.x.device).is_nvlink
+    known = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
     return torch.cuda.get_device_name(call.x.device) if known else ""
 
 
 def listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
     """``short`` or ``full``, and the fields of the plans to measure; ``full``: that list is wanted."""
     if call.operator == "gemm_all_reduce":
-        sizes = (call.m, call.n, call.k, call.group.size(), call.x.element_size())
-        return "full", [asdict(plan) for plan in all_reduce_candidates(*sizes)]
+        sizes = (call.m, call.n, call.k, call.group.size(), call.out.itemsize)
+        return "full", [asdict(plan) for plan in all_reduce_candidates(*sizes, fp8=call.fp8 is not None)]
     from megatron_flux.ops.launch import hopper_kernels, sm_count
 
-    tp, hopper = call.group.size(), hopper_kernels(call.operator, call.x, call.n)
+    tp, hopper = call.group.size(), hopper_kernels(call)
     sizes = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper)
     if call.fp8 is not None:  # no plans ship for these
         return "full", [asdict(plan) for plan in fp8_candidates(*sizes, promoted=call.fp8.promoted)]

@@ -27,7 +27,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.backends.tuning_cache import plan_of
-from megatron_flux.ops.backends.wrapped_calls import CALLS, beside_wgrad, in_graphs
+from megatron_flux.ops.backends.wrapped_calls import CALLS, Planned, beside_wgrad, in_graphs
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.kernel_config import KernelConfig
@@ -36,8 +36,6 @@ from megatron_flux.settings import tunes_fully
 logger = logging.getLogger("megatron_flux")
 
 MARGIN = 0.99  # of reference's time, which others must beat
-LONG_M = 512
-"""Rows up to which a gemm_all_reduce is bound by memory and latency, not by power: bursts are enough."""
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, the candidates are that are measured once more
 
 UNMEASURED: dict[str, Any] = {"backend": "reference", "plan": None, "ms": {}, "unmeasured": True}
@@ -142,6 +140,7 @@ class Measurement:
         def time_is_left(seconds: float) -> bool:
             return timing.all_agree(time.monotonic() - began <= seconds, group, device)
 
+        planned: list[Planned] = []
         choices: dict[str, Choice] = {}  # that a candidate's label stands for; a backend's name for itself
         timed: dict[str, Callable[[], Any]]
         listed = "full"
@@ -163,6 +162,9 @@ class Measurement:
                 if isinstance(plan, AllReduceConfig):
                     make = functools.partial(self._all_reduced, call, plan)
                 way = self._tried(call, name, make)  # compiles
+                if way is not None and isinstance(plan, AllReduceConfig) and call.fp8 is None:
+                    planned.append(Planned(self.fused, plan))
+                    way = planned[-1].way(call, way)
                 if way is not None:
                     timed[name], choices[name] = way, Choice("fused", plan)
         alone = None if call.weight is None else gemm_only(call)
@@ -175,12 +177,14 @@ class Measurement:
             timed, replayed = in_graphs(timed), CALLS
         ms = {name: statistics.median(t) / replayed for name, t in timing.interleaved(timed, group, device).items()}
         gemm_ms = ms.pop("gemm", None)
-        close = finalists(ms) if call.operator != "gemm_all_reduce" or call.m > LONG_M else ranked(ms)[:1]
+        close = finalists(ms) if call.operator != "gemm_all_reduce" or call.m > tuner_calls.LONG_M else ranked(ms)[:1]
         lasting: dict[str, float] = {}
         if len(close) > 1 and time_is_left(2 * limit):
             lasting = timing.sustained({name: timed[name] for name in close}, ms, group, device)
         elif len(close) > 1 and group.rank() == 0:
             logger.warning("megatron_flux: %s is tuned by bursts only, time was up", tuner_calls.words_of(call))
+        for one in planned:
+            one.forget(call)
         best = ranked(lasting or ms)[0]
         choice = choices.get(best, Choice(best))
         return {

@@ -151,6 +151,24 @@ def find(keys: Iterable[str], *, full: bool = False) -> list[dict[str, Any] | No
     return found
 
 
+def of_other_rows(key: str, m: int, *, full: bool = False) -> dict[int, dict[str, Any]]:
+    """The kept answers that differ from that under ``key``, of ``m`` rows, in their rows alone; by these. What is wrong
+    with the file :func:`find` says.
+    """
+    head, _, tail = key.partition(f" m={m} ")
+    try:
+        kept = load(cache_path())
+    except UserError:
+        return {}
+    found = {}
+    for other, answer in kept.items():
+        rows = other.removeprefix(f"{head} m=").removesuffix(f" {tail}")
+        if rows.isdecimal() and other == f"{head} m={rows} {tail}" and not (full and is_short(answer)):
+            with contextlib.suppress(ValueError):
+                found[int(rows)] = usable(answer)
+    return found
+
+
 def keep(key: str, answer: dict[str, Any]) -> None:
     """:func:`store` in the file that :func:`find` reads; that it cannot be written is logged."""
     path = cache_path()

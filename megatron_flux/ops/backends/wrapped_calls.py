@@ -1,37 +1,84 @@
-"""Ways to measure a gemm_all_reduce as it will run: beside a wgrad, and inside CUDA graphs.
+"""Ways to measure a gemm_all_reduce as it will run: prepared, beside a wgrad, and inside CUDA graphs.
 
 A column-parallel layer's dgrad is reduced while its wgrad runs. A way that needs no SM for that may win although it is
 slower by itself, and stock's costs nothing but what it takes from wgrad. So such a call is measured with a GEMM of
 wgrad's size between its begin and its wait.
 
-Calls of few rows take the host longer than the GPU. Those that will be captured are measured in graphs of
-:data:`CALLS` calls.
+Calls of few rows take the host longer than the GPU. So they are measured as calls that have been made before are
+(:mod:`megatron_flux.ops.fast_path`), and those that will be captured in graphs of :data:`CALLS` calls.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.ops import fast_path
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import random_pair
 
 CALLS = 10
 
 Way = Callable[[], Any]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A backend, as far as it prepares calls, with ``config`` for all of them. Calls so prepared are kept in the
+    group's table until :meth:`forget`, or until a slab is replaced.
+    """
+
+    backend: Any
+    config: AllReduceConfig
+    name = "fused"
+
+    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> Any:
+        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        return self.backend.prepare(call, shape, self.config)
+
+    def way(self, call: OperatorCall, first: Way) -> Way:
+        """``first``, which makes ``call``, and prepared as soon as that can be."""
+        state = state_of(call.group)
+
+        def again() -> Any:
+            found = fast_path.find(state, self, call.x, call.weight)
+            if found is not None:
+                return found.call(call.x, call.weight)
+            result = first()
+            fast_path.remember(self, self, call, (call.m, call.n), 0)
+            return result
+
+        return again
+
+    def forget(self, call: OperatorCall) -> None:
+        """Calls like ``call`` are measured."""
+        state_of(call.group).prepared.pop(self, None)
+
+
 def beside_wgrad(call: OperatorCall, ways: Mapping[str, Way]) -> dict[str, Way]:
     """The same ways, each with the wgrad of its layer: ``dy.T @ x`` with dy ``[m, k]`` of the call and x ``[m, n]``."""
     generator = torch.Generator(device=call.x.device).manual_seed(0)  # training's numbers stay what they were
-    dy, x = call.x, call.x.new_empty(call.m, call.n).normal_(generator=generator)
+    like = call.x.new_empty(0, dtype=call.out)
+    if call.fp8 is None:
+        dy, x = call.x, like.new_empty(call.m, call.n).normal_(generator=generator)
+        wgrad = functools.partial(torch.matmul, dy.t(), x)
+    else:  # of both transposed, as FP8 has them
+        formats, how = (call.fp8.x.dtype, call.fp8.weight.dtype), {"in_blocks": call.fp8.blocks, "split": True}
+        pair = random_pair(call.k, call.n, call.m, like, formats=formats, **how, generator=generator)
+        wgrad = functools.partial(fp8_gemm, pair)
 
     def beside(way: Way) -> Way:
         def both() -> None:
             pending = way()
-            torch.matmul(dy.t(), x)
+            wgrad()
             if isinstance(pending, Pending):
                 pending.wait()
 

@@ -148,14 +148,19 @@ def sm_count(device: torch.device) -> int:
     return count - margin
 
 
-def hopper_kernels(operator: str, x: torch.Tensor, n: int, bm: int = 128) -> bool:
-    """Whether the warp-specialised kernels can run a call of ``operator`` on x ``[..., k]``; nothing else decides it.
-    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
-    tiles of ``bm`` rows of a shard. ``n``: columns of the result.
+def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
+    """Whether the warp-specialised kernels can run ``call``; nothing else decides it. They are for Hopper (not what
+    came later) and operands that TMA can address. Those of all_gather_gemm take whole tiles of ``bm`` rows of a shard;
+    of gemm_reduce_scatter, where ``x`` is in blocks, the scales of every shard begin at a multiple of 16 bytes.
     """
+    x = call.x
     k = x.shape[-1]
-    whole_tiles = operator != "all_gather_gemm" or x.numel() // k % bm == 0
-    return x.is_cuda and _capability(x.device) == (9, 0) and uses_tma(x, n, k) and whole_tiles
+    if not x.is_cuda or _capability(x.device) != (9, 0) or not uses_tma(x, call.n, k):
+        return False
+    if call.operator == "all_gather_gemm":
+        return x.numel() // k % bm == 0
+    in_blocks = call.operator == "gemm_reduce_scatter" and call.fp8 is not None and call.fp8.blocks
+    return not in_blocks or call.m // call.group.size() * 4 % ALIGNMENT == 0
 
 
 def uses_tma(x: torch.Tensor, n: int, k: int) -> bool:

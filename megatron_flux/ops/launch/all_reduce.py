@@ -10,7 +10,7 @@ from megatron_flux.comm.slab import Slab, kept, unbroken
 from megatron_flux.kernels import all_reduce as kernels
 from megatron_flux.kernels.launch import Launch, by_triton, first_or_again
 from megatron_flux.ops.all_reduce_config import ALIGNED, AllReduceConfig
-from megatron_flux.ops.backends.reference import gemm
+from megatron_flux.ops.backends.reference import partial
 from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 from megatron_flux.ops.kernel_config import cdiv
 from megatron_flux.ops.launch import DTYPES, sm_count, uses_tma
@@ -23,18 +23,33 @@ def gemm_all_reduce(made: OperatorCall, work: Slab, config: AllReduceConfig) -> 
     """``[m, n]``, the sum over ranks; ``made`` has aligned operands, and its slab room for them (``config.nbytes``)."""
     x, m, n = made.x, made.m, made.n
     if config.own_gemm:
-        out, partial = x.new_empty((m, n)), None
+        out, product = x.new_empty((m, n)), None
     else:
-        partial = gemm(x, made.weight, transposed=made.transposed)
-        out = torch.empty_like(partial)
+        product = partial(made)
+        out = torch.empty_like(product)
     with unbroken(work, made.operator):
         half = work.begin().half
-        if partial is None:
+        if product is None:
             _with_gemm(made, out, work, half, config)
         else:
-            _by_itself(partial, out, work, half, config)
+            _by_itself(product, out, work, half, config)
         work.end()
     return out
+
+
+def kernel_key(made: OperatorCall, half: int, config: AllReduceConfig) -> tuple[Any, ...]:
+    """Of the kernel that a call launches on a slab: everything but its operands' addresses."""
+    return gemm_key(made, half, config) if config.own_gemm else sum_key(made.m * made.n, made.out, half, config)
+
+
+def gemm_key(made: OperatorCall, half: int, config: AllReduceConfig) -> tuple[Any, ...]:
+    """Likewise, of an own GEMM."""
+    return ("gemm_all_reduce", config, half, made.m, made.n, made.k, made.out, made.transposed)
+
+
+def sum_key(count: int, dtype: torch.dtype, half: int, config: AllReduceConfig) -> tuple[Any, ...]:
+    """Likewise, of ``count`` numbers that are added by themselves."""
+    return ("all_reduce", config, half, count, dtype)
 
 
 def _by_itself(partial: torch.Tensor, out: torch.Tensor, work: Slab, half: int, config: AllReduceConfig) -> None:
@@ -46,7 +61,7 @@ def _by_itself(partial: torch.Tensor, out: torch.Tensor, work: Slab, half: int, 
         partial.view(INTEGERS[partial.element_size()]), out,
         *_of_slab(work, half, out.element_size()), stride, count, work.rank,
     )  # fmt: skip
-    key = ("all_reduce", config, half, count, out.dtype)
+    key = sum_key(count, out.dtype, half, config)
     operands = {"x": partial, "y": out}
     _launch(
         kernel, work, key, ctas, config, arguments, operands, BLOCK=config.block, CTAS=ctas, DTYPE=DTYPES[out.dtype]
@@ -62,7 +77,7 @@ def _with_gemm(made: OperatorCall, out: torch.Tensor, work: Slab, half: int, con
         a = _descriptor(x, config.bm, config.bk)
         b = _descriptor(weight, *((config.bk, config.bn) if made.transposed else (config.bn, config.bk)))
     arguments = (a, b, out, *_of_slab(work, half, size), config.stride(m, n, work.tp), m, n, k, work.rank)
-    key = ("gemm_all_reduce", config, half, m, n, k, out.dtype, made.transposed)
+    key = gemm_key(made, half, config)
     _launch(
         kernels.gemm_one_shot_kernel, work, key, ctas, config, arguments, {"a": x, "b": weight, "y": out},
         BM=config.bm, BN=config.bn, BK=config.bk, ROWS=config.rows_at_a_time, CTAS=ctas, TRANSPOSED=made.transposed,

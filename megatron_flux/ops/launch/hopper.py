@@ -16,12 +16,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_flux.comm.slab import kept
 from megatron_flux.kernels import launch as kernel_launch
+from megatron_flux.kernels.hopper import pieces
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.ops.kernel_config import cdiv
 from megatron_flux.ops.launch import DTYPES, Scales, SlabCall, gathered_scales, kernel_key
 
-PIECE = 64
+PIECE, LINE = pieces.PIECE.value, pieces.LINE.value
 SM_FLOP_PER_NS = 5300  # what one SM of an H200 multiplies in a nanosecond, in the long run
 
 
@@ -38,6 +39,10 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
 
     def launch() -> kernel_launch.Launch:
         pushes, edges = config.comm > 0, config.edges(k)
+        by = (scales.x, scales.x, scales.weight)
+        if arrived is not None:
+            own, all_ranks = (_scales_of(t, config.bm) for t in (scales.x, arrived))
+            by = (own, all_ranks, _scales_of_weight(scales.weight, config.bn))
         chunk_k = config.chunk_k(k) if pushes else edges.columns or cdiv(k, config.bk) * config.bk
         arguments = (
             _descriptor(gathered, config.bm, config.bk),
@@ -45,11 +50,10 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
             _descriptor(weight, *call.weight_box()),
             _descriptor(call.out, config.bm, PIECE),
             x.view(torch.uint8) if made.fp8 else x, x if bias is None else bias,
-            scales.x if arrived is None else _scales_of(scales.x, config.bm),
-            scales.x if arrived is None else _scales_of(arrived, config.bm), scales.weight,
+            *by,
             work.data_table, work.flag_table, work.flags[work.rank],
             *work.arguments(turn), turn.half * (work.half_bytes // x.element_size()),
-            n, k, mp, chunk_k, scales.strides[1], work.rank,
+            n, k, mp, chunk_k, work.rank,
         )  # fmt: skip
         constants = call.constants() | {
             "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "PUSH": pushes, "SPAN": config.span,
@@ -72,13 +76,16 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
 
     def launch() -> kernel_launch.Launch:
         space = call.workspaces()[work.rank]
+        by = (scales.x, scales.weight)
+        if made.fp8 is not None and made.fp8.blocks:
+            by = (_scales_of(scales.x, config.bm), _scales_of_weight(scales.weight, config.bn))
         arguments = (
             _descriptor(x, config.bm, config.bk),
             _descriptor(weight, *call.weight_box()),
-            *_sinks(call), _scales_of(scales.x, config.bm) if made.fp8 and made.fp8.blocks else scales.x, scales.weight,
+            *_sinks(call), *by,
             work.flag_table, work.flags[work.rank], space, call.out,
             *work.arguments(turn), turn.half * (space.shape[0] // 2),
-            n, cdiv(k, config.bk), mp, scales.strides[1], work.rank,
+            n, cdiv(k, config.bk), mp, work.rank,
             2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if made.fp8 else 1)),
         )  # fmt: skip
         own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4, "TEAMS": config.teams}
@@ -114,6 +121,12 @@ def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
 def _scales_of(scales: torch.Tensor, rows: int) -> TensorDescriptor:
     """``rows`` scales of x in a block of k; ``[..., kb, ld]``."""
     return _descriptor(scales.view(-1, scales.shape[-1]), 1, rows)
+
+
+def _scales_of_weight(scales: torch.Tensor, columns: int) -> TensorDescriptor:
+    """A line of scales of ``columns`` in a block of k, and the blocks after it; ``[nb, ld]``."""
+    rows = columns // 128
+    return _descriptor(scales, rows, LINE // rows)
 
 
 @functools.cache

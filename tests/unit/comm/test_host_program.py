@@ -129,7 +129,10 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
     for slots in (3, 4, 6):
         ranks = Ranks(Layout(tp, 600, slots))
         programs = {
-            kind: [getattr(host_program, kind)(ranks.layout, rank, ranks.regions, CUTS) for rank in range(tp)]
+            kind: [
+                ranks.operations(rank, getattr(host_program, kind)(ranks.layout, rank, ranks.regions, CUTS), kind)
+                for rank in range(tp)
+            ]
             for kind in ("gather", "exchange")
         }
         for seed in range(4):
@@ -137,7 +140,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
             ranks.fill(seed)
             queues = []
             for rank in range(tp):
-                every = ranks.operations(rank, programs[kind][rank], kind)
+                every = programs[kind][rank]
                 lanes = (
                     [[one for _, one in every]] if one_queue else [[one for at, one in every if at == i] for i in LANES]
                 )

@@ -117,7 +117,7 @@ def test_gathers_move_bytes_and_scatters_bf16() -> None:
     assert blocks.nbytes == whole.nbytes + 3 * 2048 * 96 * 4
     assert rates("current").pair(scatter, 4).nbytes == rates(None).pair(scatter, 4).nbytes
     assert plain.gemm / whole.gemm == pytest.approx(PRECISIONS["current"].forward)
-    assert rates("current").wgrad(8192, 8192, 8192) == pytest.approx(rates(None).gemm(8192, 8192, 8192) / 1.98)
+    assert rates("current").wgrad(8192, 8192, 8192) == pytest.approx(rates(None).gemm(8192, 8192, 8192) / 1.935)
 
 
 def test_calls_on_fp8_operands_stand_for_themselves() -> None:

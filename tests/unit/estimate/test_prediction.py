@@ -12,7 +12,7 @@ from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case, layer_cases
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import Job, PlanOptions, resolve
-from megatron_flux.estimate.prediction import predict_options, why_stock
+from megatron_flux.estimate.prediction import bytes_against_weights, predict_options, why_stock
 from megatron_flux.estimate.rates import DEVICES, Calibration, Rates, device_named
 from megatron_flux.estimate.step import (
     Layer,
@@ -354,3 +354,23 @@ def test_cards_are_told_from_modules() -> None:
     for name, key in names.items():
         found = device_named(name)
         assert (found.key if found else None) == key, name
+
+
+# --- where tensor parallelism is the wrong choice
+
+
+def test_where_weights_would_be_fewer_bytes_that_is_said() -> None:
+    def said(**options: Any) -> list[str]:
+        return [note for note in plan(preset="gpt3-175b", **options)["notes"] if "the layers' weights" in note]
+
+    hidden = 12288  # break-even at 3.6 of them: 44,236.8 tokens
+    assert said(seq_length=2048, micro_batch_size=1) == []
+    assert said(seq_length=44_032, micro_batch_size=1) == []
+    (note,) = said(seq_length=2048, micro_batch_size=44)
+    assert (
+        f"micro-batches of {44 * 2048:,} tokens tensor parallelism moves {44 * 2048 / (3.6 * hidden):.1f} times" in note
+    )
+    assert bytes_against_weights(job(preset="gpt3-175b", seq_length=36_864, micro_batch_size=1).run) == pytest.approx(
+        36_864 / (3.6 * hidden)
+    )
+    assert bytes_against_weights(job(preset="tiny", tp=1, pp=1, gpus=1, gpus_per_node=1).run) == 0

@@ -142,7 +142,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
     if fp8:
         types["x"] = "*u8"
     if fp8 == 2:
-        types |= {"xs": tile(1, bm, "fp32"), "gs": tile(1, bm, "fp32")}
+        types |= {"xs": tile(1, bm, "fp32"), "gs": tile(1, bm, "fp32"), "ws": tile(bn // 128, 4096 // bn, "fp32")}
     if op == "gemm_rs":
         types |= {f"d{i}": tile(bm, 64) for i in range(tp)}
         constants |= {f"d{i}": None for i in range(tp, 8)}
@@ -185,7 +185,13 @@ class Recorded:
         )
 
 
-def relaunched(compiled: Any, op: str, bias: bool, fp8: bool) -> int:
+def operands_of(op: str, bias: bool, fp8: bool) -> list[str]:
+    """Names of a warp-specialised kernel's operands."""
+    found = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x", *(["bias"] if bias else [])]}[op]
+    return [*found, *(["xs", "ws"] if fp8 else [])]
+
+
+def relaunched(compiled: Any, operands: list[str]) -> int:
     """How many parameters there are: they come where the compiled kernel has them, and only operands change."""
     recorded = Recorded()
     relaunch.driver = recorded
@@ -208,8 +214,6 @@ def relaunched(compiled: Any, op: str, bias: bool, fp8: bool) -> int:
             arguments.append(torch.empty(4))
         else:
             arguments.append(1000 + position if name != "limit" else 1 << 40)
-    operands = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x", *(["bias"] if bias else [])]}[op]
-    operands += ["xs", "ws"] if fp8 else []
     again = relaunch.Relaunch(about, 132, arguments, operands)
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
@@ -256,7 +260,7 @@ def main() -> None:
             "sums": ptx.count("add.f32") + ptx.count("fma.rn.f32"),
             "wgmma": ptx.count("wgmma.mma_async"),
             "wide_stores": ptx.count("st.global.v4"),
-            "relaunched": relaunched(kernel, op, "BIAS" in given, "FP8" in given),
+            "relaunched": relaunched(kernel, operands_of(op, "BIAS" in given, "FP8" in given)),
         }
     print(json.dumps(found))
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron_flux.bench.shapes import MODELS, CallOptions, Calls, cases
 from megatron_flux.errors import UserError
+from megatron_flux.ops import launch
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
@@ -48,9 +49,9 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
             assert for_fp8(plan, promoted=promoted) == plan, "a kept plan runs as it is"
             assert plan.bn == 128 or ws or not promoted
             if ws:
-                assert plan.teams == (2 if promoted else 1)
+                assert plan.teams == 2 or not promoted
                 used = plan.stages * (plan.bm + plan.bn) * plan.bk + plan.ring * plan.bm * 64 * 2
-                used += plan.stages * plan.bm * 4 if promoted else 0  # scales
+                used += plan.stages * (plan.bm + 32) * 4 if promoted else 0  # scales
                 assert used <= 227 * 1024 - 16 * (plan.stages + plan.ring) - 64, plan.label()
 
 
@@ -261,3 +262,20 @@ def test_no_candidate_needs_more_flags_than_there_are(
         assert all(plan.bn == 256 for plan in found)
     if (op, m, n) == ("gemm_reduce_scatter", 262144, 16384):
         assert found == [], "stock runs it"
+
+
+@pytest.mark.parametrize("mp", [256, 260, 130])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_scales_of_a_shard_begin_where_tma_can_read(operator: str, mp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "_has_tma", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    rows = mp if operator == "all_gather_gemm" else 2 * mp
+    numbers, weight = torch.randn(rows, 256), torch.randn(128, 256)
+    for scaling, of_weight in (("tensor", "tensor"), ("1x128", "128x128")):
+        pair = Fp8Pair(quantized(numbers, scaling), quantized(weight, of_weight))
+        call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group_of(2), fp8=pair)
+        if operator == "all_gather_gemm":
+            assert launch.hopper_kernels(call) == (mp % 128 == 0)
+        else:
+            assert launch.hopper_kernels(call) == (scaling == "tensor" or mp % 4 == 0)

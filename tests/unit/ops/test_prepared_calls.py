@@ -25,6 +25,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import (
     PreparedAllGather,
     PreparedAllGatherGemm,
+    PreparedGemmAllReduce,
     PreparedGemmReduceScatter,
     Push,
     Side,
@@ -222,6 +223,9 @@ CALLS = {
     "all_gather": lambda work, run: PreparedAllGather(
         work, [run] * 2, (), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE
     ),
+    "gemm_all_reduce": lambda work, run: PreparedGemmAllReduce(
+        work, [run] * 2, (4, 6), own_gemm=False, transposed=False
+    ),
 }
 
 
@@ -252,12 +256,26 @@ def test_copies_that_cannot_be_enqueued_poison_too(
     assert work.open_gather is None
 
 
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
 def test_memory_runs_out_before_the_turn(operator: str, done: list[tuple[Any, ...]]) -> None:
     work, weight = Work(), torch.zeros(6, 4)
     x: Any = SimpleNamespace(new_empty=lambda shape: (_ for _ in ()).throw(torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         CALLS[operator](work, kernel(done, "k"))(x, weight)
+    assert (work.calls, work.poisoned, done) == (0, [], [])
+
+
+def test_memory_for_the_partial_runs_out_before_the_turn(
+    done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work()
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(fast_path, "gemm", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        CALLS["gemm_all_reduce"](work, kernel(done, "k"))(torch.zeros(4, 4), torch.zeros(6, 4))
     assert (work.calls, work.poisoned, done) == (0, [], [])
 
 
@@ -378,10 +396,9 @@ def test_launches_of_fp8_are_prepared_with_their_scales(
         names = kernel.arg_names
         assert sorted(constants) == sorted([*names[len(arguments) :], "num_warps"])
         given = dict(zip(names, arguments, strict=False))
-        by_row = given["xs"].base if scaling == "blocks" else given["xs"]
-        assert by_row.data_ptr() == pair.x.scale_inv.data_ptr()
-        assert given["ws"] is pair.weight.scale_inv
-        assert given["ldw"] == (4 if scaling == "blocks" else 0)
+        for name, scales in (("xs", pair.x.scale_inv), ("ws", pair.weight.scale_inv)):
+            held = given[name].base if scaling == "blocks" else given[name]
+            assert held.data_ptr() == scales.data_ptr()
         assert constants["SCALES"] == scaling
         assert (constants["num_warps"], constants["TEAMS"]) == ((4, 2) if scaling == "blocks" else (8, 1))
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import megatron_flux
 from megatron_flux.kernels.signals import kept
-from megatron_flux.run.rank import StopRequest
+from megatron_flux.run.stop import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 

@@ -18,6 +18,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import UserError
 from megatron_flux.ops import shipped_plans, timing
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import chunked, tuner_calls, tuner_measurement, tuning_cache
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.tuned import TunedBackend
@@ -565,3 +566,106 @@ def test_a_plan_of_another_m_runs_only_where_it_is_legal(tuned: TunedBackend, mo
     counted = tuner.stats.degraded[tuner._INSTEAD]
     assert call(tuned) == ("reference", None)
     assert tuner.stats.degraded[tuner._INSTEAD] == counted + 1, "counted: no silent fallback"
+
+
+class Sums(Recorder):
+    """``gemm_all_reduce`` as well."""
+
+    def gemm_all_reduce(self, call: OperatorCall, config: Any = None) -> Pending:
+        self.log.append((self.name, config))
+        return Pending(call.x)
+
+
+OWN, ONE, TWO = AllReduceConfig(own_gemm=True), AllReduceConfig(), AllReduceConfig(shots=2)
+
+
+class Decoding:
+    """A tuner of decode steps, in whose measurements ``fastest`` wins; ``measured`` are the rows that were."""
+
+    def __init__(self, tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log = tuned.log
+        self.fastest: AllReduceConfig | None = None
+        self.measured: list[int] = []
+        self.made = TunedBackend(Sums("reference", self.log), None, Sums("fused", self.log))  # type: ignore[arg-type]
+
+        def measure(call: OperatorCall) -> dict[str, Any]:
+            self.measured.append(call.m)
+            name, plan = ("reference", None) if self.fastest is None else ("fused", asdict(self.fastest))
+            return {"backend": name, "plan": plan, "ms": {name: 1.0}}
+
+        monkeypatch.setattr(self.made, "_measure", measure)
+
+    def step(self, m: int, **how: Any) -> Any:
+        """What runs a step of ``m`` rows."""
+        OperatorCall("gemm_all_reduce", torch.zeros(m, 4), torch.zeros(64, 4), GROUP, **how).run(self.made).wait()
+        name, config = self.log[-1]
+        return config or name
+
+    def tune(self, m: int, fastest: AllReduceConfig | None) -> None:
+        """As tune_model() does."""
+        self.fastest = fastest
+        self.made.decide(OperatorCall("gemm_all_reduce", torch.zeros(m, 4), torch.zeros(64, 4), GROUP))
+
+
+@pytest.fixture
+def decoding(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> Decoding:
+    made = Decoding(tuned, monkeypatch)
+    yield made
+    forget(made.made)
+
+
+def test_a_decode_step_whose_rows_change_runs_the_nearest_plan_and_stock_beside_stock(decoding: Decoding) -> None:
+    """After m = 1, 2, 4, ... were tuned no step from 1 to 1024 rows waits for a measurement."""
+    plans = {1: OWN, 2: OWN, 4: OWN, 8: OWN, 16: OWN, 32: ONE, 64: ONE, 128: TWO, 256: None, 512: None}
+    for m, plan in plans.items():
+        decoding.tune(m, plan)
+    assert decoding.measured == list(plans), "each of them itself, although another is near, and more than eight"
+    for m in range(1, 513):
+        ran = decoding.step(m)
+        if m in plans:
+            assert ran == (plans[m] or "reference"), m
+        elif m > 128:
+            assert ran == "reference", f"{m}: stock won at 256, and may have"
+        else:
+            below, above = (near := 1 << (m.bit_length() - 1)), 2 * near
+            assert ran in (plans[below], plans[above]), m
+            if m * m < below * above and m > 1:
+                assert ran == plans[below], m
+    assert decoding.step(20) == OWN
+    assert decoding.step(24) == ONE
+    assert decoding.measured == list(plans)
+    assert decoding.step(700) == "reference"
+    assert decoding.measured == list(plans), "eight and more were measured"
+
+
+def test_what_the_file_has_of_other_rows_is_enough(decoding: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    for m, plan in {8: OWN, 16: None, 64: ONE}.items():
+        decoding.tune(m, plan)
+    forget(decoding.made)  # another process
+    read: list[str] = []
+    stock = tuning_cache.of_other_rows
+    monkeypatch.setattr(tuning_cache, "of_other_rows", lambda key, *a, **k: read.append(key) or stock(key, *a, **k))
+    assert [decoding.step(m) for m in (5, 8, 9, 17, 40, 100)] == [OWN, OWN, "reference", "reference", ONE, ONE]
+    assert len(read) == 1, "read once for all rows"
+    assert decoding.measured == [8, 16, 64]
+    with captured_calls():  # other answers
+        decoding.fastest = TWO
+        assert decoding.step(9) == TWO
+    assert decoding.measured == [8, 16, 64, 9]
+    for m in (10, 11):  # beside a wgrad: of a training, whose rows stay
+        decoding.step(m, async_op=True)
+    assert decoding.measured == [8, 16, 64, 9, 10, 11]
+
+
+def test_rows_with_no_answer_near_are_measured_when_they_come(decoding: Decoding) -> None:
+    decoding.fastest = ONE
+    for m in (40, 20, 80, 21, 79, 10, 9):
+        assert decoding.step(m) == ONE
+    assert decoding.measured == [40, 10]
+
+
+def test_a_plan_that_these_rows_cannot_run_is_passed_over(decoding: Decoding) -> None:
+    decoding.tune(64, OWN)
+    decoding.fastest = TWO
+    assert decoding.step(65) == TWO, "the own GEMM ends at 64 rows"
+    assert decoding.measured == [64, 65]

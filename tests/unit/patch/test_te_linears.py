@@ -22,7 +22,7 @@ from megatron_flux.patch import linears as module
 from megatron_flux.patch import megatron_core, patcher, te_seam
 from megatron_flux.patch.linears import KEEP, LinearPatch
 from megatron_flux.patch.linears import TE_KINDS as KINDS
-from megatron_flux.patch.megatron_core import LINES, TE_LAYERS
+from megatron_flux.patch.megatron_core import INFERENCE_LAYERS, LINES, TE_LAYERS
 from tests.unit.groups import group_of
 from tests.unit.te_layers import extension
 
@@ -370,3 +370,53 @@ def test_without_transformer_engine_its_layers_are_left_alone(imitated: types.Mo
         assert len(megatron_flux.report()["replaced"]) == 2
         assert "forward" not in vars(imitated.TERowParallelLinear)
     assert patcher._linears is None
+
+
+@pytest.fixture
+def optimized(imitated: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """megatron-core's inference-optimized layers, as far as the patch looks at them; in training they call the base."""
+    made = types.ModuleType(INFERENCE_LAYERS)
+
+    def layer(name: str, base: type) -> type:
+        def forward(self: Any, x: object) -> object:
+            return base.forward(self, x) if self.training else "optimized"
+
+        bases = (base, torch.nn.Module)
+        return type(name, bases, {"forward": forward, "__module__": INFERENCE_LAYERS})
+
+    for name in CLASSES:
+        setattr(
+            made, name.replace("TE", "Inference", 1), layer(name.replace("TE", "Inference", 1), getattr(imitated, name))
+        )
+    made.SomethingElse = type("SomethingElse", (), {"__module__": INFERENCE_LAYERS})
+    made.TERowParallelLinear = imitated.TERowParallelLinear  # imported there
+    monkeypatch.setitem(sys.modules, INFERENCE_LAYERS, made)
+    return made
+
+
+def test_inference_optimized_layers_run_stock_and_are_counted(
+    optimized: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name.replace("TE", "Inference", 1) for name in CLASSES[:3]]
+    before = [dict(vars(getattr(optimized, name))) for name in names]
+    layers = [getattr(optimized, name)().eval() for name in names]
+    monkeypatch.setattr(LinearPatch, "why_stock_te", lambda self, kind, *_: f"base of {kind}")
+    with megatron_flux.patched():
+        assert megatron_flux.report()["replaced"][5:] == [f"{INFERENCE_LAYERS}.{name}.forward" for name in names]
+        assert [layer(X) for layer in layers] == ["optimized"] * 3
+        assert optimized.InferenceLinear().eval()(X) == "optimized"  # no tensor-parallel layer
+        said = module.INFERENCE_OPTIMIZED
+        assert megatron_flux.report()["fallbacks"] == {f"{kind}: {said}": 1 for kind in KINDS}
+        layers[2].train()
+        assert layers[2](X) == "stock"
+        assert megatron_flux.report()["fallbacks"][f"TE row: {said}"] == 1
+        assert megatron_flux.report()["fallbacks"]["TE row: base of TE row"] == 1
+    assert [dict(vars(getattr(optimized, name))) for name in names] == before
+    with (
+        megatron_flux.patched(FluxConfig(strict=True)),
+        pytest.raises(FallbackError, match="inference-optimized"),
+    ):
+        layers[0](X)
+    with megatron_flux.patched(FluxConfig(strict=True)):
+        layers[0].__dict__[module.CHOICE] = "stock"
+        assert layers[0](X) == "optimized"

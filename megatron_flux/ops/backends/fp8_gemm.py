@@ -1,0 +1,91 @@
+"""Products of FP8 operands by torch: cuBLASLt's where it takes them, else of dequantised numbers.
+
+cuBLASLt reads the scales of a weight's blocks in rows of whole fours, as TransformerEngine lays them out. torch 2.11
+asks for strides without that padding, and passes on the address alone; later releases ask for the true ones. Which of
+both this torch wants is tried once, with a product that shows whether the numbers are right.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from megatron_flux.errors import OperatorError
+from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.ops.call_events import stats
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
+
+TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told
+
+
+def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if that is given: cuBLASLt's where it takes them, else
+    fp32 products of the dequantised numbers, rounded once.
+    """
+    x, weight = pair.x.one_shard(), pair.weight
+    if cublas_takes(x, weight):
+        if pair.blocks:
+            by = x.scale_inv.t(), _scales_of_weight(weight)
+        else:
+            by = x.scale_inv.view(()), weight.scale_inv.view(())
+        return torch._scaled_mm(
+            x.numbers, weight.numbers.t(), scale_a=by[0], scale_b=by[1], bias=bias, out_dtype=pair.out,
+            use_fast_accum=not pair.promoted, **({} if out is None else {"out": out}),
+        )  # fmt: skip
+    if x.data.is_cuda:
+        stats.degraded["an fp32 GEMM of dequantised FP8 operands that cuBLASLt does not take"] += 1
+    y = x.dequantized() @ weight.dequantized().t()
+    y = y if bias is None else y.add_(bias)
+    return y.to(pair.out) if out is None else out.copy_(y)
+
+
+def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:
+    """Whether ``torch._scaled_mm`` multiplies these: k and n multiples of 16; blocks on Hopper, from CUDA 12.9, and
+    rows that are a multiple of 4; a k of other than whole fours of blocks as :func:`_strides_of_odd_blocks` finds.
+    """
+    if not x.data.is_cuda or x.k % 16 or weight.rows % 16:
+        return False
+    capability = torch.cuda.get_device_capability(x.data.device)
+    if x.scaling == "tensor":
+        return capability >= FP8_CAPABILITY
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if capability != (9, 0) or cuda < (12, 9) or x.rows != x.scale_inv.shape[1]:
+        return False
+    blocks = blocks_of(weight.k)
+    if weight.scale_inv.shape[1] != padded(blocks):
+        return False
+    return blocks % 4 == 0 or _strides_of_odd_blocks(x.data.device) is not None
+
+
+def _scales_of_weight(weight: Fp8Operand, strides: str | None = None) -> torch.Tensor:
+    """``[kb, nb]``, as torch takes them: see the module."""
+    scales, blocks = weight.scale_inv, blocks_of(weight.k)
+    if blocks % 4 and (strides or _strides_of_odd_blocks(scales.device)) == UNPADDED:
+        scales = scales.as_strided((scales.shape[0], blocks), (blocks, 1))
+    return scales.t()[:blocks]
+
+
+@functools.cache
+def _strides_of_odd_blocks(device: torch.device) -> str | None:
+    """What torch wants to be told of weights whose blocks of k are no whole fours; None: it multiplies no such ones.
+    Raises OperatorError: not known yet in a CUDA graph, where nothing can be tried.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise OperatorError("the first product of FP8 blocks with such a k cannot be in a CUDA graph: make one before")
+    with torch.random.fork_rng(devices=[device]):
+        by_block = torch.exp2(torch.arange(3.0, device=device)).repeat_interleave(128)
+        x = quantized(torch.randn(128, 384, device=device), "1x128")
+        weight = quantized(torch.randn(256, 384, device=device) * by_block, "128x128")
+    want = x.dequantized() @ weight.dequantized().t()
+    for strides in (TRUE, UNPADDED):
+        try:
+            y = torch._scaled_mm(
+                x.numbers, weight.numbers.t(), scale_a=x.scale_inv.t(), scale_b=_scales_of_weight(weight, strides),
+                out_dtype=torch.bfloat16, use_fast_accum=False,
+            )  # fmt: skip
+        except RuntimeError:
+            continue
+        if (y.float() - want).norm() < 1e-2 * want.norm():
+            return strides
+    return None

@@ -1,0 +1,71 @@
+"""What ``tests/interpreter.py`` takes out of Triton's interpreter changes no number."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.distributed.pool import WorkerPool
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+def rank_conversions() -> int:
+    """Every number of the narrow types, to every other width; and the dtypes of scalars, pointers and blocks."""
+    import numpy as np
+    import triton.language as tl
+    from triton._C.libtriton import ir
+    from triton.runtime import interpreter
+
+    stock, narrow = interpreter._convert_float.__wrapped__, (tl.float8e5, tl.float8e4nv, tl.bfloat16, tl.float16)
+    compared = 0
+    for source in narrow:
+        bits = source.primitive_bitwidth
+        every = np.arange(1 << bits).astype(f"uint{bits}").reshape(16, -1)
+        for target in (*narrow, tl.float32):
+            if target.primitive_bitwidth == bits:
+                continue
+            for rounding in (None, ir.ROUNDING_MODE.RTNE):
+                got = interpreter._convert_float(every, source, target, rounding)
+                want = [stock(some, source, target, rounding) for some in every]  # normal and subnormal ones apart
+                assert got.dtype == want[0].dtype
+                assert np.array_equal(got, np.stack(want)), (source, target)
+                compared += 1
+    for dtype in (*narrow, tl.int1, tl.int32, tl.uint64, tl.pointer_type(tl.int8)):
+        for one in (dtype, tl.block_type(dtype, [4, 2])):
+            assert interpreter._get_np_dtype(one) == interpreter._get_np_dtype.__wrapped__(one)
+    return compared
+
+
+def rank_launches() -> int:
+    """How often a launch whose kernel calls others lists members; behind it nothing of the interpreter is left."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from megatron_flux.ops.checks import OperatorCall
+    from tests.distributed.test_fused_twin import integers, twin
+
+    backend, x, w = twin(), integers(32, 32, torch.float16), integers(32, 32, torch.float16)
+    assert not interpreter.interpreter_builder.options.debug, "overflows are looked for, and must be"
+    with mock.patch.object(interpreter, "_patch_builtin", wraps=interpreter._patch_builtin) as listed:
+        OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(backend)
+    for member in (tl.load, tl.tensor.to, tl.tensor.__add__, tl.math.exp):
+        assert tl.core.is_builtin(member)
+    return listed.call_count
+
+
+def test_narrow_floats_and_dtypes(world2: WorkerPool) -> None:
+    assert world2.run(rank_conversions) == [24, 24]
+
+
+def test_the_language_is_patched_once_a_launch(world2: WorkerPool) -> None:
+    for listed in world2.run(rank_launches):
+        assert 0 < listed <= 8  # of the modules and classes that a launch patches

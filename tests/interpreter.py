@@ -1,0 +1,88 @@
+"""Triton's interpreter without what it does for nothing: tests of kernels take half as long.
+
+What it computes and checks stays; ``tests/distributed/test_interpreter.py`` looks. What goes:
+
+* It puts its own functions into ``triton.language`` again whenever a kernel calls another jitted function, which the
+  launch has done: it lists and tests several hundred attributes for each call.
+* It does all arithmetic of integers once more in 64 bits, to see overflows. What comes out is asked for with its option
+  ``debug`` only, which nothing sets.
+* It makes a table of twenty dtypes whenever it looks one up.
+* It takes floats apart by their bits to convert them. Those of 8 and 16 bits are a table of all there are.
+
+An interpreter of another release that has none of these names stays as it is, and takes longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+
+def hurry() -> None:
+    """Take it out, now or when this process imports the interpreter."""
+    wrapt.register_post_import_hook(_take_out, "triton.runtime.interpreter")
+
+
+def _take_out(interpreter: ModuleType) -> None:
+    for change in (_patch_once, _drop_what_is_dropped, _keep_dtypes, _keep_floats):
+        with contextlib.suppress(AttributeError):
+            change(interpreter)
+
+
+def _patch_once(interpreter: ModuleType) -> None:
+    patch, scope, language = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.tl
+    is_builtin = language.core.is_builtin
+
+    @functools.cache
+    def modules(function: Any) -> list[ModuleType]:
+        found = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        return [module for module in found if module in (language, language.core)]
+
+    @functools.wraps(patch)
+    def patch_lang(function: Any) -> Any:
+        members = [language.tensor.to, *(module.load for module in modules(function))]
+        # A scope without changes: the launch's own puts everything back.
+        return patch(function) if any(map(is_builtin, members)) else scope()
+
+    interpreter._patch_lang = patch_lang
+
+
+def _drop_what_is_dropped(interpreter: ModuleType) -> None:
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_dtypes(interpreter: ModuleType) -> None:
+    look_up, known = interpreter._get_np_dtype, {}
+
+    @functools.wraps(look_up)
+    def get_np_dtype(dtype: Any) -> Any:
+        element = dtype.scalar
+        if element.name not in known:
+            known[element.name] = look_up(element)
+        return known[element.name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _keep_floats(interpreter: ModuleType) -> None:
+    convert, numpy, tables = interpreter._convert_float, interpreter.np, {}
+
+    @functools.wraps(convert)
+    def convert_float(given: Any, source: Any, target: Any, rounding: Any) -> Any:
+        bits = source.primitive_bitwidth
+        if bits > 16:
+            return convert(given, source, target, rounding)
+        kind = source.name, target.name, rounding
+        if kind not in tables:
+            tables[kind] = convert(numpy.arange(1 << bits).astype(f"uint{bits}"), source, target, rounding)
+        return tables[kind][given.view(f"uint{bits}")]
+
+    interpreter._convert_float = convert_float

@@ -488,19 +488,24 @@ def wires(folder: str) -> str:
 
 
 def fp8_gemms(folder: str) -> str:
-    """The fastest plan of every way to multiply, against cuBLASLt; then bf16 before and after the kernels took FP8."""
-    rows = []
+    """The fastest plan of every way to multiply, against cuBLASLt, lasting and in bursts; then bf16 before and after
+    the kernels took FP8.
+    """
+    bursts, rows = {}, []
     for line in lines(f"{folder}/fp8.jsonl"):
-        if "ms" not in line:
+        if "ms" in line:
+            bursts[line["of"][0]] = line["ms"]
+        if "lasting_ms" not in line:
             continue
-        ms = line["ms"]
+        shape, ms = line["of"][0], line["lasting_ms"]
         for way in ("fast", "split", "blocks"):
             own = min((name for name in ms if name.startswith(f"{way} ")), key=ms.__getitem__)
-            other = ms[f"cublas {way}"]
-            plan = own.removeprefix(f"{way} ")
-            times = (f"{ms[own]:.3f}", f"{other:.3f}", f"{other / ms[own]:.2f} {X}")
-            rows.append([line["of"][0], way, plan, *times, f"{ms['cublas bf16']:.3f}"])
-    head = ("GEMM", "sums", "fastest plan", "kernel, ms", "cuBLASLt, ms", "kernel's speed", "cuBLAS bf16, ms")
+            other, burst = ms[f"cublas {way}"], bursts[shape]
+            times = (f"{ms[own]:.3f}", f"{other:.3f}", f"{other / ms[own]:.3f} {X}", f"{ms['cublas bf16']:.3f}")
+            last = f"{burst[f'cublas {way}'] / burst[own]:.3f} {X}"
+            rows.append([shape, way, own.removeprefix(f"{way} "), *times, last])
+    head = ("GEMM", "sums", "fastest plan", "kernel, ms", "cuBLASLt, ms", "kernel's speed", "cuBLAS bf16, ms",
+            "its speed in bursts")  # fmt: skip
     before, after = (read(f"{folder}/bf16-{when}.json") for when in ("before", "after"))
     calls = [
         [name, *(f"{run[name]['ms'][arm]:.3f}" for arm in ("kernel", "cublas") for run in (before, after))]

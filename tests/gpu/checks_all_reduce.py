@@ -21,6 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +32,9 @@ sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file 
 from megatron_flux import ops
 from megatron_flux.bench import all_reduce as bench
 from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
-from megatron_flux.ops import timing
+from megatron_flux.ops import call_events, timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -245,6 +247,95 @@ def others_between(group):
     return f"{6 * len(ALL)} turns"
 
 
+class OneWay:
+    """Every call in the same way, prepared as the fused backend prepares it."""
+
+    automatic, needs_cuda, name = False, True, "one way"
+
+    def __init__(self, config):
+        self.config, self.fused, self.ordinary = config, get_backend("fused"), 0
+
+    def why_not(self, *_):
+        return None
+
+    def gemm_all_reduce(self, call):
+        self.ordinary += 1
+        return call.run(self.fused, config=self.config)
+
+    def prepare(self, call, shape):
+        return self.fused.prepare(call, shape, self.config)
+
+
+def prepared(group):
+    """Calls of the operator beyond the second: other operands and addresses, two shapes in turn, other streams,
+    graphs, timed calls and larger workspaces in between, one rank late; nothing but the operators' first calls goes the
+    ordinary way.
+    """
+    host = {}
+    for name, config in SHOTS.items():
+        backend = OneWay(config)
+        registry._backends["one way"] = backend
+        other, mine = torch.cuda.Stream(), random.Random(group.rank())
+        try:
+            shapes, done, ordinary = [(16, 1024, 256), (5, 2048, 512)], [], 0
+            for turn in range(60):
+                m, n, k = shapes[(turn // 3) % 2]
+                x = make(True, torch.bfloat16, 1, m, k)
+                w = make(True, torch.bfloat16, *((k, n) if turn % 2 else (n, k)))
+                how = {"transposed": bool(turn % 2), "backend": "one way"}
+                if turn % 7 == 3:
+                    _ = make(False, torch.bfloat16, 1 + turn, 1000)  # results lie elsewhere
+                if mine.random() < 0.1:
+                    torch.cuda._sleep(mine.randint(1, 2_000_000))
+                if turn == 40:  # a larger workspace: what was prepared is gone
+                    run(
+                        group, make(True, torch.bfloat16, 64, 256), make(True, torch.bfloat16, 32768, 256), SHOTS["one"]
+                    )
+                if turn % 10 == 8:
+                    torch.cuda.synchronize()
+                    with torch.cuda.stream(other):
+                        y = ops.gemm_all_reduce(x, w, group, **how)
+                    torch.cuda.synchronize()
+                elif turn % 10 == 9:
+                    with captured_calls():
+                        y = ops.gemm_all_reduce(x, w, group, **how)
+                elif turn % 10 == 7:
+                    with call_events.timed_by(call_events.CallTimer()):
+                        y = ops.gemm_all_reduce(x, w, group, **how)
+                elif turn % 10 == 6:
+                    y = ops.gemm_all_reduce(x, w, group, async_op=True, **how).wait()
+                else:
+                    with torch.inference_mode():
+                        y = ops.gemm_all_reduce(x, w, group, **how)
+                done.append((x, w if turn % 2 else w.t(), y))
+            ordinary = backend.ordinary
+            for x, wt, y in done:
+                assert torch.equal(y.float(), summed(x.float() @ wt.float(), group)), f"{name}: {tuple(x.shape)}"
+                equal_on_all_ranks(y.clone(), group)
+            entries = [e.call for e in state_of(group).prepared.values() if e.backend == "one way"]
+            assert entries, f"{name}: nothing was prepared"
+            x, w = make(True, torch.bfloat16, 16, 256), make(True, torch.bfloat16, 1024, 256)
+            for _ in range(4):
+                ops.gemm_all_reduce(x, w, group, backend="one way")
+            before = backend.ordinary
+            torch.cuda.synchronize()
+            for by, at in (("prepared", 0), ("ordinary", 1)):
+                with call_events.ranges(nvtx=True) if at else nullcontext():
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    for _ in range(200):
+                        ops.gemm_all_reduce(x, w, group, backend="one way")
+                    host[f"{name}, {by}"] = round((time.perf_counter() - began) / 200 * 1e6, 1)
+                    torch.cuda.synchronize()
+                assert backend.ordinary == before + 200 * at, f"{name}: {backend.ordinary - before} calls went ordinary"
+            assert ordinary < 60, f"{name}: no call was prepared"
+        finally:
+            del registry._backends["one way"]
+            state_of(group).prepared.clear()
+            state_of(group).chosen.clear()
+    return f"{everything_is_empty(group)} workspaces empty; us of the host a call (ordinary: named for nsys): {host}"
+
+
 def tuned(group):
     """``auto`` decides for eager calls, for graphs, and for a dgrad beside its wgrad."""
     x, w = make(False, torch.bfloat16, 16, 1024), make(False, torch.bfloat16, 4096, 1024)
@@ -259,13 +350,21 @@ def tuned(group):
             y = ops.gemm_all_reduce(x, w, group, async_op=how == "beside wgrad")
             y = y if how == "eager" else y.wait()
         assert error(y, exact) <= 2 * error(stock, exact) + 4e-3
-    for answers in get_backend("tuned").decisions(group).answers.items():
+    answered = get_backend("tuned").decisions(group).answers
+    measured = sum(bool(answer["ms"]) for answer in answered.values())
+    for m in range(9, 33):  # decode steps, of which one was measured
+        rows = make(False, torch.bfloat16, m, 1024)
+        exact, stock = summed(rows.float() @ w.float().t(), group), summed((rows @ w.t()).float(), group)
+        for _ in range(3):
+            assert error(ops.gemm_all_reduce(rows, w, group), exact) <= 2 * error(stock, exact) + 4e-3, f"m={m}"
+    assert sum(bool(answer["ms"]) for answer in answered.values()) == measured, "a decode step was measured"
+    for answers in answered.items():
         said.append(answers)
     return json.dumps(said)
 
 
 CHECKS: dict[str, Callable] = {
-    check.__name__: check for check in (shapes, special, late, many, graphs, streams, others_between, tuned)
+    check.__name__: check for check in (shapes, special, late, many, graphs, streams, others_between, prepared, tuned)
 }
 
 

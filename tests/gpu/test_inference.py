@@ -1,23 +1,31 @@
-"""Passes without gradients on two GPUs: the layers in inference mode and a training behind it, in CUDA graphs, and
-``bench inference`` of a small model through the command.
+"""Passes without gradients on two GPUs: the layers in inference mode and a training behind it, in CUDA graphs;
+megatron-core's dynamic engine, stock against patched; the checks of gemm_all_reduce; ``bench inference`` of a small
+model through the command.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
-from megatron_flux import ops
+from megatron_flux import FluxConfig, ops
 from megatron_flux.comm import group_state
 from megatron_flux.ops.cuda_graphs import captured_calls
+from tests.distributed.megatron_world import flux, gpt_model, megatron
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_dynamic_engine import generated, spread_logits
 from tests.distributed.test_inference_layers import Pair, bookkeeping, check_workspaces
 
 pytestmark = pytest.mark.gpus(2)
@@ -76,6 +84,73 @@ def test_a_pass_in_a_graph(nccl2: WorkerPool, backend: str) -> None:
     nccl2.run(rank_graph, backend)
 
 
+def why_no_dynamic_engine() -> str | None:
+    """What megatron-core's dynamic engine needs and does not find."""
+    missing = [name for name in ("einops",) if importlib.util.find_spec(name) is None]
+    if importlib.util.find_spec("flash_attn_3") is None and importlib.util.find_spec("flashattn_hopper") is None:
+        try:
+            old = Version(version("flash-attn")) < Version("2.7.3")
+        except PackageNotFoundError:
+            old = True
+        missing += ["flash-attn 2.7.3 or newer, or flash-attn 3"] if old else []
+    return f"megatron-core's dynamic engine needs {', '.join(missing)}" if missing else None
+
+
+def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, graphs: bool) -> tuple[Any, Any, Any]:
+    """Tokens of stock, of flux, and what ran. In fp16, whose logits lie closer than bf16's: no two are equal."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("NVTE_")]:
+            del os.environ[name]
+        if graphs:
+            model_parallel_cuda_manual_seed(123, inference_rng_tracker=True, force_reset_rng=True)
+
+        def made(**more: Any) -> torch.nn.Module:
+            options = {"sequence_parallel": sequence_parallel, "params_dtype": torch.float16, "fp16": True}
+            return gpt_model(family, **options, **more).half().eval()
+
+        model = made()
+        spread_logits(model)
+        how: dict[str, Any] = {"block_size_tokens": 256}
+        stock = generated(model, **how)
+        if graphs:
+            captured = made(cuda_graph_impl="local")
+            captured.load_state_dict(model.state_dict())
+            model, how = captured, {**how, "num_cuda_graphs": 2}
+        with flux(FluxConfig(strict=True, backend=backend)) as seen:
+            ours = [generated(model, **how) for _ in range(1 if graphs else 2)]
+        return stock, ours, seen.as_dict()
+
+
+@pytest.mark.skipif(why_no_dynamic_engine() is not None, reason=str(why_no_dynamic_engine()))
+@pytest.mark.parametrize(
+    ("sequence_parallel", "graphs"), [(False, False), (True, False), (False, True)], ids=["", "split", "graphs"]
+)
+@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
+def test_greedy_tokens_of_the_dynamic_engine(
+    nccl2: WorkerPool, backend: str, sequence_parallel: bool, graphs: bool
+) -> None:
+    for stock, ours, seen in nccl2.run(rank_dynamic_engine, "gpt3", sequence_parallel, backend, graphs):
+        assert all(tokens == stock for tokens in ours), (stock, ours)
+        assert len({token for tokens in stock for token in tokens}) > 2, "always the same token: nothing is compared"
+        operators = {"all_gather_gemm", "gemm_reduce_scatter"} if sequence_parallel else {"gemm_all_reduce"}
+        assert {name.partition("/")[0] for name in seen["calls"]} == operators, seen
+        assert seen["fallbacks"] == {}
+
+
+def test_all_checks_of_gemm_all_reduce(tmp_path: Path) -> None:
+    """Prepared calls among them."""
+    out = tmp_path / "checks.jsonl"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += [str(Path(__file__).parent / "checks_all_reduce.py"), "--checks-only", "--seconds", "400"]
+    done = subprocess.run([*words, "--out", str(out)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["check"] for line in lines if "check" in line} >= {"graphs", "streams", "prepared", "tuned"}
+    assert all(line["ok"] for line in lines), lines
+
+
 def test_the_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = [sys.executable, "-m", "megatron_flux.cli", "bench", "inference", "--tp", "2", "--models", "tiny"]
@@ -94,6 +169,7 @@ def test_the_benchmark(tmp_path: Path) -> None:
         assert arms == {"local", "flux_local", "floor", *(["te", "flux_te"] if HAVE_TE else [])}, summary["skipped"]
     decode = [row for row in rows if row["kind"] == "decode"]
     assert {row["m"] for row in decode} == {1, 8, 64, 512}
+    assert {row["context_length"] for row in decode} == {summary["context_length"]} == {2048}
     assert all(row["cuda_graph"] for row in decode), [row.get("cuda_graph_reason") for row in decode]
     assert {row["m"] for row in rows if row["kind"] == "gemm_all_reduce"} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
     assert {row["m"] for row in rows if row["kind"] == "int4_mlp"} == {1, 2, 4, 8, 16}

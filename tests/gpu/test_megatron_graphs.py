@@ -58,7 +58,7 @@ class Counting:
         }
 
 
-def run_config(spec: str, graphs: str, backend: str = "fused") -> Any:
+def run_config(spec: str, graphs: str, backend: str = "fused", fp8: Any = None) -> Any:
     from megatron_flux.train.config import resolve
     from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
@@ -66,6 +66,7 @@ def run_config(spec: str, graphs: str, backend: str = "fused") -> Any:
     options = TrainOptions(
         transformer_impl=spec,
         cuda_graph_impl=graphs,
+        fp8=fp8,
         num_layers=LAYERS,
         micro_batch_size=2,
         global_batch_size=2 * MICRO_BATCHES,
@@ -109,7 +110,7 @@ class Captured:
 
 
 def rank_train(
-    spec: str, graphs: str, patched: bool, te_default: bool = False, backend: str = "fused"
+    spec: str, graphs: str, patched: bool, te_default: bool = False, backend: str = "fused", fp8: str | None = None
 ) -> dict[str, Any]:
     """Losses and gradient norms by step, and what flux and the graphs did; ``chunked`` goes over host memory.
 
@@ -130,11 +131,12 @@ def rank_train(
         megatron(tp=dist.get_world_size()),
         gradient_accumulation_fusion(),
     ):
-        config = run_config(spec, graphs, backend)
+        config = run_config(spec, graphs, backend, fp8)
         captured = Captured(monkeypatch, backend)
         link = "host" if backend == "chunked" else None
         device = torch.device("cuda", dist.get_rank()) if on_gpu() else torch.device("cpu")
-        with flux(FluxConfig(backend=config.backend, link=link, strict=True)) if patched else nullcontext() as seen:
+        flux_config = FluxConfig(backend=config.backend, link=link, strict=True, fp8=fp8 is not None)
+        with flux(flux_config) if patched else nullcontext() as seen:
             trainer = Trainer(config, Datasets(Counting(config.shape.seq_length), None), device)
             if te_default:
                 for module in trainer.model.modules():
@@ -223,3 +225,30 @@ def test_flux_is_replayed_and_the_curve_stays(ranks: WorkerPool, spec: str, back
         assert all(name.endswith(f"/{backend}") for name in found["seen"]["calls"]), about
         assert (found["mode"], found["mode_after"]) == (True, False), f"captured mode, {about}"
         require_close(f"flux in graphs (rank {rank})", found, "flux without", expected)
+
+
+@pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_fp8_is_replayed_and_the_curve_is_stocks(ranks: WorkerPool, recipe: str, graphs: str) -> None:
+    """Two micro-batches a step: the flag of the cached weight and, delayed, amaxes and scales would show."""
+    from transformer_engine.pytorch import quantization
+
+    check = "check_fp8_block_scaling_support" if recipe == "blockwise" else "check_fp8_support"
+    able, why = getattr(quantization, check)()
+    if not able:
+        pytest.skip(why)
+    te = "transformer_engine"
+    eager = ranks.run(rank_train, te, "none", True, False, "fused", recipe)[0]
+    stock = ranks.run(rank_train, te, graphs, False, False, "fused", recipe)[0]
+    in_graphs = {**IN_GRAPHS, "all_gather": (4 if recipe == "blockwise" else 2) * LAYERS}  # blocks: dy by rows, too
+    for rank, found in enumerate(ranks.run(rank_train, te, graphs, True, False, "fused", recipe)):
+        about = f"rank {rank}: {found}"
+        assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
+        assert found["captured"] == in_graphs, f"other calls captured than {in_graphs}, {about}"
+        assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
+        assert (found["seen"]["active_layers"], found["seen"]["fallbacks"]) == (4 * LAYERS + 1, {}), about
+        others = {name for name in found["seen"]["calls"] if not name.endswith("/fused")}
+        assert others <= ({"all_gather/reference"} if recipe == "blockwise" else set()), f"beside scales, {about}"
+        require_close(f"flux in graphs (rank {rank})", found, "flux without", eager)
+        require_close(f"flux in graphs (rank {rank})", found, "stock in graphs", stock)
+    assert eager["losses"][-1] < eager["losses"][0] - 0.5, f"the loss does not fall: {eager['losses']}"

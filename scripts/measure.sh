@@ -5,21 +5,23 @@
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
 # default: checks groups tests ops layer fp8 inference connections graphs stand_in_checks stand_in_ops stand_in_layer
-# parity parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity. Uses the
-# active environment and all GPUs of this host (2, 4 or 8), of which two emulate eight in stand_in_*. host_* leave NVLink
-# unused; their checks go by the other links too. megatron_lm needs MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
+# parity parity_dp fp8_parity compare fp8_compare metrics megatron_lm host_checks host_ops host_layer host_graphs
+# host_compare host_parity. Uses the active environment and all GPUs of this host (2, 4 or 8), of which two emulate eight
+# in stand_in_*. host_* leave NVLink unused; their checks go by the other links too. megatron_lm needs
+# MEGATRON_LM=CHECKOUT, a Megatron-LM source tree.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAGES=(checks groups tests ops layer fp8 inference connections graphs stand_in_checks stand_in_ops stand_in_layer
-    parity parity_dp compare metrics megatron_lm host_checks host_ops host_layer host_graphs host_compare host_parity)
+    parity parity_dp fp8_parity compare fp8_compare metrics megatron_lm host_checks host_ops host_layer host_graphs
+    host_compare host_parity)
 DRY=0
 if [[ ${1:-} == --dry-run ]]; then
     DRY=1
     shift
 fi
 if (($# == 0)) || [[ $1 == -* ]]; then
-    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
 OUT=$1
@@ -138,6 +140,17 @@ for stage in "${STAGES[@]}"; do
             ;;
         compare)
             limited 300 "${FLUX[@]}" compare "${WIDE[@]}" --steps 48 --block-steps 6 --profile-steps 20-21 --out "$to"
+            ;;
+        fp8_parity)
+            for recipe in delayed current blockwise; do
+                stage=fp8_parity_$recipe
+                limited 590 python3 scripts/parity.py --out "$OUT/$stage" -- --nproc "$GPUS" --fp8 "$recipe" \
+                    --transformer-impl transformer_engine "${SMALL[@]}"
+            done
+            ;;
+        fp8_compare)
+            limited 590 "${FLUX[@]}" compare --preset llama2-70b --num-layers 4 --nproc "$GPUS" --fp8 current \
+                --transformer-impl transformer_engine --steps 48 --block-steps 6 --profile-steps 20-21 --out "$to"
             ;;
         metrics) limited 300 "${FLUX[@]}" bench metrics "${WIDE[@]}" --pairs 12 --block-steps 20 --out "$to" ;;
         megatron_lm)

@@ -26,6 +26,14 @@ from megatron_flux.metrics.summary import relative_differences
 from megatron_flux.telemetry import environment
 
 CURVES = ("lm loss", "grad-norm")
+PAIRS = [
+    ("stock", "stock again"),
+    ("stock", "flux"),
+    ("stock again", "flux"),
+    ("stock", "stock, resumed from flux"),
+    ("stock", "flux, resumed from stock"),
+]
+"""Who is compared; the first pair is the spread, the last two are of runs across a checkpoint."""
 
 
 def main() -> int:
@@ -34,6 +42,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; must not exist")
     parser.add_argument("--factor", type=float, default=2.0, help="how many spreads a curve may be away")
     parser.add_argument("--at-once", action="store_true", help="trainings that need no other share the GPUs")
+    parser.add_argument("--no-resume", action="store_true", help="leave the runs across a checkpoint out")
     parser.add_argument("train", nargs="*", help="arguments of megatron-flux train; --steps is needed")
     options = parser.parse_args()
     if "--steps" not in options.train:
@@ -62,13 +71,15 @@ def main() -> int:
             "flux": pool.submit(train, "flux", "--save", saved["flux"], "--save-interval", half),
         }
         runs = {name: run.result() for name, run in waited.items()}
-        for folder in saved.values():  # the latest is the one at the end: resume from half-way
-            (folder / "latest_checkpointed_iteration.txt").write_text(half)
-        waited = {
-            "stock, resumed from flux": pool.submit(train, "stock-from-flux", "--no-flux", "--load", saved["flux"]),
-            "flux, resumed from stock": pool.submit(train, "flux-from-stock", "--load", saved["stock"]),
-        }
-        runs |= {name: run.result() for name, run in waited.items()}
+        if not options.no_resume:
+            for folder in saved.values():  # the latest is the one at the end: resume from half-way
+                (folder / "latest_checkpointed_iteration.txt").write_text(half)
+            waited = {
+                "stock, resumed from flux": pool.submit(train, "stock-from-flux", "--no-flux", "--load", saved["flux"]),
+                "flux, resumed from stock": pool.submit(train, "flux-from-stock", "--load", saved["stock"]),
+            }
+            runs |= {name: run.result() for name, run in waited.items()}
+    pairs = [pair for pair in PAIRS if set(pair) <= runs.keys()]
 
     found: dict[str, Any] = {
         "device": environment.device_name(),
@@ -77,23 +88,12 @@ def main() -> int:
         "factor": options.factor,
         # With CUDA graphs calls are not seen, but layers that run flux are.
         "flux_calls": max(r["flux/all_gather_gemm_calls"] or r["flux/active_layers"] for r in runs["flux"]),
-        "curves": {curve: {f"{a} / {b}": difference(runs[a], runs[b], curve) for a, b in pairs()} for curve in CURVES},
+        "curves": {curve: {f"{a} / {b}": difference(runs[a], runs[b], curve) for a, b in pairs} for curve in CURVES},
     }
-    found["within_spread"] = {curve: within(pairs, options.factor) for curve, pairs in found["curves"].items()}
+    found["within_spread"] = {curve: within(of, options.factor) for curve, of in found["curves"].items()}
     (out / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
     json.dump(found, sys.stdout, indent=1)
     return 0 if all(found["within_spread"].values()) and found["flux_calls"] else 1
-
-
-def pairs() -> list[tuple[str, str]]:
-    """Who is compared; the first pair is the spread."""
-    return [
-        ("stock", "stock again"),
-        ("stock", "flux"),
-        ("stock again", "flux"),
-        ("stock", "stock, resumed from flux"),
-        ("stock", "flux, resumed from stock"),
-    ]
 
 
 def difference(a: list[dict[str, Any]], b: list[dict[str, Any]], curve: str) -> dict[str, float]:

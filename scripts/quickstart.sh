@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Sets up .venv and trains a small GPT on real text, stock Megatron against flux: on two or four GPUs if this machine has
-# them, else on two CPU processes. Then says what that showed, and what comes next.
+# Sets up .venv and trains a small GPT on real text, stock Megatron against
+# flux: on two or four GPUs if this machine has them, else on two CPU processes.
+# Then says what that showed, and what comes next.
 #
 #   ./scripts/quickstart.sh [--active] [options of megatron-flux compare]
 #
-# --active uses the active environment instead of .venv. What the options are: .venv/bin/megatron-flux compare --help
+# --active uses the active environment instead of .venv. What the options are:
+# .venv/bin/megatron-flux compare --help
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment ""
 

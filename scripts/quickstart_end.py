@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 from megatron_flux.metrics.summary import losses, verdict
@@ -14,13 +16,16 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def measured(text: str) -> tuple[list[list[str]], list[str]]:
-    """The first table of a Markdown text as rows of plain cells, its head first, and the lines of text behind it."""
+    """The first table of a Markdown text as rows of plain cells, its head first, and the text behind it in lines of the
+    terminal's width.
+    """
     found = re.search(r"^((?:\|.*\n)+)\n((?:.+\n)+)", text, re.MULTILINE)
     if found is None:
         raise ValueError("README.md has no table of measurements")
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
     plain = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"\1", found[2])
-    return [rows[0], *rows[2:]], plain.splitlines()
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    return [rows[0], *rows[2:]], textwrap.wrap(" ".join(plain.split()), width, break_on_hyphens=False)
 
 
 def main(run: Path) -> None:

@@ -28,10 +28,11 @@ ROOMS = (
 )
 """From top to bottom."""
 
-MOST_FILES, MOST_LINES = 200, 34_000
+MOST_FILES, MOST_LINES = 202, 35_200
 """What there is, rounded up: 22,000, 4,500 for links other than NVLink, 2,500 for what users meet first (validation,
-tokenizers, configuration files, pages for many ranks), 3,300 for inference (quantised MLPs, the all-reduce after a
-GEMM, passes without gradients, their benchmarks) and 1,100 for FP8. Raise them only for what users gain."""
+tokenizers, configuration files, pages for many ranks), 3,700 for inference (quantised MLPs, the all-reduce after a
+GEMM, passes without gradients, their benchmarks, caches of keys and values) and 1,700 for FP8.
+Raise them only for what users gain."""
 
 
 @dataclass(frozen=True)

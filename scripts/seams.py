@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError
 from itertools import groupby
 from pathlib import Path
 
-from seams_relied import ATTRIBUTES, COMPILED, ROOTS, Relied, relied
+from seams_relied import ATTRIBUTES, BY_RELEASE, COMPILED, ROOTS, Relied, relied
 from seams_sources import Found, Release, bodies, signature
 
 
@@ -61,7 +61,7 @@ def report(package: str, old: Release, new: Release, *, brief: bool = False) -> 
     unseen = [one.path for one in items if one.seam != ATTRIBUTES and old.find(one.path) is None]
     if unseen:
         print("\nnot looked at, since the sources of the old release do not show them:", *unseen, sep="\n  ")
-    return 1 if moved else 2 if set(unseen) - COMPILED else 0
+    return 1 if moved else 2 if set(unseen) - COMPILED - BY_RELEASE else 0
 
 
 def changes(one: Relied, old: Release, new: Release, *, brief: bool = False) -> Iterator[str]:

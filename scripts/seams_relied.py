@@ -19,6 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "megatron_flux"
 ROOTS = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine", "torch": "torch"}
 """What each distribution is imported as."""
 
+BY_RELEASE = frozenset(te_fp8.BY_RELEASE)
+"""What a supported release need not have."""
 ATTRIBUTES = "attributes of layers"
 """A seam where one class of several has each name: those that a release does not have are another package's."""
 COMPILED = frozenset({"torch._C._distributed_c10d._detect_dma_connectivity"})

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks the style and runs the tests: all of them, or those that further arguments, which go to pytest,
-# name.
+# Sets up .venv, checks the style and runs the tests: all of them, or those that
+# further arguments, which go to pytest, name.
 #
 #   ./scripts/test.sh [--active] [options and tests for pytest]
 #
@@ -55,9 +55,10 @@ fi
 
 # All of them, in two sessions of about the same length side by side. Jobs on Slurm's daemons wait a good deal, and unit
 # tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
-# when both have ended. tests/unit/project/test_sessions.py looks that no folder is left out.
-FIRST=(tests/slurm tests/unit tests/browser tests/megatron_lm tests/field)
-SECOND=(tests/distributed tests/train tests/gpu)
+# when both have ended. tests/unit/project/test_sessions.py looks that no test is left out.
+APART=(tests/distributed/test_te_*.py tests/distributed/test_bench_fp8.py tests/distributed/test_bench_layer.py)
+FIRST=(tests/slurm "${APART[@]}" tests/unit tests/browser tests/megatron_lm tests/field)
+SECOND=(tests/distributed "${APART[@]/#/--ignore=}" tests/train tests/gpu)
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

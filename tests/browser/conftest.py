@@ -14,7 +14,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="session")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: the folder MEGATRON_FLUX_ARTEFACTS, or a temporary one."""
+    """Where pictures go: the folder MEGATRON_FLUX_ARTEFACTS, or a temporary one for those that a test needs."""
     named = os.environ.get("MEGATRON_FLUX_ARTEFACTS")
     folder = Path(named) / "report" if named else tmp_path_factory.mktemp("artefacts")
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Seen:
 
 
 def look(driver: Chrome, page: Path, size: tuple[int, int], *, dark: bool = False, shot: Path | None = None) -> Seen:
-    """Open a page and wait for its plots; ``shot`` is written as a picture of the whole page."""
+    """Open a page and wait for its plots; ``shot``: see :func:`capture`."""
     driver.get("about:blank")
     resize(driver, size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -123,6 +124,9 @@ def wait_for_plots(driver: Chrome) -> None:
 
 
 def capture(driver: Chrome, shot: Path) -> None:
+    """Write a picture of the whole page, if somebody has asked for pictures: drawing all of it takes long."""
+    if not os.environ.get("MEGATRON_FLUX_ARTEFACTS"):
+        return
     picture: dict[str, Any] = driver.execute_cdp_cmd(
         "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True}
     )

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 
+from selenium.webdriver.support.ui import WebDriverWait
+
 from megatron_flux.metrics.report import write_reports
 from tests.browser.page import DESKTOP, PHONE, capture, look, look_again, print_to_pdf
 from tests.unit.metrics.metrics_records import interleaved, write_run
@@ -126,7 +128,7 @@ def test_paper(driver: Any, artefacts: Path, full: tuple[Path, int]) -> None:
     # Light, whatever the screen was, and nothing folded.
     assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert driver.execute_script("return [...document.querySelectorAll('details')].every((d) => d.open)")
-    assert max(driver.execute_script(PLOT_WIDTHS)) <= 718
+    WebDriverWait(driver, 10).until(lambda page: max(page.execute_script(PLOT_WIDTHS)) <= 718)  # drawn a moment later
 
 
 def test_damage_is_readable_on_a_phone(driver: Any, artefacts: Path, tmp_path: Path) -> None:

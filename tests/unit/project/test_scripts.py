@@ -361,7 +361,9 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "stand_in_layer",
         "parity",
         "parity_dp",
+        *(f"fp8_parity_{recipe}" for recipe in ("delayed", "current", "blockwise")),
         "compare",
+        "fp8_compare",
         "metrics",
         "megatron_lm",
         *(f"host_checks_{way}_{queues}" for way in ("host", "send_recv", "p2p") for queues in (1, 8)),
@@ -425,3 +427,75 @@ def test_parity_compares_what_both_have_with_the_spread(script: Any) -> None:
     assert not parity.within(pairs | {"stock / resumed": {"mean": 0.21}}, 2.0)
     assert parity.within({"a": {"mean": 0.0}, "b": {"mean": 0.0}}, 2.0)
     assert not parity.within({"a": {"mean": 0.0}, "b": {"mean": 1e-9}}, 2.0)
+
+
+# first_step_delay.py
+
+TRAINING = """#!/usr/bin/env bash
+for i in 1 2; do echo "flux     step $i/3  loss 1.0"; done
+echo "tuned while training runs, 1 of 4"
+case $MEGATRON_FLUX_TUNE in
+    full) trap "" TERM; while true; do sleep 0.1; done ;;
+    later) exec sleep 600 ;;
+esac
+echo "$* $MEGATRON_FLUX_TUNE_CACHE $MEGATRON_FLUX_LINK" >>"$SEEN"
+"""
+
+
+def test_every_arm_ends_and_the_file_says_how(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training that hangs in silence, and one that is deaf to being told to end."""
+    delay = script("first_step_delay")
+    training, out = tmp_path / "python", tmp_path / "delay.json"
+    training.write_text(TRAINING)
+    training.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(training))
+    monkeypatch.setattr(delay, "GRACE", 0.5)
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "host")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "full")  # of whoever calls
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setattr(sys, "argv", ["delay", "--out", str(out), "--limit", "3", "--", "--nproc", "2"])
+    began = time.monotonic()
+    assert delay.main() == 1
+    assert time.monotonic() - began < 60
+    found = json.loads(out.read_text())
+    ends = {arm: (measured["exit_code"], measured["ended"]) for arm, measured in found["arms"].items()}
+    assert ends == {
+        **dict.fromkeys(("warm", "stock", "default", "again"), (0, "by itself")),
+        "later": (-15, "told to, after 3 s"),
+        "full": (-9, "killed, 0 s after it was told to"),
+    }
+    assert all(set(measured["step_ends_s"]) == {"1", "2"} for measured in found["arms"].values())
+    assert found["arms"]["full"]["tuning"] == ["tuned while training runs, 1 of 4"]
+    warm, stock, default, again = (line.split() for line in (tmp_path / "seen").read_text().splitlines())
+    assert "--no-flux" in stock
+    assert "--no-flux" not in default
+    assert default[-2] == again[-2] != stock[-2], "again has the caches of default, and no other arm has"
+    assert {words[-1] for words in (stock, default, again)} == {"host"}
+    assert "--nproc 2 --steps 3" in " ".join(stock)
+    assert "--steps 1" in " ".join(warm)
+    assert "--no-flux" in warm
+
+
+def test_no_arm_begins_when_time_is_up(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "delay.json"
+    monkeypatch.setattr(sys, "argv", ["delay", "--out", str(out), "--arms", "later", "--within", "22"])
+    assert script("first_step_delay").main() == 1
+    assert json.loads(out.read_text())["arms"] == {"later": {"exit_code": None, "ended": "not begun: 2 s were left"}}
+
+
+def test_the_file_is_there_when_the_script_is_killed(tmp_path: Path) -> None:
+    training, out = tmp_path / "python", tmp_path / "delay.json"
+    training.write_text(TRAINING)
+    training.chmod(0o755)
+    start = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import first_step_delay as d; "
+    start += f"sys.executable = {str(training)!r}; d.main()"
+    process = subprocess.Popen([sys.executable, "-c", start, "--out", out, "--arms", "later"], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not out.exists() or (len(json.loads(out.read_text())["arms"]["later"]["step_ends_s"]) < 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+    assert json.loads(out.read_text())["arms"]["later"]["ended"] == "not yet"

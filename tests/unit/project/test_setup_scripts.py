@@ -251,12 +251,16 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_end_says_what_was_shown_what_was_measured_and_what_is_next(
-    ended: Callable[[Path], str], tmp_path: Path, kind: str
+    ended: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     arms = interleaved(6, {"baseline": [0.2] * 6, "flux": [0.1] * 6})
     info = {"device": {"kind": kind, "count": 4}}
     (tmp_path / "summary.json").write_text(json.dumps(summarize(arms["baseline"], arms["flux"], info)))
+    monkeypatch.setenv("COLUMNS", "80")
     said = ended(tmp_path)
+    about = importlib.import_module("quickstart_end").measured((ROOT / "README.md").read_text())[1]
+    assert max(map(len, about)) <= 80
+    assert all(line in said for line in about)
     assert "What this run showed: same losses: largest relative difference 0 over 18 steps." in said
     words = " ".join(said.split())
     table = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]

@@ -106,23 +106,22 @@ def _take(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: 
     before = out / _BEFORE
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if (overwrite or resuming) and before.is_dir():  # a start that died before it had begun
+            _put_back(out)
+        before.mkdir()  # two runs may have found the folder free at the same time: one of them makes this
         if overwrite or resuming:
-            if before.is_dir():  # a start that died before it had begun
-                _put_back(out)
-            replaced = [out / CONFIG, out / ENDED] if resuming else list(out.iterdir())
-            before.mkdir()
-            for path in replaced:
+            for path in [out / CONFIG, out / ENDED] if resuming else [path for path in out.iterdir() if path != before]:
                 if path.exists():
                     path.rename(before / path.name)
-        # Not over another's: two runs may have found the folder free at the same time.
-        with (out / CONFIG).open("x") as file:
-            before.mkdir(exist_ok=True)
-            try:
-                file.write(json.dumps(description, indent=2) + "\n")
-                file.flush()
-            except OSError:
-                _put_back(out)
-                raise
+        elif (out / CONFIG).exists():  # the other one has begun since
+            before.rmdir()
+            raise FileExistsError
+        try:
+            # Whole at once: `watch` waits for this file and reads it as soon as it is there.
+            strict_json.write_atomically(out / CONFIG, json.dumps(description, indent=2) + "\n")
+        except OSError:
+            _put_back(out)
+            raise
     except FileExistsError:
         raise UserError(f"--out {out} has just been taken by another run; give another folder") from None
     except OSError as error:

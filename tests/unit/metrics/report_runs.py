@@ -55,14 +55,15 @@ def full_run(folder: Path, arms: dict[str, list[Record]] | None = None, **settin
 
 
 def one_arm(folder: Path, arm: str, **settings: Any) -> Path:
-    """What ``train`` leaves: one arm, no summary, one block."""
+    """What ``train`` leaves: one arm, no summary, one block. It appears whole, for readers that wait for it."""
     records = [item | {"block": 0} for item in full_arms()[arm]]
-    write_run(folder, {"baseline": [], "flux": [], arm: records}, info(command="train", flux=arm == "flux", **settings))
-    (folder / "summary.json").unlink()
+    part = folder.with_name(f"{folder.name}.part")
+    write_run(part, {"baseline": [], "flux": [], arm: records}, info(command="train", flux=arm == "flux", **settings))
+    (part / "summary.json").unlink()
     other = "flux" if arm == "baseline" else "baseline"
-    (folder / other / "metrics.jsonl").unlink()
-    (folder / other).rmdir()
-    return folder
+    (part / other / "metrics.jsonl").unlink()
+    (part / other).rmdir()
+    return part.rename(folder)
 
 
 STRAGGLER, NODES = 77, [f"gpu-node-{number:03d}.cluster.example" for number in range(16)]

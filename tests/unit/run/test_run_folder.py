@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,17 @@ def test_runs_that_name_the_same_folder_do_not_share_it(tmp_path: Path, monkeypa
             pass
         assert (out / folder.CONFIG).is_file()
         folder.begun(out)
+        with pytest.raises(UserError, match="just been taken by another run"), run_in(out):
+            pass
     assert everything(out) == {folder.CONFIG: '{\n  "out": "run"\n}\n'}
+
+
+def test_whoever_waits_for_the_configuration_finds_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, before = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda *paths: (before.append(paths[1].exists()), rename(*paths)))
+    with run_in(tmp_path / "run") as out:
+        assert json.loads((out / folder.CONFIG).read_text()) == {"out": "run"}
+    assert before == [False]
 
 
 @pytest.mark.parametrize("default", [True, False])

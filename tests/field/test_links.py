@@ -160,7 +160,7 @@ def test_symmetric_memory_that_cannot_be_shared_says_between_whom_and_what_to_do
 
 def never_comes() -> str:
     """In the second step's backward of a whole model: the peer stands still after its forward."""
-    with megatron(tp=2), over_host_memory(), mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="0.7"):
+    with megatron(tp=2), over_host_memory(), mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="3"):
         model = gpt_model("gpt3", num_layers=1)
         with flux(CHUNKED):
             steps(model, [(8,)])
@@ -171,7 +171,7 @@ def never_comes() -> str:
             began = time.monotonic()
             with pytest.raises(OperatorError) as caught:
                 loss.backward()
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 30
         gone = RuntimeError("Timed out waiting 60000ms\nfor recv operation to complete")
         with mock.patch.object(dist, "all_gather_object", side_effect=gone), pytest.raises(OperatorError) as first:
             of_all_ranks("a first call", dist.group.WORLD)
@@ -184,5 +184,5 @@ def test_a_hang_names_the_peer(world2: WorkerPool) -> None:
     """NVIDIA/TransformerEngine#986, ByteDance-Seed/Triton-distributed#40: all stand still, nothing is said."""
     said = world2.run(never_comes)[0]
     assert said.startswith("rank 0 (tp rank 0 of 2): "), said
-    assert "timed out after 0.7 s waiting for peer rank 1 (tp rank 1), shard " in said
+    assert "timed out after 3 s waiting for peer rank 1 (tp rank 1), shard " in said
     assert "\n" not in said

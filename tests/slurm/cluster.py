@@ -167,14 +167,14 @@ class Cluster:
     def stop(self) -> None:
         """End the jobs, then the daemons, by their process ids."""
         self.cancel_all()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.client("squeue", "--noheader", check=False).stdout and time.monotonic() < deadline:
             time.sleep(0.2)
         files = [*(self.folder / "run").glob("*.pid"), self.folder / "munge" / "pid"]
         pids = [int(file.read_text()) for file in files if file.exists()]
         for pid in pids:
             _signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while any(_signal(pid, 0) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in pids:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import sysconfig
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 
 from megatron_flux.errors import UserError
+from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import cache_folder
 from megatron_flux.train import tokenizer
 from megatron_flux.train.config import RunConfig
@@ -96,9 +99,11 @@ def prepare(
 
 
 def prepared(config: RunConfig) -> Corpus:
-    """:func:`prepare` for a run."""
-    sizes = config.shape.seq_length, config.shape.vocab_size
-    return prepare(config.data, config.data_cache, *sizes, split=config.split, with_tokenizer=config.text_tokenizer)
+    """:func:`prepare` for a run, in the order of its seed."""
+    sizes, how = (config.shape.seq_length, config.shape.vocab_size), {"with_tokenizer": config.text_tokenizer}
+    corpus = prepare(config.data, config.data_cache, *sizes, split=config.split, **how)
+    _indices(config, corpus)  # before there are process groups, in which megatron-core has ranks wait for the first one
+    return corpus
 
 
 def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
@@ -187,15 +192,23 @@ def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.K
         status = file.stat()
         digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     prefix = cache / f"{'bytes' if with_tokenizer is None else 'tokens'}-{digest.hexdigest()[:16]}"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with Path(f"{prefix}.lock").open("w") as lock:
-            _wait_for(lock)
-            if not Path(f"{prefix}.idx").is_file():
-                _build(files, prefix, tokenizer.load(*with_tokenizer) if with_tokenizer else None)
-    except OSError as error:
-        raise UserError(f"the data cache {cache} cannot be written: {error.strerror}; set --data-cache") from None
+    with _locked(prefix):
+        if not Path(f"{prefix}.idx").is_file():
+            _build(files, prefix, tokenizer.load(*with_tokenizer) if with_tokenizer else None)
     return prefix
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with what is to be at ``path`` in the cache; a UserError where that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with Path(f"{path}.lock").open("w") as lock:
+            _wait_for(lock)
+            yield
+    except OSError as error:
+        said = f"the data cache {path.parent} cannot be written: {error.strerror or error}"  # NumPy gives words alone
+        raise UserError(f"{said}; make room, or set --data-cache") from None
 
 
 def _wait_for(lock: TextIO) -> None:
@@ -259,22 +272,43 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) ->
 
 def build_datasets(config: RunConfig, corpus: Corpus) -> Datasets:
     """One epoch of each part of the corpus as megatron-core's GPTDataset, shuffled by the seed. A collective call."""
+    return _datasets(config, corpus, _indices(config, corpus))
+
+
+def _indices(config: RunConfig, corpus: Corpus) -> Path:
+    """The folder of megatron-core's index files for this run, made now if it is not in the cache.
+
+    megatron-core writes them where it reads them and takes any that are there for whole: a run that died would spoil
+    them for all that follow, and one that begins would cut those that another has mapped.
+    """
+    changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
+    order = config.seed, config.shape.seq_length, config.shape.vocab_size, config.split, installed_megatron_core()
+    digest = hashlib.sha256(repr((*corpus, changed, *order)).encode()).hexdigest()
+    folder = cache_folder(config.data_cache) / f"indices-{digest[:16]}"
+    if not folder.is_dir():
+        with _locked(folder):
+            if not folder.is_dir():
+                building = Path(f"{folder}.building")
+                shutil.rmtree(building, ignore_errors=True)  # of one that died
+                _datasets(config, corpus, building)
+                building.rename(folder)
+    return folder
+
+
+def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     vocab_size, pad, eod = _BYTE_VOCAB_SIZE, _PAD, END_OF_DOCUMENT
     if not corpus.is_bytes:  # padded and cut already: a pad that never occurs, the usual place for eod
         vocab_size, pad, eod = config.shape.vocab_size, -1, config.shape.vocab_size - 1
-    # Part of the name of the cached indices: a pair that was made again must not meet its old ones.
-    changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns
-    known_by = {"bytes": corpus.is_bytes, "tokens": corpus.tokens, "changed": changed}
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.shape.seq_length,
         blend=([str(corpus.prefix)], None),
         split=config.split,
-        path_to_cache=str(cache_folder(config.data_cache) / "indices"),
-        tokenizer=SimpleNamespace(vocab_size=vocab_size, pad=pad, eod=eod, unique_identifiers=known_by),
+        path_to_cache=str(indices),
+        tokenizer=SimpleNamespace(vocab_size=vocab_size, pad=pad, eod=eod, unique_identifiers={}),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -14,7 +14,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
-from megatron_flux.train import data
+from megatron_flux.train import config, data
+from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from tests.small_disk import small_disk
 
 
 def documents(found: data.Corpus) -> list[bytes]:
@@ -101,6 +103,44 @@ def test_processes_that_ask_at_once_build_once(folder: Path, tmp_path: Path) -> 
     assert [p.returncode for p in processes] == [0, 0]
     assert [words[-1] for words in said] == ["95", "95"]
     assert sum("built" in words for words in said) == 1
+
+
+def run_on(text: Path, cache: Path) -> config.RunConfig:
+    options = TrainOptions(data=[text], data_cache=cache, seq_length=8, tp=2)
+    return config.resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=Path("runs/x"))
+
+
+def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"twelve words" * 30_000)
+    pair = prepare(tmp_path / "text", tmp_path / "pair").prefix
+    with small_disk(tmp_path / "cache", 1.0) as cache:
+        run, ballast = run_on(pair, cache), cache / "ballast"
+        ballast.write_bytes(b"\0" * 600_000)  # the last of three files has no room
+        with pytest.raises(UserError, match=r"data cache .* cannot be written: .*; make room, or set --data-cache"):
+            data.build_datasets(run, data.prepared(run))
+        ballast.unlink()
+        found = data.build_datasets(run, data.prepared(run)).train
+        assert sorted(found.shuffle_index) == list(range(len(found))) == list(range(45_000))
+        del found  # its files are mapped
+
+
+def test_runs_that_begin_at_once_make_indices_once(folder: Path, tmp_path: Path) -> None:
+    """Whoever came second wrote into files that the first one was reading."""
+    code = (
+        "import sys, time; from pathlib import Path; import numpy\n"
+        "from tests.unit.train.test_data import data, run_on\n"
+        "save = numpy.save\n"
+        "def slowly(path, *a, **k): print('saved', Path(path).name, flush=True); time.sleep(1); save(path, *a, **k)\n"
+        "numpy.save = slowly\n"
+        "run = run_on(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "print(data.build_datasets(run, data.prepared(run)).train[0]['tokens'].tolist())"
+    )
+    words = [sys.executable, "-W", "ignore", "-c", code, str(folder), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [p.communicate(timeout=300)[0].splitlines() for p in processes]
+    assert [p.returncode for p in processes] == [0, 0]
+    assert said[0][-1] == said[1][-1]
+    assert sorted(len(lines) for lines in said) == [1, 4]
 
 
 class Numbered:

@@ -55,8 +55,8 @@ def all_gather_gemm(
     )
     _check(call, pair, bias if inside is None else inside)
     sent = x.data.numel() + (4 * x.scale_inv.numel() if pair.blocks else 0)
-    if tp == 1:
-        y, gathered = fp8_gemm(pair, inside), x
+    if tp == 1 or call.m == 0:
+        y, gathered = fp8_gemm(pair, inside), x if tp == 1 else x.repeated(tp)
         stats.count(call.operator, "none", 0)
     else:
         y, gathered = _run(call, backend, key, (call.m, call.n), (tp - 1) * sent)
@@ -65,46 +65,27 @@ def all_gather_gemm(
     return (y, gathered) if return_gathered else y
 
 
-def gemm_reduce_scatter(
-    pair: Fp8Pair, group: dist.ProcessGroup, bias: torch.Tensor | None, *, async_op: bool, backend: str
+def gemm_and_sum(
+    operator: str, pair: Fp8Pair, group: dist.ProcessGroup, bias: torch.Tensor | None, *, async_op: bool, backend: str
 ) -> torch.Tensor | Pending:
-    """``[m/tp, n]``, pending with ``async_op``. Raises as the public operator."""
-    tp = group.size()
-    key = fast_path.key_of_fp8("gemm_reduce_scatter", pair, bias, backend)
+    """Of gemm_reduce_scatter ``[m/tp, n]``, of gemm_all_reduce ``[m, n]``; pending with ``async_op``. Raises as the
+    public operator. The latter is not prepared.
+    """
+    tp, scatters = group.size(), operator == "gemm_reduce_scatter"
+    key = fast_path.key_of_fp8(operator, pair, bias, backend) if scatters else None
     found, operands = _found(key, pair, group, None)
     if found is not None:
-        y = found.call(*operands)
-        stats.count("gemm_reduce_scatter", found.backend, found.nbytes)
-        if async_op:
-            return Pending(y)
-        return y if bias is None else y.add_(bias)
-    call = OperatorCall("gemm_reduce_scatter", pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
-    _check(call, pair, bias)
-    if tp == 1:
-        pending = Pending(fp8_gemm(pair, None))
-        stats.count(call.operator, "none", 0)
+        pending = Pending(found.call(*operands))
+        stats.count(operator, found.backend, found.nbytes)
     else:
-        received = (tp - 1) * (call.m // tp) * call.n * pair.out.itemsize
-        pending = _run(call, backend, key, (call.m // tp, call.n), received)
-    if async_op:
-        return pending
-    y = pending.wait()
-    return y if bias is None else y.add_(bias)
-
-
-def gemm_all_reduce(
-    pair: Fp8Pair, group: dist.ProcessGroup, bias: torch.Tensor | None, *, async_op: bool, backend: str
-) -> torch.Tensor | Pending:
-    """``[m, n]``, the whole sum, pending with ``async_op``. Raises as the public operator."""
-    tp = group.size()
-    call = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
-    _check(call, pair, bias)
-    if tp == 1 or call.m == 0:
-        pending = Pending(fp8_gemm(pair))
-        stats.count(call.operator, "none", 0)
-    else:
-        received = 2 * (tp - 1) * call.m * call.n * pair.out.itemsize // tp
-        pending = _run(call, backend, None, (call.m, call.n), received)
+        call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
+        _check(call, pair, bias)
+        if tp == 1 or call.m == 0:
+            pending = Pending(fp8_gemm(pair))
+            stats.count(operator, "none", 0)
+        else:
+            received = (1 if scatters else 2) * (tp - 1) * call.m * call.n * pair.out.itemsize // tp
+            pending = _run(call, backend, key, (call.m // tp if scatters else call.m, call.n), received)
     if async_op:
         return pending
     y = pending.wait()

@@ -4,7 +4,7 @@ Leading dimensions: ``x`` may be ``[s, b, k]`` as in Megatron. It is read as a m
 blocks of the first dimension, and results get their leading dimensions back with the first one multiplied
 (all_gather) or divided (reduce_scatter) by ``tp``.
 
-With ``tp`` = 1 both operators are the GEMM alone.
+With ``tp`` = 1, and of no rows, operators are the GEMM alone.
 
 The operators are not differentiable: their results never require a gradient, whatever the operands do. A gradient
 through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has the autograd.
@@ -139,7 +139,7 @@ def all_gather_gemm(
     check_operands(call, bias if inside is None else inside)
     tp = group.size()
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x.numel() * x.element_size()
-    if tp == 1:
+    if tp == 1 or call.m == 0:
         gathered = _matrix(x)
         y = gemm(gathered, weight, transposed=transposed, bias=inside)
         stats.count("all_gather_gemm", "none", received)
@@ -203,7 +203,7 @@ def gemm_reduce_scatter(
         raise UserError("gemm_reduce_scatter: bias cannot be combined with async_op; add it after wait()")
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
         pair = _fp8("gemm_reduce_scatter", x, weight, out_dtype, split_accumulator, transposed, wire)
-        return fp8_operators.gemm_reduce_scatter(pair, group, bias, async_op=async_op, backend=backend)
+        return fp8_operators.gemm_and_sum("gemm_reduce_scatter", pair, group, bias, async_op=async_op, backend=backend)
     state = state_of(group)
     key = fast_path.key_of("gemm_reduce_scatter", x, weight, bias, backend, transposed, wire=wire)
     found = fast_path.find(state, key, x, weight)
@@ -217,7 +217,7 @@ def gemm_reduce_scatter(
     check_operands(call, bias)
     tp, n = group.size(), call.n
     lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (call.m // tp) * n * x.element_size()
-    if tp == 1:
+    if tp == 1 or call.m == 0:
         pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
         stats.count("gemm_reduce_scatter", "none", received)
     else:
@@ -279,7 +279,7 @@ def gemm_all_reduce(
         raise UserError("gemm_all_reduce: bias cannot be combined with async_op; add it after wait()")
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
         pair = _fp8("gemm_all_reduce", x, weight, out_dtype, split_accumulator, transposed, "exact")
-        return fp8_operators.gemm_all_reduce(pair, group, bias, async_op=async_op, backend=backend)
+        return fp8_operators.gemm_and_sum("gemm_all_reduce", pair, group, bias, async_op=async_op, backend=backend)
     state = state_of(group)
     # Beside wgrad the tuner may choose otherwise.
     kind = "gemm_all_reduce beside wgrad" if async_op else "gemm_all_reduce"
@@ -334,6 +334,8 @@ def all_gather(
     if tp == 1:
         return Pending(x)
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x.numel() * x.element_size()
+    if received == 0:
+        return Pending(x.new_empty(shape))
     pending = _run(OperatorCall("all_gather", x, None, group, wire=wire), backend, key, shape, received)
     return pending.map(lambda t: _shaped(t, *shape))
 

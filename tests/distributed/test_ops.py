@@ -1,8 +1,8 @@
 """The operators over gloo, against a single-process computation in float64.
 
 Covered: both operators and ``all_gather``; both weight forms; two and more dimensions of x; bias; the gathered x;
-fp32, bf16, fp16; world and sub-groups, two at a time; x not contiguous; async; traffic counted; a registered backend is
-really used.
+fp32, bf16, fp16; world and sub-groups, two at a time; x not contiguous, or of no rows; async; traffic counted; a
+registered backend is really used.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Operand
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
 from tests.distributed.pool import WorkerPool
 
@@ -185,6 +186,41 @@ def rank_not_contiguous() -> None:
 
 def test_operands_that_are_not_contiguous(world: WorkerPool) -> None:
     world.run(rank_not_contiguous)
+
+
+def rank_no_rows(backend: str) -> None:
+    """As of a batch that is empty: results of no rows, with the dimensions that they would have."""
+    group, made = dist.group.WORLD, ops.stats.calls.copy()
+    if backend == "fused":
+        pytest.importorskip("triton")
+        from megatron_flux.ops.backends.fused import FusedBackend
+
+        registry._backends.setdefault("twin", FusedBackend("twin", twin=True))
+        backend = "twin"
+    tp, weight = group.size(), normals(N, K, seed=1)
+    for lead in ((0,), (0, 2), (3 * tp, 0)):
+        x, mine, all_rows = torch.empty(*lead, K), (lead[0] // tp, *lead[1:]), (lead[0] * tp, *lead[1:])
+        y, full = ops.all_gather_gemm(x, weight, bias=weight[:, 0].clone(), return_gathered=True, backend=backend)
+        assert (y.shape, full.shape) == ((*all_rows, N), (*all_rows, K))
+        assert ops.all_gather(x, backend=backend).wait().shape == (*all_rows, K)
+        assert ops.gemm_reduce_scatter(x, weight, backend=backend).shape == (*mine, N)
+        assert ops.gemm_reduce_scatter(x, weight, async_op=True, backend=backend).wait().shape == (*mine, N)
+        assert ops.gemm_all_reduce(x, weight, backend=backend).shape == (*lead, N)
+    one = torch.ones(1)
+    for scaling, by in (("tensor", (one, one)), ("1x128", (torch.empty(1, 4), torch.ones(1, 4)))):
+        data = torch.empty(0, 128, dtype=torch.uint8), torch.empty(16, 128, dtype=torch.uint8)
+        x = Fp8Operand(data[0], torch.float8_e4m3fn, by[0], scaling)
+        w = Fp8Operand(data[1], torch.float8_e4m3fn, by[1], "tensor" if scaling == "tensor" else "128x128")
+        y, full = ops.all_gather_gemm(x, w, return_gathered=True, backend=backend)
+        assert (y.shape, full.data.shape, full.shards) == ((0, 16), (0, 128), tp)
+        for operator in (ops.gemm_reduce_scatter, ops.gemm_all_reduce):
+            assert operator(x, w, backend=backend).shape == (0, 16)
+    assert {name for _, name in ops.stats.calls - made} == {"none"}, "nothing is communicated"
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "fused"])
+def test_no_rows(world2: WorkerPool, backend: str) -> None:
+    world2.run(rank_no_rows, backend)
 
 
 def rank_subgroups(pairs: list[list[int]]) -> list[int]:

@@ -126,11 +126,12 @@ def find(
 
 def remember(key: Hashable | None, chosen: Any, call: OperatorCall, shape: tuple[int, ...], nbytes: int) -> None:
     """Have the backend that has just made a call, whose result has ``shape``, prepare it for the next time."""
-    if key is None or not call.x.is_contiguous():
+    # What graphs and their warm-ups run is never prepared: it must not use up the attempts of eager calls.
+    if key is None or not hasattr(chosen, "prepare") or not call.x.is_contiguous() or capturing_on_gpu():
         return
     found = state_of(call.group).prepared.setdefault(key, Entry(None, chosen.name, nbytes))
     complete = found.call is not None and found.call.complete
-    if hasattr(chosen, "prepare") and found.attempts < _ATTEMPTS and not complete:
+    if found.attempts < _ATTEMPTS and not complete:
         found.attempts += 1
         found.call = chosen.prepare(call, shape)
 

@@ -68,6 +68,7 @@ def register_backend(backend: Backend) -> None:
     _backends[backend.name] = backend
     for state in all_states():
         state.chosen.clear()
+        state.prepared.clear()
 
 
 def backend_names() -> list[str]:

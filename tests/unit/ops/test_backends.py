@@ -11,6 +11,7 @@ import torch
 import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backends import chunked, reference, registry, tuner_calls
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call_events import OpStats
@@ -63,6 +64,13 @@ def test_auto_takes_the_last_registered_that_can() -> None:
     ops.register_backend(Named("unable", "not on Tuesdays"))
     assert selected("auto") == "second"
     assert selected("first") == "first"
+
+
+def test_calls_that_were_prepared_do_not_pass_a_new_backend_by() -> None:
+    group = group_of(2)
+    state_of(group).prepared["a call"] = "of the backend before"
+    ops.register_backend(Named("new"))
+    assert state_of(group).prepared == {}
 
 
 def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

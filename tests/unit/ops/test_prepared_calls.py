@@ -297,6 +297,7 @@ def remembered(chosen: Any, x: Any, key: Any, group: Any) -> None:
     fast_path.remember(key, chosen, OperatorCall("all_gather_gemm", x, x, group), (8, 4), 99)
 
 
+@pytest.mark.usefixtures("done")
 def test_the_table_keeps_to_operands_that_lie_right() -> None:
     x, group = Operand(), group_of(2)
     key = fast_path.key_of("all_gather_gemm", x, x, None, "auto")
@@ -320,6 +321,7 @@ def test_the_table_keeps_to_operands_that_lie_right() -> None:
     assert find(key, x, x) is None
 
 
+@pytest.mark.usefixtures("done")
 def test_backends_are_not_asked_for_ever() -> None:
     asked: list[str] = []
     backend, group = SimpleNamespace(name="fused", prepare=lambda call, shape: asked.append(call.operator)), group_of(2)
@@ -330,6 +332,22 @@ def test_backends_are_not_asked_for_ever() -> None:
     assert len(asked) == 8
     remembered(SimpleNamespace(name="reference"), x, fast_path.key_of("all_gather", x, None, None, "a"), group)
     assert fast_path.key_of("all_gather", torch.zeros(2, 2), None, None, "auto") is None  # CPU
+
+
+@pytest.mark.usefixtures("done")
+def test_warm_ups_of_graphs_leave_eager_calls_their_turn() -> None:
+    """Neither what they choose, which may be another backend, nor how often they were made is remembered."""
+    call, x, group = SimpleNamespace(usable=lambda: True, complete=True), Operand(), group_of(2)
+    key = fast_path.key_of("all_gather_gemm", x, x, None, "auto")
+    with captured_calls():
+        remembered(SimpleNamespace(name="reference"), x, key, group)
+        for _ in range(9):
+            remembered(SimpleNamespace(name="tuned", prepare=lambda *given: None), x, key, group)
+    remembered(SimpleNamespace(name="reference"), x, key, group)  # of a weight with gaps, say
+    remembered(SimpleNamespace(name="tuned", prepare=lambda *given: call), x, key, group)
+    found = fast_path.find(state_of(group), key, x, x)
+    assert found is not None
+    assert (found.call, found.backend) == (call, "tuned")
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -133,7 +133,7 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
     elif not x.is_cuda:
         main_grad.addmm_(dy.t().float(), x.float())
     elif (kernel := apex_kernel()) is not None:
-        kernel.wgrad_gemm_accum_fp32(x, dy, main_grad)
+        kernel.wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), main_grad)  # it reads from addresses alone
     else:
         torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -162,3 +164,25 @@ def test_apex_is_looked_for_by_its_kernel_module(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module.importlib, "import_module", import_module)
     assert module.apex_kernel.__wrapped__() is None
     assert asked == ["fused_weight_gradient_mlp_cuda"]
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def test_apex_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel takes addresses and sizes for all there is: of a slice, or of one row many times, it would read on."""
+    given: list[torch.Tensor] = []
+
+    def accum(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        given.extend((x, dy))
+
+    monkeypatch.setattr(module, "apex_kernel", lambda: SimpleNamespace(wgrad_gemm_accum_fp32=accum))
+    wide, row = torch.randn(S, B, 2 * K).bfloat16(), torch.randn(N).bfloat16()
+    x, dy = wide[..., :K], row.expand(S, B, N)
+    accumulate(torch.zeros(N, K), dy.as_subclass(OnGpu), x.as_subclass(OnGpu))
+    assert [t.is_contiguous() for t in given] == [True, True]
+    assert torch.equal(given[0], x.reshape(-1, K))
+    assert torch.equal(given[1], dy.reshape(-1, N))

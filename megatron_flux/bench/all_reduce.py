@@ -11,7 +11,6 @@ the tuner chose for calls in graphs), and configurations by their labels.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backends.reference import gemm
-from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.backends.registry import get_backend, select
 from megatron_flux.ops.backends.tuner_calls import kind_of
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -79,7 +78,6 @@ def rows(
     "rounds_ms", "chosen"}``; ``chosen`` is what ``auto`` ran.
     """
     found: list[dict[str, Any]] = []
-    get_backend("tuned").most_m = math.inf  # type: ignore[attr-defined]  # each m that is asked for is measured
     for layer in layers(models, group.size()):
         generator = torch.Generator(device=device).manual_seed(group.rank())
         cold = COLD_BYTES if device.type == "cuda" else 0
@@ -123,6 +121,10 @@ def _case(
     }
     if auto:
         calls["auto"] = made("auto")
+        with captured_calls():
+            backend: Any = select("auto", x, weights[0], group)
+            if hasattr(backend, "decide"):  # for this m itself, whatever was measured of others
+                backend.decide(call)
     for label, config in arms(call).items():
         if config.fits(call.m, call.n, group.size(), x.element_size()):
             calls[label] = lambda w, config=config: call._replace(weight=w).run(fused, config=config)

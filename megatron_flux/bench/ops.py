@@ -24,7 +24,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,9 @@ from megatron_flux.comm import links, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.backends.tuning_cache import describe
+from megatron_flux.ops.backends.tuner_calls import key_of
+from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.run import folder, rank
 
 LINK_BYTES = 64 << 20
@@ -78,9 +79,12 @@ def call(
     return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend, wire=wire)
 
 
-def tuning_key(case: Case, x: torch.Tensor, tp: int, link: str) -> str:
-    """The name of this call's answer in the tuner's cache."""
-    return describe(case.op, case.m, case.n, case.k, x, case.transposed, tp, link)
+def as_tuned(
+    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, wire: str, pair: Fp8Pair | None = None
+) -> OperatorCall:
+    """The same as the tuner sees it; ``pair``: FP8 operands, of which ``x`` and ``weight`` are the numbers."""
+    transposed = case.transposed and pair is None  # FP8 operands are k-major, both
+    return OperatorCall(case.op, x, weight, group, transposed, return_gathered=False, wire=wire, fp8=pair)
 
 
 def backends(link: links.Link, wire: str) -> tuple[str, ...]:
@@ -174,8 +178,6 @@ def run(
     }
     say(f"{len(cases)} calls on {group.size()} x {summary['device']}, {link.kind}, {rate:.0f} GB/s a rank")
     rounds: list[dict[str, Any]] = []
-    tuner: Any = get_backend("tuned")
-    tuner.most_m = math.inf
     began, seconds = time.monotonic(), wanted.seconds
     for number, case in enumerate(cases, 1):
         if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group, device):
@@ -202,7 +204,11 @@ def _case(
         ways = variants(case, x, weight, group, backends(link, wire), wire)
     else:
         pair, wire = fp8_calls.pair_of(case, group, dtype, device), "exact"
-        x, ways = pair.x.numbers, fp8_calls.variants(case, pair, group, chunks=chunks)
+        x, weight = pair.x.numbers, pair.weight.numbers
+        ways = fp8_calls.variants(case, pair, group, chunks=chunks)
+    tuner: Any = get_backend("tuned")
+    call_of_tuner = as_tuned(case, x, weight, group, wire, pair)
+    tuner.decide(call_of_tuner)  # by itself, whatever was measured of other m
     times = timed(ways, group, device, wanted.rounds, wanted.burst)
     raw = {
         name: {
@@ -212,10 +218,7 @@ def _case(
         for name, found in times.items()
     }
     ms = {name: round(found["median"], 4) for name, found in raw.items()}
-    transposed = case.transposed and pair is None  # FP8 operands are k-major, both
-    kind = (case.op, case.m, case.n, case.k, x, transposed, group, wire)
-    answer = get_backend("tuned").answer(*kind, fp8=pair)
-    assert answer is not None  # noqa: S101 - the tuned call has been made
+    answer = tuner.decisions(group).answers[key_of(call_of_tuner, captured=False)]
     e = report.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
     row = {
         **asdict(case),

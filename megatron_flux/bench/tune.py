@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 import time
@@ -21,9 +20,9 @@ from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.metrics.table import number
-from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.backends.tuner_calls import link_name
+from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")
@@ -45,7 +44,6 @@ def run(
     dtype = process_group.DTYPES[wanted.dtype]
     device, _ = process_group.checked(wanted.command, group, dtype, chunks=True)
     tuned: Any = get_backend("tuned")
-    tuned.most_m = math.inf
     done = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,9 +53,10 @@ def run(
         os.environ["MEGATRON_FLUX_TUNE"] = "full"
         for turn, case in enumerate(cases, 1):
             wire = wanted.grad_wire if case.direction == "dgrad" else wanted.wire
-            key, call = _call(case, group, dtype, device, wire)
+            call = _call(case, group, dtype, device, wire)
+            key = tuner_calls.key_of(call, captured=False)
             known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
-            call()
+            tuned.decide(call)
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
             collectives.first_rank(group, partial(_keep, wanted, key, answer))
@@ -73,18 +72,12 @@ def run(
     return done
 
 
-def _call(
-    case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str
-) -> tuple[str, Callable[[], object]]:
-    """Its key in the cache, and the call on operands of its own."""
+def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str) -> OperatorCall:
+    """The call, on operands of its own."""
     if case.fp8 is None:
-        x, weight = ops.operands(case, group, dtype, device)
-        key = ops.tuning_key(case, x, group.size(), link_name(group, device, wire))
-        return key, ops.call(case, x, weight, group, "tuned", wire)
+        return ops.as_tuned(case, *ops.operands(case, group, dtype, device), group, wire)
     pair = fp8_calls.pair_of(case, group, dtype, device)
-    link = link_name(group, device, EXACT)
-    key = tuning_cache.describe(case.op, case.m, case.n, case.k, pair.x.numbers, False, group.size(), link, fp8=pair)
-    return key, fp8_calls.call(case, pair, group, "tuned")
+    return ops.as_tuned(case, pair.x.numbers, pair.weight.numbers, group, EXACT, pair)
 
 
 def _how(case: Case) -> str:

@@ -26,6 +26,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops import shipped_plans
 from megatron_flux.ops.backends import registry, tuner_calls, waiting
+from megatron_flux.ops.backends import tuned as tuned_module
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import MOST_M, TunedBackend
@@ -208,7 +209,7 @@ def test_ever_new_rows_do_not_wait_without_end(world2: WorkerPool, tmp_path: Pat
 
 def rows_beyond(cache: Path) -> tuple[int, int, list[Any], list[Any]]:
     """How often two calls with one value of m too many run fused kernels, and what runs them in the end."""
-    with later(cache) as (tuned, fused, _), mock.patch.object(tuned, "most_m", 1):
+    with later(cache) as (tuned, fused, _), mock.patch.object(tuned_module, "MOST_M", 1):
         decisions = tuned.decisions(dist.group.WORLD)
         one_call(tuned, *FORWARD[0], m=8)
         fused.ran = []

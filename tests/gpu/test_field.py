@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.ops.backends import tuned as tuned_module
 from megatron_flux.ops.backends.registry import get_backend
 from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool
@@ -30,7 +31,7 @@ def new_and_small(cache: Path) -> list[dict[str, Any]]:
     variables = {"MEGATRON_FLUX_TUNE_CACHE": str(cache), "MEGATRON_FLUX_TUNE_SECONDS": "10"}
     tuned: Any = get_backend("tuned")
     weight = torch.randn(1024, 512, device=device, dtype=torch.bfloat16)
-    with mock.patch.dict("os.environ", variables), mock.patch.object(tuned, "most_m", MOST):
+    with mock.patch.dict("os.environ", variables), mock.patch.object(tuned_module, "MOST_M", MOST):
         state_of(group).tuned.clear()
         for m in ROWS:
             x = torch.randn(m // group.size(), 512, device=device, dtype=torch.bfloat16)

@@ -64,7 +64,6 @@ from megatron_flux.ops.backends.waiting import Waiting
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.ops.kernel_config import KernelConfig, fits
 from megatron_flux.settings import tunes_fully
 
@@ -135,7 +134,6 @@ class TunedBackend(Measurement):
         """
         self.reference, self.pipelined, self.fused = reference, pipelined, fused
         self.chunked = {backend.name: backend for backend in (chunked or {}).values()}
-        self.most_m: float = MOST_M  # benchmarks measure as many as they are asked for
 
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
         """What was decided so far for ``group``; filled as shapes come."""
@@ -291,10 +289,9 @@ class TunedBackend(Measurement):
                 return dict(UNMEASURED)
             full = tunes_fully()
             found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
-        if found is None and tuner_calls.changes_with_steps(call):
-            found = None if itself else self._of_steps_alike(call, keys[0])
-        elif found is None:
-            found = self._nearest(call)
+        if found is None and not itself:
+            alike = tuner_calls.changes_with_steps(call)
+            found = self._of_steps_alike(call, keys[0]) if alike else self._nearest(call)
         if found is None and not captured:
             found = self._while_waiting(call)
         if found is None:
@@ -331,7 +328,7 @@ class TunedBackend(Measurement):
         decisions, kind = self.decisions(call.group), tuner_calls.kind_of(call)
         operator, _, *others = kind
         alike = [other for other in decisions.waiting.calls if (other[0], *other[2:]) == (operator, *others)]
-        if len(alike) + len(self._measured(call)) < self.most_m:
+        if len(alike) + len(self._measured(call)) < MOST_M:
             decisions.waiting.add(kind, call)
         else:
             decisions.waiting.beyond.add(kind)
@@ -346,7 +343,7 @@ class TunedBackend(Measurement):
         another one may be measured. Alike on all ranks.
         """
         known = self._measured(call)
-        if len(known) < self.most_m:
+        if len(known) < MOST_M:
             return None
         if call.group.rank() == 0:
             tuning_cache.say_once(
@@ -366,16 +363,12 @@ class TunedBackend(Measurement):
             full = tunes_fully()
             kept[kind] = collectives.first_rank(call.group, lambda: tuning_cache.of_other_rows(key, call.m, full=full))
         known = kept[kind] | self._measured(call)
-        alike = [known[m] for m in tuner_calls.between(known, call.m)] if math.isfinite(self.most_m) else []
-        return _first_that_runs(call, alike) or self._nearest(call)
+        return _first_that_runs(call, [known[m] for m in tuner_calls.between(known, call.m)]) or self._nearest(call)
 
     def answer(
-        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str,
-        fp8: Fp8Pair | None = None,
-    ) -> dict[str, Any] | None:  # fmt: skip
-        """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count, of
-        ``fp8`` all but shapes.
-        """
+        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
+    ) -> dict[str, Any] | None:
+        """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
         link = link_name(group, x.device, wire)
-        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x), fp8=fp8)
+        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
         return self.decisions(group).answers.get(key)

@@ -549,7 +549,7 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
 
 
 def test_a_plan_of_another_m_runs_only_where_it_is_legal(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "most_m", 2)
+    monkeypatch.setattr(tuner, "MOST_M", 2)
     small, large = KernelConfig(reducers=3), KernelConfig(reducers=7)
     sums = OperatorCall("gemm_reduce_scatter", X, W, GROUP)
     known = tuned._measured(sums)
@@ -566,6 +566,23 @@ def test_a_plan_of_another_m_runs_only_where_it_is_legal(tuned: TunedBackend, mo
     counted = tuner.stats.degraded[tuner._INSTEAD]
     assert call(tuned) == ("reference", None)
     assert tuner.stats.degraded[tuner._INSTEAD] == counted + 1, "counted: no silent fallback"
+
+
+def test_what_is_asked_for_ahead_is_measured_whatever_was(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As benchmarks and tune_model() do, with more values of m than a training waits for."""
+    measured: list[int] = []
+
+    def measure(call: OperatorCall) -> dict[str, Any]:
+        measured.append(call.m)
+        return {"backend": "reference", "plan": None, "ms": {"reference": 1.0}}
+
+    monkeypatch.setattr(tuned, "_measure", measure)
+    monkeypatch.setattr(tuned, "pipelined", None)
+    monkeypatch.setattr(tuner, "MOST_M", 2)
+    for rows in (8, 16, 24):
+        tuned.decide(OperatorCall("gemm_reduce_scatter", torch.zeros(rows, 4), W, GROUP))
+    OperatorCall("gemm_reduce_scatter", torch.zeros(32, 4), W, GROUP).run(tuned)
+    assert measured == [8, 16, 24], "and what a training asks for is not, with so many known"
 
 
 class Sums(Recorder):

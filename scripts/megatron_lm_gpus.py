@@ -11,8 +11,9 @@ Each run is a process group of its own, one after the other:
 * ``variable``: ``pretrain_gpt.py`` with MEGATRON_FLUX=1 in the environment;
 * ``patched``: ``pretrain_gpt.py --flux`` of a copy of CHECKOUT to which ``patch-source apply`` was done.
 
-OUT gets ``comparison.json``, ``tuned.json`` and ``runs.tar.gz`` with each run's log, TensorBoard and wandb files. Exit
-code 1 where a run failed, or one with flux logged no ``flux/*``. ``--cpu`` tries it on CPU processes with tiny layers.
+OUT gets ``comparison.json`` (anew with each run that ends), ``tuned.json`` and ``runs.tar.gz``: each run's log,
+TensorBoard and wandb files. Exit code 1 where a run failed, or one with flux logged no ``flux/*``. ``--cpu`` tries it
+on CPU processes with tiny layers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from typing import Any
 import limited
 import megatron_lm_compare as compare
 import megatron_lm_machine as machine
+
+from megatron_flux.metrics.strict_json import write_atomically
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("stock", "repeat", "run", "variable", "patched")
@@ -57,14 +60,14 @@ def main() -> int:
             print(f"{name}: exit code {runs[name]['exit code']}, {runs[name]['seconds']:.0f} s", flush=True)
             if runs[name]["exit code"] != 0:
                 print("\n".join((out / name / "run.log").read_text(errors="replace").splitlines()[-60:]), flush=True)
-    found = {
-        "machine": described,
-        "arguments": _arguments(options),
-        "runs": runs,
-        "against stock": _against_stock(options, out, runs),
-        "tuned": machine.choices(out / "tuned.json"),
-    }
-    (out / "comparison.json").write_text(json.dumps(found, indent=1) + "\n")
+            found = {
+                "machine": described,
+                "arguments": _arguments(options),
+                "runs": runs,
+                "against stock": _against_stock(options, out, runs),
+                "tuned": machine.choices(out / "tuned.json"),
+            }
+            write_atomically(out / "comparison.json", json.dumps(found, indent=1) + "\n")  # the next may be killed
     with tarfile.open(out / "runs.tar.gz", "w:gz") as archive:
         for name in runs:
             archive.add(out / name, name)

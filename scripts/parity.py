@@ -7,7 +7,8 @@ What follows ``--`` goes to every ``megatron-flux train``. Runs: stock twice (th
 attention's backward adds in no fixed order on GPUs), flux, and across a checkpoint half-way: stock resumes what flux
 saved, flux resumes what stock saved. ``parity.json`` has, for loss and gradient norm, every pair's largest and mean
 relative difference over the steps both have, and the verdict: flux's mean difference from stock, and each resumed
-run's, is at most ``--factor`` times the one between the two stock runs, or nothing differs at all.
+run's, is at most ``--factor`` times the one between the two stock runs, or nothing differs at all. It is written when
+the first three have ended, and again with each that is resumed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_flux.metrics.recorder import read_records
+from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.metrics.summary import relative_differences
 from megatron_flux.telemetry import environment
 
@@ -71,6 +73,7 @@ def main() -> int:
             "flux": pool.submit(train, "flux", "--save", saved["flux"], "--save-interval", half),
         }
         runs = {name: run.result() for name, run in waited.items()}
+        found = verdict(runs, options, out)
         if not options.no_resume:
             for folder in saved.values():  # the latest is the one at the end: resume from half-way
                 (folder / "latest_checkpointed_iteration.txt").write_text(half)
@@ -78,9 +81,16 @@ def main() -> int:
                 "stock, resumed from flux": pool.submit(train, "stock-from-flux", "--no-flux", "--load", saved["flux"]),
                 "flux, resumed from stock": pool.submit(train, "flux-from-stock", "--load", saved["stock"]),
             }
-            runs |= {name: run.result() for name, run in waited.items()}
-    pairs = [pair for pair in PAIRS if set(pair) <= runs.keys()]
+            for name, run in waited.items():
+                runs[name] = run.result()
+                found = verdict(runs, options, out)
+    json.dump(found, sys.stdout, indent=1)
+    return 0 if all(found["within_spread"].values()) and found["flux_calls"] else 1
 
+
+def verdict(runs: dict[str, list[dict[str, Any]]], options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """What ``parity.json`` says of the runs that have ended; written, for whoever ends the rest."""
+    pairs = [pair for pair in PAIRS if set(pair) <= runs.keys()]
     found: dict[str, Any] = {
         "device": environment.device_name(),
         "versions": environment.versions(),
@@ -91,9 +101,8 @@ def main() -> int:
         "curves": {curve: {f"{a} / {b}": difference(runs[a], runs[b], curve) for a, b in pairs} for curve in CURVES},
     }
     found["within_spread"] = {curve: within(of, options.factor) for curve, of in found["curves"].items()}
-    (out / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
-    json.dump(found, sys.stdout, indent=1)
-    return 0 if all(found["within_spread"].values()) and found["flux_calls"] else 1
+    write_atomically(out / "parity.json", json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def difference(a: list[dict[str, Any]], b: list[dict[str, Any]], curve: str) -> dict[str, float]:

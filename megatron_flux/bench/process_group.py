@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
+from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
@@ -118,7 +119,7 @@ def write(out: Path, summary: dict[str, Any], rounds: list[dict[str, Any]], pict
     """Leave what was measured so far in ``out``: ``summary.json``, ``rounds.jsonl`` and ``plot.svg``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")  # it may be killed at any time
     (out / "plot.svg").write_text(picture)
 
 

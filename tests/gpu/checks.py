@@ -1,7 +1,6 @@
 """Correctness of the fused backend on real GPUs: run under torchrun, writes a log line per check.
 
-    python -m torch.distributed.run --nproc-per-node 8 tests/gpu/checks.py --out checks.jsonl [--seconds 60] [--only
-    NAME]
+    python -m torch.distributed.run --nproc-per-node 8 tests/gpu/checks.py --out checks.jsonl [--only NAMES]
 
 Every check runs on all ranks and raises on the rank that sees the failure. Inputs are fresh and random; memory that the
 caching allocator hands out for results, and the workspaces, are poisoned with NaN before each comparison.

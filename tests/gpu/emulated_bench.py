@@ -85,15 +85,14 @@ def bench_ops(run: OpsRun, group: EmulatedGroup, log: Callable[[str], None] = pr
         for case in run.cases():
             found = ops.run(run.model_copy(update={"seconds": None}), [case], group, log)
             summary = {**found, "stand_in": 2, "rows": [*summary.get("rows", []), *found["rows"]]}
-            if dist.get_rank() == 0:
+            for row in summary["rows"]:
+                row["slab_bytes"] = None  # not those of a real group
+            if dist.get_rank() == 0:  # with each: it may be killed at any time
                 raw += lines.read_text()
+                lines.write_text(raw)
+                (run.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+                (run.out / "plot.svg").write_text(report.ops_svg(summary))
             group.clear()
-    for row in summary["rows"]:
-        row["slab_bytes"] = None  # not those of a real group
-    if dist.get_rank() == 0:
-        lines.write_text(raw)
-        (run.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (run.out / "plot.svg").write_text(report.ops_svg(summary))
     return summary
 
 

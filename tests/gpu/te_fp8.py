@@ -2,9 +2,10 @@
 
     python tests/gpu/te_fp8.py --out FOLDER [--seconds 300] [--no-tests]
 
-FOLDER/tests.txt is what tests/gpu/test_te_fp8.py says. FOLDER/te_fp8.jsonl gets a line for each recipe, shape and arm:
-milliseconds of forward and backward of a norm + column-parallel layer with a row-parallel one behind it, weight
-gradients into fp32 ``main_grad``, one number a round; arms take turns within a round. ``bf16`` is the same without FP8.
+FOLDER/tests.txt is what tests/gpu/test_te_fp8.py says, which is ended where it takes more than half of the time.
+FOLDER/te_fp8.jsonl gets a line for each recipe, shape and arm: milliseconds of forward and backward of a norm +
+column-parallel layer with a row-parallel one behind it, weight gradients into fp32 ``main_grad``, one number a round;
+arms take turns within a round. ``bf16`` is the same without FP8.
 Exit code 1: a test failed, or an arm's result is not stock's.
 """
 
@@ -21,11 +22,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(1, str(ROOT))  # started by its path
+sys.path.insert(1, str(Path(__file__).parents[2]))  # started by its path
+from scripts import limited
 
+ROOT = Path(__file__).parents[2]
 SHAPES = {"gpt3-175b": (12288, 24576), "llama-70b": (8192, 14336)}
 """k, and n of both ranks: what a rank of tp 4 has (of Llama one half of its gated fc1)."""
+TESTS = 0.5  # of the seconds, that the tests may take
 SEQUENCE, WARM_UP, CALLS, ROUNDS = 8192, 3, 5, 7
 ARMS = {"stock": None, "reference": "reference", "fused": "fused"}
 """Names of backends. Not ``auto``: what its tuner chooses from takes minutes to measure."""
@@ -43,10 +46,11 @@ def main() -> int:
         return measure(options.out, time.monotonic() + options.seconds)
     began, codes = time.monotonic(), []
     if not options.no_tests:
-        with (options.out / "tests.txt").open("w") as log:
-            tests = [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_te_fp8.py"]
-            codes.append(subprocess.run(tests, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode)
-        print((options.out / "tests.txt").read_text().splitlines()[-1], flush=True)
+        # Bounded: tests that hang must not take the figures with them.
+        tests = [sys.executable, "-m", "pytest", "-v", "tests/gpu/test_te_fp8.py"]
+        how: dict[str, Any] = {"cwd": ROOT, "environment": dict(os.environ), "log": options.out / "tests.txt"}
+        codes.append(limited.run(tests, **how, seconds=TESTS * options.seconds) != 0)
+        print(*how["log"].read_text().splitlines()[-1:], flush=True)
     left = max(60.0, options.seconds - (time.monotonic() - began))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     codes.append(subprocess.run([*run, "--out", options.out, "--seconds", str(left)], cwd=ROOT, check=False).returncode)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.metrics.metrics_records import sampled_record
+
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 LINE = (
     " [2026-01-01 10:00:00.000001] iteration {i:8d}/       3 | consumed samples: {i:12d} | "
@@ -91,6 +93,32 @@ def test_a_run_beside_stock(script: Any, tmp_path: Path) -> None:
 
 def test_a_run_in_which_flux_never_ran_counts_as_failed(script: Any, tmp_path: Path) -> None:
     assert against_stock(script, tmp_path, "")["flux logged"] is False
+
+
+def test_what_has_ended_is_there_when_the_next_run_is_killed(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, out = script("megatron_lm_gpus"), tmp_path / "out"
+    runs = [("local", "stock"), ("local", "repeat"), ("local", "run")]
+
+    def run(options: Any, here: Any, out: Path, name: str, implementation: str, arm: str) -> dict[str, Any]:
+        if arm == "run":
+            raise KeyboardInterrupt
+        log(out / name, [3.0, 2.0, 1.0])
+        return {"exit code": 0, "seconds": 1.0}
+
+    monkeypatch.setattr(
+        module, "_options", lambda: argparse.Namespace(runs=runs, skip=1, out=out, checkout=tmp_path, nproc=2)
+    )
+    monkeypatch.setattr(module, "_arguments", lambda options: [])
+    monkeypatch.setattr(module, "_run", run)
+    for name in ("described", "prepare"):
+        monkeypatch.setattr(module.machine, name, lambda *given: None)
+    with pytest.raises(KeyboardInterrupt):
+        module.main()
+    found = json.loads((out / "comparison.json").read_text())
+    assert list(found["runs"]) == ["local-stock", "local-repeat"]
+    assert found["against stock"]["local-repeat"]["lm loss"]["same bits"] is True
 
 
 @pytest.mark.parametrize(
@@ -334,8 +362,8 @@ def test_a_program_past_its_limit_is_ended(script: Any, tmp_path: Path) -> None:
 
 
 def measure(*arguments: str, gpus: str = "8", **more: str) -> tuple[int, str, str]:
-    environment = {**os.environ, "MEGATRON_FLUX_GPUS": gpus, **more}
-    environment.pop("MEGATRON_LM", None)
+    environment = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM"}
+    environment |= {"MEGATRON_FLUX_GPUS": gpus, **more}
     done = subprocess.run(
         ["bash", str(SCRIPTS / "measure.sh"), *arguments], capture_output=True, text=True, env=environment, timeout=60
     )
@@ -352,7 +380,8 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "tests",
         "ops",
         "layer",
-        *(f"fp8_{which}" for which in ("gemm", "checks", "te", "ops", "layer")),
+        *(f"fp8_{which}" for which in ("gemm", "checks", "te", "ops")),
+        *(f"fp8_layer_{recipe}" for recipe in ("delayed", "current", "blockwise")),
         "inference",
         "connections",
         "graphs",
@@ -375,11 +404,22 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
     ]
     assert all(": timeout " in line or ": left out, " in line for line in out.splitlines())
     assert r"a\ b\;\ touch\ c/ops" in out
-    (layer,) = (line for line in out.splitlines() if line.startswith("fp8_layer: "))
-    assert "--fp8 delayed\\,current\\,blockwise" in layer
     assert not any(tmp_path.iterdir())
     code, out, _ = measure("--dry-run", str(tmp_path), "groups", "parity_dp", "ops", gpus="2")
     assert [line.partition(",")[0] for line in out.splitlines()[:2]] == ["groups: left out", "parity_dp: left out"]
+
+
+def test_parts_of_a_stage_can_be_named(tmp_path: Path) -> None:
+    """As where GPUs are lent for minutes: each part ends within ten, but for all the tests at once."""
+    code, out, _ = measure("--dry-run", str(tmp_path), "fp8_ops", "host_checks_send_recv_8", "host_parity")
+    assert code == 0
+    words = dict(line.split(": ", 1) for line in out.splitlines())
+    assert list(words) == ["fp8_ops", "host_checks_send_recv_8", "host_parity_chunked", "host_parity_chunked_fp8"]
+    assert words["host_checks_send_recv_8"].endswith("checks_host.py --way send_recv")
+    assert "--backend chunked_fp8 " in words["host_parity_chunked_fp8"]
+    _, out, _ = measure("--dry-run", str(tmp_path), MEGATRON_LM="there")
+    limits = {line.partition(":")[0]: int(line.split()[2]) for line in out.splitlines() if ": timeout " in line}
+    assert [stage for stage, limit in limits.items() if limit >= 600] == ["tests"]
 
 
 def test_measure_stays_on_the_gpus_it_was_given(tmp_path: Path) -> None:
@@ -427,6 +467,42 @@ def test_parity_compares_what_both_have_with_the_spread(script: Any) -> None:
     assert not parity.within(pairs | {"stock / resumed": {"mean": 0.21}}, 2.0)
     assert parity.within({"a": {"mean": 0.0}, "b": {"mean": 0.0}}, 2.0)
     assert not parity.within({"a": {"mean": 0.0}, "b": {"mean": 1e-9}}, 2.0)
+
+
+RUN = """#!/usr/bin/env bash
+while (($#)); do
+    case $1 in
+        --out) out=$2 ;;
+        --no-flux) arm=baseline ;;
+        --load) [[ $2 == *stock ]] && exit 3 ;;
+        --save) mkdir -p "$2" ;;
+    esac
+    shift
+done
+mkdir -p "$out/${arm:-flux}"
+cp "$RECORDS" "$out/${arm:-flux}/metrics.jsonl"
+"""
+
+
+def test_parity_leaves_what_has_ended_where_a_run_does_not(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, out = tmp_path / "python", tmp_path / "out"
+    training.write_text(RUN)
+    training.chmod(0o755)
+    records = [sampled_record(i, flux=True) for i in (1, 2)]
+    (tmp_path / "records").write_text("".join(json.dumps(one) + "\n" for one in records))
+    monkeypatch.setenv("RECORDS", str(tmp_path / "records"))
+    monkeypatch.setattr(sys, "executable", str(training))
+    monkeypatch.setattr(sys, "argv", ["parity", "--out", str(out), "--", "--steps", "2"])
+    with pytest.raises(subprocess.CalledProcessError):
+        script("parity").main()
+    found = json.loads((out / "parity.json").read_text())
+    assert list(found["curves"]["lm loss"]) == [
+        "stock / stock again", "stock / flux", "stock again / flux", "stock / stock, resumed from flux"
+    ]  # fmt: skip
+    assert found["within_spread"] == {"lm loss": True, "grad-norm": True}
+    assert found["flux_calls"] == records[0]["flux/all_gather_gemm_calls"] > 0
 
 
 # first_step_delay.py

@@ -7,12 +7,13 @@ A file of one's own has options by their names, dashes or underscores::
     layer_backend: ["*.mlp.*=reference"]
 
 A run's ``config.json`` says what its options meant on that machine. Read back, sizes come from its ``shape``, the
-number of processes from ``world_size``; its ``out`` is left out, since a run has its folder for itself.
+number of processes from ``world_size``; its ``out`` is left out, since a run has its folder for itself. Where another
+``--preset`` is given beside it, what a preset decides is that one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,14 +22,16 @@ from pydantic.fields import FieldInfo
 
 from megatron_flux.errors import UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions
+from megatron_flux.train.presets import ModelShape
 
 _DECIDED = {"command", "padded_vocab_size", "device", "dp", "text", "shape", "world_size", "tp", "workloads"}
 _OF_SOME_COMMANDS = {*CheckpointOptions.model_fields, *CompareOptions.model_fields}
 """What ``config.json`` has and a command may lack: decided by options, machine and data; and others' options."""
+_OF_PRESET = {*ModelShape.model_fields, "micro_batch_size", "global_batch_size", "lr"}
 
 
-def read(file: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """The options that ``file`` gives, by name, unchecked but for their names.
+def read(file: Path, fields: Mapping[str, FieldInfo], said: Container[str] = ()) -> dict[str, Any]:
+    """The options that ``file`` gives, by name, unchecked but for their names; not those that are ``said`` beside it.
 
     Raises:
         UserError: no file, no YAML, no such option, or true or false for an option that is neither.
@@ -42,7 +45,8 @@ def read(file: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError(f"--config {file} must hold options as NAME: VALUE, or be a run folder's config.json")
     if isinstance(given.get("config"), dict):
-        given = _of_run(given["config"], fields) | (given.get("cost") or {})
+        ran = _of_run(given["config"], fields) | (given.get("cost") or {})
+        given = {name: v for name, v in ran.items() if not ("preset" in said and name in _OF_PRESET)}
     found = {str(name).replace("-", "_"): value for name, value in given.items()}
     for name, value in found.items():
         if name not in fields:
@@ -51,7 +55,7 @@ def read(file: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
         kinds = (fields[name].annotation, *get_args(fields[name].annotation))
         if isinstance(value, bool) and bool not in kinds:  # pydantic would take it for 1 or 0
             raise UserError(f"--config {file}: {name} is {str(value).lower()}, which is no value of this option")
-    return found
+    return {name: value for name, value in found.items() if name not in said}
 
 
 def _of_run(config: dict[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:

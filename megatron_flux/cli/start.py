@@ -82,9 +82,8 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
     def call(**values: Any) -> None:
         context, file, given = values.pop("context", None), values.pop("config", None), {}
         if file is not None:
-            given = config_file_of.read(file, fields)
             said = {name for name in fields if context.get_parameter_source(name).name == "COMMANDLINE"}
-            given = {name: value for name, value in given.items() if name not in said}
+            given = config_file_of.read(file, fields, said)
         for name, model in models.items():
             wanted = {field: values.pop(field) for field in model.model_fields}
             wanted |= {field: value for field, value in given.items() if field in wanted}

@@ -98,6 +98,20 @@ def test_a_runs_config_is_a_file_of_options(told: Told, tmp_path: Path, command:
     assert own != str(tmp_path / "first"), "that run's folder"
 
 
+def test_another_preset_over_a_runs_config_brings_its_own_sizes(told: Told, tmp_path: Path) -> None:
+    """They were the first one's, under the other's name."""
+    file = tmp_path / "config.json"
+    file.write_text(told("train", "--nproc", "2", "--preset", "tiny", "--steps", "7", "--dry-run"))
+    other = ["train", "--preset", "llama2-70b", "--nproc", "2", "--steps", "7"]
+    assert config(told, "train", "--config", file, "--preset", "llama2-70b") | {"out": ""} == config(told, *other) | {
+        "out": ""
+    }
+    assert config(told, "train", "--config", file, "--preset", "llama2-70b", "--lr", "3")["lr"] == 3
+    options = tmp_path / "options.yaml"  # what somebody has written down himself stays
+    options.write_text("preset: tiny\nnum_layers: 6\n")
+    assert config(told, "train", "--config", options, "--preset", "llama2-70b")["shape"]["num_layers"] == 6
+
+
 def test_a_comparison_from_the_config_of_a_training(told: Told, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(told("train", "--nproc", "2", "--steps", "50", "--no-flux", "--dry-run"))

@@ -12,7 +12,7 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.quant.fold import MLP, fold, joined, shard
-from megatron_flux.quant.gptq import GPTQLinear, pack, unpack
+from megatron_flux.quant.gptq import GPTQLinear
 
 
 def gathered(parts: Sequence[tuple[GPTQLinear, GPTQLinear]], gated: bool) -> MLP:
@@ -62,17 +62,3 @@ def _stacked(seconds: Sequence[GPTQLinear]) -> GPTQLinear:
         scales=torch.cat([linear.scales for linear in seconds]),
         g_idx=torch.cat([linear.g_idx + offset for linear, offset in zip(seconds, offsets, strict=True)]),
     )
-
-
-def row_parts(linear: GPTQLinear, tp: int) -> list[GPTQLinear]:
-    """A row-parallel linear shared out before any fold: ranks' rows may be in any group, so all have all scales."""
-    numbers = unpack(linear.qweight, linear.bits, 0).chunk(tp)
-    return [
-        replace(
-            linear,
-            qweight=pack(part, linear.bits, 0),
-            g_idx=g_idx.contiguous(),
-            bias=linear.bias if rank == 0 else None,
-        )
-        for rank, (part, g_idx) in enumerate(zip(numbers, linear.g_idx.chunk(tp), strict=True))
-    ]

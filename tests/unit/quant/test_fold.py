@@ -269,10 +269,24 @@ def test_linears_that_do_not_fit_are_refused() -> None:
         MLP((linear(HIDDEN, FFN),), linear(HIDDEN, FFN))
 
 
+def row_parts(linear: GPTQLinear, tp: int) -> list[GPTQLinear]:
+    """A row-parallel linear shared out before any fold: ranks' rows may be in any group, so all have all scales."""
+    numbers = unpack(linear.qweight, linear.bits, 0).chunk(tp)
+    return [
+        replace(
+            linear,
+            qweight=pack(part, linear.bits, 0),
+            g_idx=g_idx.contiguous(),
+            bias=linear.bias if rank == 0 else None,
+        )
+        for rank, (part, g_idx) in enumerate(zip(numbers, linear.g_idx.chunk(tp), strict=True))
+    ]
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_parts_of_megatrons_ranks_are_folded_together(gated: bool) -> None:
     whole, tp = mlp(gated=gated, bias=True), 4
-    seconds = megatron_layout.row_parts(whole.second, tp)
+    seconds = row_parts(whole.second, tp)
     parts = []
     for rank in range(tp):
         own = torch.arange(rank * FFN // tp, (rank + 1) * FFN // tp)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,13 @@ class Watched:
         self.settings: dict[str, Any] = {}
         self.end: tuple[str, str] | None = None
         """How the run ended, in words and in the colour they have; None while it goes on, as far as its files say."""
+        self._begun = 0.0
         self._verdict, self._computed, self._took = "", (-1, False), (0.0, 0.0)
 
     def look(self) -> bool:
         """Read what is new; False while there is no run yet, UserError where a file cannot be read."""
-        if not self.config and (self.path / "config.json").exists():
-            self.config = read_json_object(self.path / "config.json")
+        if (begun := self.begun) > self._begun:  # for the first time, or anew
+            self.config, self._begun = read_json_object(self.path / "config.json"), begun
             asked = self.config.get("config")
             self.settings = asked if isinstance(asked, dict) else {}
         for tail in self.tails.values():
@@ -127,7 +129,11 @@ class Watched:
         return config.stat().st_mtime if config.exists() else 0.0
 
     def _end(self) -> tuple[str, str] | None:
-        if self.steps is not None and min(self.last.values()) >= self.steps:
+        started = self.config.get("started")
+        since = datetime.fromisoformat(started).timestamp() if started else 0.0
+        written = [self.tails[arm].records[-1].get("timestamp") or since for arm, n in self.last.items() if n]
+        # A run that goes back finds later records of the one before, until its model is built.
+        if self.steps is not None and min(self.last.values()) >= self.steps and max(written) >= since:
             return ended("finished"), "green"
         if (file := self.path / "ended.json").exists():
             state = str(read_json_object(file).get("state"))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,34 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     os.utime(run / "config.json", (later, later))
     assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
     assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
+
+
+def test_a_run_that_begins_again_in_the_folder(tmp_path: Path) -> None:
+    run = one_arm(tmp_path / "run", "flux", steps=18)
+    watched = Watched(run)
+    watched.look()
+    assert watched.end == ("ended: all steps done", "green")
+    config = json.loads((run / "config.json").read_text())
+
+    def begins(steps: int, seconds: int) -> str:
+        config["config"]["steps"] = steps
+        config["started"] = datetime.fromtimestamp(watched.tails["flux"].records[-1]["timestamp"] + seconds).isoformat()
+        (run / "config.json").write_text(json.dumps(config))
+        os.utime(run / "config.json", (later := watched.begun + 5, later))
+        watched.look()
+        text = io.StringIO()
+        Console(file=text).print(view(watched, later + 7.5))
+        return text.getvalue()
+
+    # From an earlier checkpoint: the records of the first time are there until the model is.
+    assert "running: started 7 s ago, no step since" in begins(18, 60)
+    with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=17) as recorder:
+        recorder.write(record(18, flux=True) | {"timestamp": watched.tails["flux"].records[-1]["timestamp"] + 70})
+    watched.look()
+    assert watched.end == ("ended: all steps done", "green")
+    text = begins(40, 60)
+    assert "flux 18 of 40 (45 %)" in text
+    assert "running: started 7 s ago, no step since" in text
 
 
 def test_fallbacks_and_diverged_loss(tmp_path: Path) -> None:

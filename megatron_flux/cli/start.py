@@ -72,7 +72,7 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
     """Give a command the fields of the models among its parameters as options; it is called with the models made.
 
     Other parameters stay options of their own. A value outside its range is one line. ``config_file``: it also has
-    ``--config FILE`` (:mod:`megatron_flux.cli.config_file`), over which its options go.
+    ``--config FILE`` (:mod:`megatron_flux.cli.config_file`), over which its options go, and what was given is set.
     """
     own = inspect.signature(command, eval_str=True).parameters
     kinds = {name: p.annotation for name, p in own.items() if inspect.isclass(p.annotation)}
@@ -81,12 +81,12 @@ def with_options(command: Callable[..., None], *, config_file: bool = False) -> 
 
     def call(**values: Any) -> None:
         context, file, given = values.pop("context", None), values.pop("config", None), {}
+        said = {name for name in fields if context is None or context.get_parameter_source(name).name == "COMMANDLINE"}
         if file is not None:
-            said = {name for name in fields if context.get_parameter_source(name).name == "COMMANDLINE"}
             given = config_file_of.read(file, fields, said)
         for name, model in models.items():
             wanted = {field: values.pop(field) for field in model.model_fields}
-            wanted |= {field: value for field, value in given.items() if field in wanted}
+            wanted = {f: given.get(f, value) for f, value in wanted.items() if f in said or f in given}
             values[name] = _made(model, wanted, dict.fromkeys(given, f"--config {file}: "))
         command(**values)
 

@@ -61,6 +61,10 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
 
     run = resolved(given, special, command, given.preset)
     checkpoint_access.check_resume(run)
+    saved = checkpoint_access.rates(run)
+    if left := {name: rate for name, rate in saved.items() if name not in given.model_fields_set}:
+        run = resolved(given.model_copy(update=left), special, command, given.preset)
+    changed = [f"{name} {getattr(run, name)}, not {rate}" for name, rate in saved.items() if getattr(run, name) != rate]
     first = rank.is_first()
     if first:
         checkpoint_access.check_save(run)
@@ -84,8 +88,8 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
     said = checkpoint_access.check_data(run)
     typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
-    if said is not None:
-        typer.echo(f"megatron-flux {command}: {said}", err=True)
+    for line in filter(None, (said, changed and f"resumes with {', '.join(changed)} as in the checkpoint")):
+        typer.echo(f"megatron-flux {command}: {line}", err=True)
     without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with run_folder.made(run, default=given.out is None) as run:
         asked = start.on_ranks(

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.errors import FluxError, StorageError, UserError, one_line
 from megatron_flux.train import checkpoint_folder
-from megatron_flux.train.checkpoint_access import MUST_MATCH, check_fits, held, instead
+from megatron_flux.train.checkpoint_access import MUST_MATCH, RATES, check_fits, held, instead
 from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
@@ -75,7 +75,7 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
             "iteration": iteration,
             "consumed_sequences": trainer.batches.consumed,
             "shape": config.shape.model_dump(mode="json"),
-            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT)},
+            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT, *RATES)},
             "run": {"id": run, "folder": str(config.out.resolve())},
             "data": config.text.model_dump() if config.text is not None else None,
             "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
@@ -151,7 +151,9 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
         _load_torch_adam(*adam, loaded["optimizer"])
     else:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
-    trainer.scheduler.load_state_dict(loaded["scheduler"])
+    for group in trainer.optimizer.param_groups:  # a checkpoint's rates would win over this run's
+        group |= {"max_lr": config.lr, "min_lr": config.min_lr}
+    trainer.scheduler.step(loaded["scheduler"]["num_steps"])
     trainer.iteration = description["iteration"]
     trainer.batches.consumed = description["consumed_sequences"]
     if same_layout:

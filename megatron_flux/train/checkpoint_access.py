@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.summary import ARMS
@@ -36,6 +36,8 @@ logger = logging.getLogger("megatron_flux")
 
 MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl")
 """Of a checkpoint and the run that loads it, beside the model's shape."""
+RATES = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay")
+"""Which a resumed run has of the checkpoint, but for those that it is given."""
 OWN_LOCK_SECONDS = 150.0
 """How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
 
@@ -61,6 +63,14 @@ def check_resume(config: RunConfig) -> None:
     if iteration >= config.steps:
         reached = f"checkpoint {files.chosen(folder, config.ckpt_step)} is at step {iteration}"
         raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
+
+
+def rates(config: RunConfig) -> dict[str, Any]:
+    """:data:`RATES` of the checkpoint that ``config``, which :func:`check_resume` has passed, resumes from."""
+    if config.load is None:
+        return {}
+    saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step))
+    return {name: saved[name] for name in RATES if name in saved}
 
 
 def check_fits(folder: Path, config: RunConfig) -> int:

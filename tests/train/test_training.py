@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -267,6 +268,26 @@ def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
         assert [row["iteration"] for row in rows] == [4, 5, 6]
         assert losses(resumed / arm) == losses(tmp_path / "whole" / arm)[3:]
         assert {row["flux/active_layers"] for row in rows} == {0 if arm == "baseline" else 9}
+
+
+def test_rates_of_a_resumed_run_are_those_it_is_given_else_the_checkpoints(command: Run, tmp_path: Path) -> None:
+    """Megatron's scheduler and optimizer take the checkpoint's, whatever the run's configuration says."""
+    saved, again, other = tmp_path / "checkpoints", tmp_path / "again", tmp_path / "other"
+    first = ["--lr", "2e-4", "--lr-warmup-steps", "1", "--lr-decay-steps", "9", "--weight-decay", "0.1"]
+    command("train", *first, "--steps", "2", "--save", saved, "--out", tmp_path / "first")
+    resume = ["train", "--steps", "4", "--load", saved, "--vocab-size", "258"]
+    command(*resume, "--out", again)
+    rates = "lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay"
+    asked = json.loads((again / "config.json").read_text())["config"]
+    assert [asked[name] for name in rates] == [2e-4, 0.0, 1, 9, 0.1]
+    said = command(*resume, "--lr", "1e-3", "--lr-warmup-steps", "0", "--min-lr", "1e-4", "--out", other).stderr
+    changed = "lr 0.001, not 0.0002, min_lr 0.0001, not 0.0, lr_warmup_steps 0, not 1"
+    assert f"megatron-flux train: resumes with {changed} as in the checkpoint" in said
+    cosine = [(1 + math.cos(math.pi * done / 9)) / 2 for done in (2, 3)]
+    assert [r["learning-rate"] for r in records(again / "flux")] == pytest.approx(
+        [2e-4 * (1 + math.cos(math.pi * done / 8)) / 2 for done in (1, 2)]
+    )
+    assert [r["learning-rate"] for r in records(other / "flux")] == pytest.approx([1e-4 + 9e-4 * c for c in cosine])
 
 
 def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ before lies in ``.before`` and comes back (:func:`made`, :func:`begun`): a refus
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -83,13 +85,14 @@ def made(
         missing = [out, *missing[1:]]
     try:
         check_free(out, overwrite=overwrite, resuming=resuming)
-        _take(out, describe(out), overwrite=overwrite, resuming=resuming)
-        try:
-            yield out
-        except (UserError, RendezvousError):
-            if (out / _BEFORE).is_dir():
-                _put_back(out)
-            raise
+        with _held(out):
+            _take(out, describe(out), overwrite=overwrite, resuming=resuming)
+            try:
+                yield out
+            except (UserError, RendezvousError):
+                if (out / _BEFORE).is_dir():
+                    _put_back(out)
+                raise
     except (UserError, RendezvousError):
         for path in missing:
             with suppress(OSError):  # there is something in it
@@ -102,10 +105,28 @@ def begun(out: Path) -> None:
     shutil.rmtree(out / _BEFORE, ignore_errors=True)
 
 
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Make the folder, and hold it until this process ends: what a run goes on writing must not be replaced."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    try:
+        with suppress(OSError):  # file systems without such locks, NFS among them
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _taken(out) from None
+        yield
+    finally:
+        os.close(handle)
+
+
 def _take(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> None:
     before = out / _BEFORE
     try:
-        out.mkdir(parents=True, exist_ok=True)
         if (overwrite or resuming) and before.is_dir():  # a start that died before it had begun
             _put_back(out)
         before.mkdir()  # two runs may have found the folder free at the same time: one of them makes this
@@ -123,7 +144,7 @@ def _take(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: 
             _put_back(out)
             raise
     except FileExistsError:
-        raise UserError(f"--out {out} has just been taken by another run; give another folder") from None
+        raise _taken(out) from None
     except OSError as error:
         raise _unwritable(out, error) from None
 
@@ -134,6 +155,10 @@ def _put_back(out: Path) -> None:
     for path in (out / _BEFORE).iterdir():
         path.rename(out / path.name)
     (out / _BEFORE).rmdir()
+
+
+def _taken(out: Path) -> UserError:
+    return UserError(f"--out {out} has been taken by another run; wait for its end, or give another folder")
 
 
 def _unwritable(out: Path, error: OSError) -> UserError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -43,18 +45,46 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path) -> No
             assert json.loads((path / folder.CONFIG).read_text())["out"] == path.name
 
 
-def test_runs_that_name_the_same_folder_do_not_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_locks(*_: object) -> None:
+    raise OSError(errno.EBADF, "as NFS says of a folder that is open for reading")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_runs_that_name_the_same_folder_do_not_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
     out = tmp_path / "run"
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", _no_locks)
     with run_in(out):
         # The second one has looked before the first one came.
         monkeypatch.setattr(folder, "check_free", lambda *_, **__: None)
-        with pytest.raises(UserError, match="just been taken by another run"), run_in(out):
+        with pytest.raises(UserError, match="been taken by another run"), run_in(out):
             pass
         assert (out / folder.CONFIG).is_file()
         folder.begun(out)
-        with pytest.raises(UserError, match="just been taken by another run"), run_in(out):
+        with pytest.raises(UserError, match="been taken by another run"), run_in(out):
             pass
     assert everything(out) == {folder.CONFIG: '{\n  "out": "run"\n}\n'}
+
+
+@pytest.mark.parametrize("how", ["overwrite", "resuming"])
+def test_a_run_that_goes_on_is_not_replaced(tmp_path: Path, how: str) -> None:
+    """Its records were deleted under it, or had another run's among them."""
+    out = tmp_path / "run"
+    finished_run(out)
+    with run_in(out, resuming=True):
+        before = everything(out)
+        with pytest.raises(UserError, match="been taken by another run; wait for its end"), run_in(out, **{how: True}):
+            pass
+        assert everything(out) == before
+        folder.begun(out)
+        (out / "flux" / "metrics.jsonl").write_text("a week of work, and a day\n")
+        with pytest.raises(UserError, match="been taken by another run"), run_in(out, **{how: True}):
+            pass
+        assert (out / "flux" / "metrics.jsonl").read_text() == "a week of work, and a day\n"
+    with run_in(out, **{how: True}):
+        folder.begun(out)
 
 
 def test_whoever_waits_for_the_configuration_finds_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

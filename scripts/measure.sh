@@ -97,7 +97,7 @@ limited() {
 for stage in "${PARTS[@]}"; do
     to=$OUT/$stage
     case $stage in
-        checks) limited 300 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" ;;
+        checks) limited 590 "${RANKS[@]}" tests/gpu/checks.py --out "$to.jsonl" ;;
         groups)
             if ((GPUS < 4)); then
                 printf 'groups: left out, two groups need four GPUs\n'
@@ -112,7 +112,7 @@ for stage in "${PARTS[@]}"; do
                 --arms te,local,te_ub,flux_local,flux_te,floor,busy_floor --out "$to"
             ;;
         fp8_gemm) limited 210 python3 tests/gpu/checks_fp8.py --out "$to" --seconds 180 ;; # on one GPU
-        fp8_checks) limited 300 "${RANKS[@]}" tests/gpu/checks_fp8.py --out "$to" ;;
+        fp8_checks) limited 590 "${RANKS[@]}" tests/gpu/checks_fp8.py --out "$to" ;;
         fp8_te) limited 420 python3 tests/gpu/te_fp8.py --out "$to" --seconds 360 ;; # TransformerEngine's layers on two
         fp8_ops)
             MEGATRON_FLUX_TUNE_SECONDS=15 limited 590 "${FLUX[@]}" bench ops --nproc "$GPUS" \

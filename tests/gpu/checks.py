@@ -391,7 +391,8 @@ def replays(group):
 
 
 HANG_S = 120
-"""After which a check that stands still ends the process: a device-wide wait cannot be interrupted otherwise."""
+"""After which a check that stands still ends the process: a device-wide wait cannot be interrupted otherwise. The
+longest took 50 s (results/refactor-h200x2)."""
 
 
 def beside_nccl(group, run, rounds=60):
@@ -933,6 +934,7 @@ def main() -> None:
         if (args.only and name not in args.only.split(",")) or name in left_out:
             continue
         start = time.time()
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
             said = check(group, args.rounds) if name == "random_shapes" else check(group)
             torch.cuda.synchronize()
@@ -947,6 +949,7 @@ def main() -> None:
                 "said": repr(err)[:1500],
                 **about,
             }
+        faulthandler.cancel_dump_traceback_later()
         line["seconds"] = round(time.time() - start, 2)
         if rank == 0 or not line["ok"]:
             print(json.dumps(line), flush=True)

@@ -54,6 +54,9 @@ SMALL = {"small ag": ("all_gather_gemm", 520, 1040, 1024), "small rs": ("gemm_re
 ROUNDS, CALLS = 24, 4
 CLOSE, FINALISTS = 1.03, 3  # kernels of a kind that are timed by themselves: how much slower than the fastest, how many
 PATIENCE = 20.0  # seconds that a thing may take
+COMPILING = (
+    240.0  # that a check of a group may take: one took 109 (results/two-ranks-one-h200), of random shapes 120 and more
+)
 
 
 def plan(scaling: str, *, split: bool, **given: Any) -> tuple[str, bool, KernelConfig]:
@@ -448,7 +451,7 @@ def of_group(out: Path, only: str) -> int:
     for name, check in CHECKS.items():
         if only and name not in only.split(","):
             continue
-        faulthandler.dump_traceback_later(120, exit=True)
+        faulthandler.dump_traceback_later(COMPILING, exit=True)
         start, good = time.time(), True
         try:
             said = check(dist.group.WORLD)

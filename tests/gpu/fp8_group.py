@@ -297,7 +297,7 @@ def graphs(group):
     return "6 x 3 replays"
 
 
-def random_shapes(group, rounds=60):
+def random_shapes(group, rounds=40):
     seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
     dist.broadcast(seed, group=group, group_src=0)
     r = random.Random(seed.item())
@@ -327,6 +327,6 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, random_shapes, tuned, chunked
+        exact, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked, random_shapes
     )
 }  # fmt: skip

@@ -63,6 +63,7 @@ def test_calls_are_tuned_while_training_runs(tmp_path: Path, monkeypatch: pytest
     if not shipped_plans.suggests_for(torch.cuda.get_device_name()):
         pytest.skip("no plans ship for this GPU")
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "later")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "10")  # whatever all tests are told: 0 measures nothing
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
     done = run("train", "--nproc", "2", "--steps", "32", "--out", tmp_path / "run", *SMALL)
     said = done.stdout + done.stderr

@@ -125,7 +125,7 @@ class Measurement:
         return ways
 
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
-        limit = tuner_calls.seconds()
+        limit = collectives.first_rank(call.group, tuner_calls.seconds)  # all measure, or none does
         if limit <= 0:
             by_chunks = call.weight is None or tuner_calls.by_chunks(call.x, call.group)
             shipped = None if by_chunks else collectives.first_rank(call.group, lambda: tuner_calls.shipped(call))

@@ -154,11 +154,13 @@ class ChunkedBackend:
             gather.begin()
             gather.flight.enqueue()
             full[own : own + mp].copy_(x)
+        begun = torch.cuda.current_stream(x.device) if x.is_cuda else None
 
         def wait() -> None:
             with unbroken(gather.transport, call.operator):
                 gather.flight.wait()
                 gather.decode_all()
+            _used_behind(begun, gather.arrived)
 
         return Pending(full, wait, keep=(x, full))
 
@@ -201,9 +203,7 @@ class ChunkedBackend:
                 else:
                     for (first, last), data in zip(itertools.pairwise(rows), itertools.pairwise(cuts), strict=True):
                         wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
-            if begun is not None and (now := torch.cuda.current_stream(x.device)) != begun:
-                for part in (theirs, sent, own):  # the memory of another stream, which does not wait for this one
-                    part.record_stream(now)
+            _used_behind(begun, theirs, sent, own)
 
         pending = Pending(y, wait, keep=(x, theirs, sent, own))
         if not call.async_op:
@@ -231,7 +231,7 @@ class _Gathered:
         self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces, at_once)
         self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).wire_kernels
         exact = self._wire == wires.EXACT
-        self._theirs = (
+        self.arrived = (
             full.view(tp, -1).view(torch.uint8) if exact else x.new_empty(tp, self._cuts[-1], dtype=torch.uint8)
         )
         self._mine = x.view(-1).view(torch.uint8) if exact else x.new_empty(self._cuts[-1], dtype=torch.uint8)
@@ -242,13 +242,13 @@ class _Gathered:
             for piece in range(len(self._rows) - 1):
                 part = self._call.x[self._rows[piece] : self._rows[piece + 1]]
                 wires.encode(self._wire, part, self._mine[self._cuts[piece] : self._cuts[piece + 1]], self._known)
-        self.flight = self.transport.gather(self._call.operator, self._mine, self._theirs, self._cuts)
+        self.flight = self.transport.gather(self._call.operator, self._mine, self.arrived, self._cuts)
 
     def decoded(self, peer: int, piece: int) -> slice:
         """The rows of ``full`` that have arrived."""
         rows = slice(peer * self._mp + self._rows[piece], peer * self._mp + self._rows[piece + 1])
         if self._wire != wires.EXACT:
-            data = self._theirs[peer, self._cuts[piece] : self._cuts[piece + 1]]
+            data = self.arrived[peer, self._cuts[piece] : self._cuts[piece + 1]]
             wires.decode(self._wire, data, self._full[rows], self._known)
         return rows
 
@@ -272,6 +272,15 @@ def _cut(
     by_rows = [min(rows, blocks * piece // count * at_once) for piece in range(count + 1)]
     sizes = (wires.nbytes(wire, last - first, width, itemsize) for first, last in itertools.pairwise(by_rows))
     return by_rows, [0, *itertools.accumulate(sizes)]
+
+
+def _used_behind(begun: torch.cuda.Stream | None, *parts: torch.Tensor) -> None:
+    """Where the current stream is another than ``begun``, whose memory ``parts`` are and which does not wait for it:
+    they may go to others only when it has done what it was given by now.
+    """
+    if begun is not None and (now := torch.cuda.current_stream(begun.device)) != begun:
+        for part in parts:
+            part.record_stream(now)
 
 
 def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:

@@ -6,7 +6,6 @@
 #
 # --active uses the active environment instead of .venv.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-use_environment dev
 unset PYTHONDONTWRITEBYTECODE # packages are installed without bytecode: every process would compile torch anew
 
 # Debian's and Ubuntu's packages, as root or by a sudo that asks nothing. Where they cannot be installed, the tests that
@@ -23,6 +22,24 @@ install_packages() {
     rm "$log"
 }
 
+missing_packages() {
+    # A browser, for tests that look at reports.
+    if ! { command -v chromium || command -v google-chrome; } >/dev/null || ! command -v chromedriver >/dev/null; then
+        install_packages chromium chromium-driver
+    fi
+
+    # Slurm's daemons, for tests that submit jobs; they start and end daemons of their own. As in CI,
+    # MEGATRON_FLUX_SLURM_TESTS=required lets the tests fail instead of being skipped.
+    if ! { command -v sbatch && [[ -x /usr/sbin/slurmctld && -x /usr/sbin/munged ]]; } >/dev/null; then
+        install_packages slurm-wlm munge
+    fi
+}
+
+missing_packages & # beside pip
+packages=$!
+trap 'wait "$packages"' EXIT # apt-get that is broken off would have to be repaired
+use_environment dev
+
 # TransformerEngine's Python, for tests of its layers on CPUs. Without its compiled part it would break the environment,
 # so it gets a folder of its own; where it cannot be fetched, those tests say so and are skipped.
 if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
@@ -36,17 +53,8 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
     export MEGATRON_FLUX_TE_SOURCE
 fi
 
-# A browser, for tests that look at reports.
-if ! { command -v chromium || command -v google-chrome; } >/dev/null || ! command -v chromedriver >/dev/null; then
-    install_packages chromium chromium-driver
-fi
-
-# Slurm's daemons, for tests that submit jobs; they start and end daemons of their own. As in CI,
-# MEGATRON_FLUX_SLURM_TESTS=required lets the tests fail instead of being skipped.
-if ! { command -v sbatch && [[ -x /usr/sbin/slurmctld && -x /usr/sbin/munged ]]; } >/dev/null; then
-    install_packages slurm-wlm munge
-fi
-
+wait "$packages"
+trap - EXIT
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 if ((${#ARGUMENTS[@]})); then

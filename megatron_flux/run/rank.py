@@ -19,7 +19,7 @@ from types import MappingProxyType
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from megatron_flux.errors import FluxError, OperatorError, UserError
+from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
 
 logger = logging.getLogger("megatron_flux")
 
@@ -86,9 +86,11 @@ class WholeErrorFile(ErrorHandler):
         os.environ["TORCHELASTIC_ERROR_FILE"] = f"{file}.part"
         try:
             super().record_exception(e)
+            os.replace(f"{file}.part", file)
+        except OSError as failed:  # a full disk: the launcher cannot say it, and the rank ends by its own error
+            logger.error("%s: %s (%s cannot be written: %s)", type(e).__name__, one_line(e), file, failed.strerror)
         finally:
             os.environ["TORCHELASTIC_ERROR_FILE"] = file
-        os.replace(f"{file}.part", file)
 
 
 def once_per_message() -> Callable[[logging.LogRecord], bool]:

@@ -120,17 +120,19 @@ class StepProfiler:
         )
 
     def _write(self, profiler: profile) -> None:
-        if self._failed:
-            return
+        try:
+            if not self._failed:
+                self._write_files(profiler)
+        except (OSError, ValueError) as error:  # a full disk, where what torch has written may be cut
+            room = f"is there room in {self.folder} and {tempfile.gettempdir()}?"
+            logger.error("rank %d has no trace, and training goes on: %s; %s", self._rank, one_line(error), room)
+
+    def _write_files(self, profiler: profile) -> None:
         path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
         trace = exported(profiler, path)
         trace["traceEvents"] = _within_steps(trace["traceEvents"])
-        trace["flux"] = {
-            "rank": self._rank,
-            "host": socket.gethostname(),
-            "steps": [self.first, self.last],
-            "clock_ns": self._clock_ns,
-        }
+        about = {"rank": self._rank, "host": socket.gethostname(), "steps": [self.first, self.last]}
+        trace["flux"] = {**about, "clock_ns": self._clock_ns}
         write_trace(path, trace)
         if self._rank == 0:
             found = of_steps(trace, (self.first, self.last), self._rank)

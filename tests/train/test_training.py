@@ -185,16 +185,16 @@ def validations(folder: Path) -> dict[int, float]:
 def test_validation_is_beside_training(command: Run, tmp_path: Path) -> None:
     small = ["--nproc", "2", "--num-layers", "1", "--seq-length", "64", "--dropout", "0.1", "--steps", "4"]
     often, once, resumed = tmp_path / "often", tmp_path / "once", tmp_path / "resumed"
-    command("train", *small, "--eval-interval", "2", "--eval-iters", "40", "--out", often)
+    command("train", *small, "--eval-interval", "2", "--eval-iters", "16", "--out", often)
     many = validations(often / "flux")
     assert list(many) == [2, 4]
     assert 3 < many[4] < many[2], "it learns what other documents have in common with these"
     first, second, third, _ = records(often / "flux")
-    # Forty batches forward take longer than a step, which does not show in the step's time.
+    # Sixteen batches forward take longer than a step, which does not show in the step's time.
     between = second["timestamp"] - first["timestamp"]
     assert between > 3 * second["iteration-time"]
     assert third["flux/metrics_ms"] < 500 * between
-    words = [*small, "--eval-interval", "3", "--eval-iters", "40"]
+    words = [*small, "--eval-interval", "3", "--eval-iters", "16"]
     save = ["--save", tmp_path / "saved", "--save-interval", "2"]
     said = command("train", *words, *save, "--out", once).stderr
     assert re.search(r"train: [\d,]+ documents, [\d,]+ tokens \(vocabulary 258\): \S+", said)

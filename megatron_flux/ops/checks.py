@@ -122,6 +122,11 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
+    return (x if x.is_contiguous() else x.contiguous()).view(-1, x.shape[-1])
+
+
 def compare_calls(call: OperatorCall) -> None:
     """Check that all ranks of the group are about to make ``call``; collective the first time only. Raises UserError:
     they are not (all ranks raise), or the first call of its kind is being captured in a CUDA graph.

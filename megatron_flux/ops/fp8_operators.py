@@ -8,7 +8,6 @@ blocks; one scale for all is the same on all ranks, as TransformerEngine has it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,9 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events, fast_path
+from megatron_flux.ops import fast_path
 from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
-from megatron_flux.ops.backends.registry import able, select
+from megatron_flux.ops.backends.registry import run
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall, aligned
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
@@ -59,7 +58,7 @@ def all_gather_gemm(
         y, gathered = fp8_gemm(pair, inside), x if tp == 1 else x.repeated(tp)
         stats.count(call.operator, "none", 0)
     else:
-        y, gathered = _run(call, backend, key, (call.m, call.n), (tp - 1) * sent)
+        y, gathered = run(call, backend, key, (call.m, call.n), (tp - 1) * sent)
     if bias is not None:
         y = y.add_(bias)
     return (y, gathered) if return_gathered else y
@@ -85,7 +84,7 @@ def gemm_and_sum(
             stats.count(operator, "none", 0)
         else:
             received = (1 if scatters else 2) * (tp - 1) * call.m * call.n * pair.out.itemsize // tp
-            pending = _run(call, backend, key, (call.m // tp if scatters else call.m, call.n), received)
+            pending = run(call, backend, key, (call.m // tp if scatters else call.m, call.n), received)
     if async_op:
         return pending
     y = pending.wait()
@@ -101,18 +100,6 @@ def _found(
     x, weight, scales = pair.x.numbers, pair.weight.numbers, (pair.x.scale_inv, pair.weight.scale_inv)
     found = fast_path.find(state_of(group), key, x, weight, scales)
     return found, (x, weight, *scales) if inside is None else (x, weight, inside, *scales)
-
-
-def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
-    """What the backend returns of a call that is not prepared, and have it prepared for the next time."""
-    if torch.is_inference_mode_enabled():  # what is made may outlive it
-        with torch.inference_mode(False), torch.no_grad():
-            return _run(call, backend, key, shape, nbytes)
-    chosen = able(select(backend, call.x, call.weight, call.group), call.operator)
-    result = call_events.run(call, chosen)
-    fast_path.remember(key, chosen, call, shape, nbytes)
-    stats.count(call.operator, chosen.name, nbytes)
-    return result
 
 
 def _check(call: OperatorCall, pair: Fp8Pair, bias: torch.Tensor | None) -> None:

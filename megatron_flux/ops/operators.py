@@ -12,9 +12,8 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -23,13 +22,12 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events, fast_path, fp8_operators
+from megatron_flux.ops import fast_path, fp8_operators
 from megatron_flux.ops.backends.reference import gemm
-from megatron_flux.ops.backends.registry import able, select
+from megatron_flux.ops.backends.registry import run
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands
+from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands, matrix
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
-from megatron_flux.settings import WIRES
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -140,11 +138,11 @@ def all_gather_gemm(
     tp = group.size()
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x.numel() * x.element_size()
     if tp == 1 or call.m == 0:
-        gathered = _matrix(x)
+        gathered = matrix(x)
         y = gemm(gathered, weight, transposed=transposed, bias=inside)
         stats.count("all_gather_gemm", "none", received)
     else:
-        y, gathered = _run(call, backend, key, (*lead, call.n), received)
+        y, gathered = run(call, backend, key, (*lead, call.n), received)
     if bias is not None:
         y = y.add_(bias)
     y = _shaped(y, *lead, call.n)
@@ -218,10 +216,10 @@ def gemm_reduce_scatter(
     tp, n = group.size(), call.n
     lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (call.m // tp) * n * x.element_size()
     if tp == 1 or call.m == 0:
-        pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
+        pending = Pending(gemm(matrix(x), weight, transposed=transposed))
         stats.count("gemm_reduce_scatter", "none", received)
     else:
-        pending = _run(call, backend, key, (*lead, n), received)
+        pending = run(call, backend, key, (*lead, n), received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *lead, n))
     y = pending.wait()
@@ -297,10 +295,10 @@ def gemm_all_reduce(
     tp, shape = group.size(), (*x.shape[:-1], call.n)
     received = 2 * (tp - 1) * call.m * call.n * x.element_size() // tp
     if tp == 1 or call.m == 0:
-        pending = Pending(gemm(_matrix(x), weight, transposed=transposed))
+        pending = Pending(gemm(matrix(x), weight, transposed=transposed))
         stats.count("gemm_all_reduce", "none", 0)
     else:
-        pending = _run(call, backend, key, shape, received)
+        pending = run(call, backend, key, shape, received)
     if async_op:
         return pending.map(lambda t: _shaped(t, *shape))
     y = pending.wait()
@@ -336,7 +334,7 @@ def all_gather(
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x.numel() * x.element_size()
     if received == 0:
         return Pending(x.new_empty(shape))
-    pending = _run(OperatorCall("all_gather", x, None, group, wire=wire), backend, key, shape, received)
+    pending = run(OperatorCall("all_gather", x, None, group, wire=wire), backend, key, shape, received)
     return pending.map(lambda t: _shaped(t, *shape))
 
 
@@ -359,39 +357,6 @@ def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, tran
     if wire != "exact":
         raise UserError(f"{operator}: wire={wire!r} does not go with FP8 operands; leave it out")
     return Fp8Pair(x, weight, out, split)
-
-
-def _run(call: OperatorCall, backend: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
-    """What the backend returns of a call that is not prepared, and have it prepared for the next time. The result has
-    ``shape``, and this rank receives ``nbytes`` for it, unless the backend sends fewer.
-    """
-    if torch.is_inference_mode_enabled():
-        with _lasting():
-            return _run(call, backend, key, shape, nbytes)
-    if call.wire not in WIRES:
-        raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
-    x = _matrix(call.x)
-    chosen = able(select(backend, x, call.weight, call.group), call.operator)
-    result = call_events.run(call._replace(x=x), chosen)
-    fast_path.remember(key, chosen, call, shape, nbytes)
-    if hasattr(chosen, "bytes_received"):
-        nbytes = chosen.bytes_received(call, nbytes)
-    stats.count(call.operator, chosen.name, nbytes)
-    return result
-
-
-@contextlib.contextmanager
-def _lasting() -> Iterator[None]:
-    """Around a call in inference mode that may make what outlives it: an inference tensor could not be written to by
-    calls of a training later.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
-    return (x if x.is_contiguous() else x.contiguous()).view(-1, x.shape[-1])
 
 
 def _shaped(t: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm import transports
 from megatron_flux.errors import UserError
+from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.wrapped_calls import beside_wgrad
@@ -90,7 +91,10 @@ def check(
     assert ops.stats.bytes_received == before[1] + (tp - 1) * sent
 
     pairs = [pair_of(scaling, mp * tp, n, k, 50 + r, dtype) for r in range(tp)]
+    received = ops.stats.bytes_received
     z = ops.gemm_reduce_scatter(*pairs[rank], backend=backend, split_accumulator=split)
+    sums = wires.nbytes(get_backend(backend).wire, mp, n, 2) if backend in WIRES else 2 * mp * n
+    assert ops.stats.bytes_received == received + (tp - 1) * sums, "partial sums are bf16, or as the wire has them"
     partials = [(a.dequantized() @ b.dequantized().t()).bfloat16().float() for a, b in pairs]
     mine = slice(rank * mp, (rank + 1) * mp)
     total = sum(partial[mine] for partial in partials)

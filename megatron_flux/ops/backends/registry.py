@@ -1,9 +1,10 @@
-"""What a backend is, which ones exist, and which one runs a call."""
+"""What a backend is, which ones exist, which one runs a call, and running it."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +13,13 @@ import torch.distributed as dist
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
+from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.checks import OperatorCall, matrix
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.settings import NO_GPU, WIRES
 
@@ -119,6 +121,25 @@ def able(backend: Backend, operator: str) -> Backend:
         return backend
     stats.degraded[f"reference instead of {backend.name}: it has no {operator}"] += 1
     return _reference
+
+
+def run(call: OperatorCall, name: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
+    """What the backend ``name`` returns of a call that is not prepared, and have it prepared for the next time. The
+    result has ``shape``, and this rank receives ``nbytes`` for it, unless the backend sends fewer.
+    """
+    if torch.is_inference_mode_enabled():  # what is made may outlive it, and must be written to by a training later
+        with torch.inference_mode(False), torch.no_grad():
+            return run(call, name, key, shape, nbytes)
+    if call.wire not in WIRES:
+        raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
+    x = matrix(call.x)
+    chosen = able(select(name, x, call.weight, call.group), call.operator)
+    result = call_events.run(call._replace(x=x), chosen)
+    fast_path.remember(key, chosen, call, shape, nbytes)
+    if hasattr(chosen, "bytes_received"):
+        nbytes = chosen.bytes_received(call, nbytes)
+    stats.count(call.operator, chosen.name, nbytes)
+    return result
 
 
 def resolve(

@@ -107,7 +107,9 @@ def _measured(
     if reason is not None:
         here.say(f"{kind} {model}: skipped: {reason}")
     skipped = [] if reason is None else [{**_name(part), "reason": reason}]
-    return [_row(one) for one in rows], skipped, [_round(one) for one in rows]
+    names = ("kind", "model", "layer", "m", "arm")
+    rounds = [{**{n: one[n] for n in names if n in one}, "step_ms": one["rounds_ms"]} for one in rows]
+    return [_row(one) for one in rows], skipped, rounds
 
 
 def _calls(
@@ -136,11 +138,6 @@ def _row(found: dict[str, Any]) -> dict[str, Any]:
     low, _, high = (round(ms, 5) for ms in quartiles(found["rounds_ms"]))
     spread = {"ms_low": low, "ms_high": high, "rounds": len(found["rounds_ms"])}
     return {**{name: value for name, value in found.items() if name != "rounds_ms"}, **spread}
-
-
-def _round(found: dict[str, Any]) -> dict[str, Any]:
-    names = ("kind", "model", "layer", "m", "arm")
-    return {**{name: found[name] for name in names if name in found}, "step_ms": found["rounds_ms"]}
 
 
 def work(text: str) -> None:

@@ -161,7 +161,9 @@ def summarize(
             fallbacks[reason] = max(calls, fallbacks.get(reason, 0))
     environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
     patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
-    on_cpus = without_gpu(_backends(flux, fallbacks), info.get("link")) if _on_cpus(info, fallbacks) else None
+    device = info.get("device")
+    no_gpu = _STOCK_OPERATORS in fallbacks or (isinstance(device, Mapping) and device.get("kind") == "cpu")
+    on_cpus = without_gpu(_backends(flux, fallbacks), info.get("link")) if no_gpu else None
     summary = {
         "schema_version": SCHEMA_VERSION,
         "arms": arms,
@@ -184,11 +186,6 @@ def summarize(
 
 
 _STOCK_OPERATORS = f"operators: {NO_GPU}"  # among the fallbacks
-
-
-def _on_cpus(info: Mapping[str, Any], fallbacks: Mapping[str, int]) -> bool:
-    device = info.get("device")
-    return _STOCK_OPERATORS in fallbacks or (isinstance(device, Mapping) and device.get("kind") == "cpu")
 
 
 def _backends(flux: Sequence[Record], fallbacks: Mapping[str, int]) -> set[str]:

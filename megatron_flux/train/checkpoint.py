@@ -153,9 +153,9 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
     for group in trainer.optimizer.param_groups:  # a checkpoint's rates would win over this run's
         group |= {"max_lr": config.lr, "min_lr": config.min_lr}
-    trainer.scheduler.step(loaded["scheduler"]["num_steps"])
     trainer.iteration = description["iteration"]
     trainer.batches.consumed = description["consumed_sequences"]
+    trainer.scheduler.step(trainer.batches.consumed)
     if same_layout:
         set_random_state(loaded["random_state"])
 
@@ -265,7 +265,6 @@ def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": optimizer,
-        "scheduler": trainer.scheduler.state_dict(),
         # Data-parallel ranks draw the same numbers: one of them saves for all.
         "random_state": ShardedObject(
             "random_state",

@@ -186,16 +186,12 @@ def _activity(flux: Sequence[Record]) -> Part:
     return Part("operators", "Flux operators, last step of the recording rank", caption=unseen, table=Table(rows))
 
 
-def _pieces(choice: Any) -> dict[str, Any]:
-    found = _mapping(choice).get("pieces")
-    return {} if found is None else {"pieces": found}
-
-
 def _choices(flux: Sequence[Record]) -> Part | None:
     rows = []
     for call, choice in {k: v for record in flux for k, v in (record.get("flux/choices") or {}).items()}.items():
         plan, times = _mapping(_mapping(choice).get("plan")), _mapping(_mapping(choice).get("ms"))
-        text = " ".join(f"{name}={value}" for name, value in {**plan, **_pieces(choice)}.items())
+        pieces = {} if (found := _mapping(choice).get("pieces")) is None else {"pieces": found}
+        text = " ".join(f"{name}={value}" for name, value in {**plan, **pieces}.items())
         best = min((ms for ms in times.values() if isinstance(ms, int | float)), default=None)
         rows.append((call, f"{_mapping(choice).get('backend', UNKNOWN)} {text}".strip(), shown(best, milliseconds)))
     return Part("choices", "What the tuner chose", table=Table(rows, ("call", "chosen", "best ms"))) if rows else None

@@ -146,6 +146,8 @@ class CallOptions(Options):
 class Fp8Options(Options):
     """Which operands; for both commands."""
 
+    group: ClassVar[str] = "Calls"
+
     fp8: str | None = Field(
         None,
         description=f"The calls on FP8 operands as well, by these recipes: {', '.join(get_args(Recipe))}. "

@@ -3,7 +3,7 @@
 Bad input ends a command with one line and exit code 2, a failed run with 1: the cause is the last line, whatever was
 raised. typer answers some exceptions itself before anybody else sees them: to EOFError it says "Aborted.", to an
 interrupt and to a broken pipe nothing. It cannot be asked not to, so they pass through it inside an exception that it
-does not know.
+does not know. Its own, of bad words on the command line, come out of it where it is not ``standalone``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from megatron_flux.cli import report, slurm, start
 from megatron_flux.cli.bench import bench, tune
@@ -29,6 +30,9 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.megatron_lm import source_patches
 from megatron_flux.run import launcher
 from megatron_flux.version import __version__
+
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
+"""click's, wherever a release of typer has it from."""
 
 
 class _PastTyper(BaseException):
@@ -192,11 +196,13 @@ def main() -> None:
 
     def unpacked() -> None:
         try:
-            app()
+            code = app(standalone_mode=False)
         except _PastTyper as carrier:
             carried = carrier.__cause__
+        except _UsageError as error:
+            carried = _in_one_line(error)
         else:
-            return
+            sys.exit(code or 0)
         raise carried  # outside the handler: its own context is all that a traceback shall show
 
     try:
@@ -213,6 +219,18 @@ def main() -> None:
     except BaseException as error:
         sys.exit(_explained(error, is_read=_flushed()))
     sys.exit(0)  # which torch's recorder has swallowed
+
+
+def _in_one_line(error: Any) -> BaseException:
+    """What typer would say in four, with the value that was given where typer knows it."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return SystemExit(error.exit_code)
+    if isinstance(error.__cause__, ValidationError):
+        return start.refused(max(error.param.opts, key=len), error.__cause__)
+    said = error.format_message().rstrip(".")
+    where = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+    return UserError(f"{said[0].lower()}{said[1:]}{where}")
 
 
 def _explained(error: BaseException, *, is_read: bool) -> int:

@@ -128,10 +128,17 @@ def _made(model: type[BaseModel], values: dict[str, Any], origins: Mapping[str, 
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        option, name = first["loc"][0], ".".join(str(p) for p in first["loc"])
+        loc = error.errors()[0]["loc"]
+        option, name = loc[0], ".".join(str(p) for p in loc)
         said = f"{origins[str(option)]}{name}" if option in origins else f"--{name.replace('_', '-')}"
-        raise UserError(f"{said} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        raise refused(said, error) from None
+
+
+def refused(said: str, error: ValidationError) -> UserError:
+    """What is wrong with the value of ``said``, in one line."""
+    first = error.errors()[0]
+    what = first["msg"].removeprefix("Value error, ").rstrip(".")
+    return UserError(f"{said} {first['input']}: {what[0].lower()}{what[1:]}")
 
 
 def report_console() -> Console:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,9 +52,20 @@ def claim(out: Path) -> Path:
 
 
 def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
-    """A UserError where ``out`` is a file, or has contents and neither ``overwrite`` nor ``resuming`` allows them."""
-    if out.exists() and not out.is_dir():
+    """Leaves nothing behind.
+
+    Raises:
+        UserError: ``out`` is a file, cannot be written, or has contents without ``overwrite`` or ``resuming``.
+    """
+    # os.path: Path's own raise where a folder above must not be searched.
+    there = next(path for path in (out, *out.parents) if os.path.exists(path))
+    if there == out and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from None
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (out / CONFIG).is_file():

@@ -28,6 +28,8 @@ TERMS = {
     "SM clock": "clock of the GPU's processors; power or heat can hold it down",
     "throttling": "the GPU's driver holds its clocks down",
     "pipeline bubble": "time in which stages wait for their first, or after their last, micro-batch",
+    "host memory": "memory of the processors, not of the GPUs",
+    "link host": "GPUs talk through host memory, not directly",
     "host": "time in which the GPU waits for Python to launch its kernels",
     "activations": "results of the forward pass that the backward pass needs",
 }

@@ -57,6 +57,37 @@ def test_help_cuts_no_name_in_80_columns(told: Told, monkeypatch: pytest.MonkeyP
         assert "--gradient-accumulation-fusion / --no-gradient-accumulation-fusion" in text
 
 
+def test_options_of_two_classes_share_their_group(told: Told) -> None:
+    for command in ("bench ops", "tune"):
+        calls = told(command, "--help").split("Calls:\n")[1].split("\n\n")[0]
+        assert {"--tokens", "--fp8", "--bf16"} <= set(re.findall(r"--[a-z0-9]+", calls))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare --steps many", ["--steps", "many", "valid integer"]),
+        ("compare --link fast", ["--link", "'fast'", "'nvlink', 'p2p', 'host', 'none'"]),
+        ("watch run --interval 0", ["--interval", "0", "0.1"]),
+        ("compare --lr", ["'--lr' requires an argument"]),
+        ("doctor --linkz", ["no such option: --linkz", "see megatron-flux doctor --help"]),
+        ("doctor here", ["(here)", "see megatron-flux doctor --help"]),
+        ("quant fold", ["'IN'", "see megatron-flux quant fold --help"]),
+        ("slurm render", ["'--profile'", "see megatron-flux slurm render --help"]),
+        ("--fast", ["no such option: --fast", "see megatron-flux --help"]),
+        ("trains", ["no such command 'trains'", "see megatron-flux --help"]),
+    ],
+)
+def test_words_that_no_command_takes_are_one_line(told: Told, words: str, said: list[str]) -> None:
+    (line,) = told(words, code=2).splitlines()
+    assert line.startswith("megatron-flux: error: ")
+    assert all(part in line for part in said), line
+
+
+def test_a_command_of_commands_alone_is_helped(told: Told) -> None:
+    assert "Commands:\n  list " in told("slurm", code=2)
+
+
 def test_lists_of_commands_are_whole(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for group in ("", "bench", "slurm", "report", "trace", "patch-source"):

@@ -18,6 +18,8 @@ from megatron_flux.metrics.report.terms import TERMS, first_here, split
         ("e", []),
         ("all_gather_gemm http own_ms overlapping", []),
         ("peak memory, workspace", ["workspace"]),
+        ("peak host memory of a rank", ["host memory"]),
+        ("chunked (CPU twin, link host): no GPU", ["link host"]),
     ],
 )
 def test_whole_words_are_found(text: str, found: list[str]) -> None:

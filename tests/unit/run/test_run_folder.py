@@ -87,6 +87,14 @@ def test_a_run_that_goes_on_is_not_replaced(tmp_path: Path, how: str) -> None:
         folder.begun(out)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--out .*file/run cannot be written: Not a directory; give another folder"):
+        folder.check_free(tmp_path / "file" / "run", overwrite=False)
+    folder.check_free(tmp_path / "some" / "run", overwrite=False)
+    assert everything(tmp_path) == {"file": ""}
+
+
 def test_whoever_waits_for_the_configuration_finds_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, before = os.replace, []
     monkeypatch.setattr(os, "replace", lambda *paths: (before.append(paths[1].exists()), rename(*paths)))

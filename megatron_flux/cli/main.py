@@ -1,9 +1,8 @@
 """The ``megatron-flux`` command: what is in no file of its own, and all commands put together.
 
 Bad input ends a command with one line and exit code 2, a failed run with 1: the cause is the last line, whatever was
-raised. typer answers some exceptions itself before anybody else sees them: to EOFError it says "Aborted.", to an
-interrupt and to a broken pipe nothing. It cannot be asked not to, so they pass through it inside an exception that it
-does not know. Its own, of bad words on the command line, come out of it where it is not ``standalone``.
+raised. typer's application, if called, answers some exceptions before anybody else sees them: EOFError with "Aborted.",
+an interrupt and a broken pipe with nothing, bad words on the command line with four lines: it is only asked to parse.
 """
 
 from __future__ import annotations
@@ -31,32 +30,14 @@ from megatron_flux.megatron_lm import source_patches
 from megatron_flux.run import launcher
 from megatron_flux.version import __version__
 
-_UsageError: type[Any] = typer.BadParameter.__bases__[0]
-"""click's, wherever a release of typer has it from."""
-
-
-class _PastTyper(BaseException):
-    """Carries what a command raised, as its cause, to :func:`main`."""
-
-
-class Commands(start.Group):
-    """The commands, whose exceptions reach :func:`main` as they are."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command."""
-        try:
-            return super().invoke(ctx)
-        except (EOFError, KeyboardInterrupt, OSError) as error:
-            raise _PastTyper from error
-
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]  # click's, wherever a release of typer has it from
 
 app = typer.Typer(
-    cls=Commands,
+    cls=start.Group,
     add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     rich_markup_mode=None,  # its tables cut the names of options
-    pretty_exceptions_enable=False,
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
 trace = typer.Typer(cls=start.Group, no_args_is_help=True, help="Traces of profiled runs.")
@@ -195,15 +176,14 @@ def main() -> None:
     """Entry point of ``megatron-flux``: run it and end the process, as the command line or as a rank of a run."""
 
     def unpacked() -> None:
+        command = typer.main.get_command(app)
         try:
-            code = app(standalone_mode=False)
-        except _PastTyper as carrier:
-            carried = carrier.__cause__
+            with command.make_context("megatron-flux", sys.argv[1:]) as context:
+                command.invoke(context)
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
         except _UsageError as error:
-            carried = _in_one_line(error)
-        else:
-            sys.exit(code or 0)
-        raise carried  # outside the handler: its own context is all that a traceback shall show
+            raise _in_one_line(error) from None
 
     try:
         if "RANK" in os.environ:

@@ -48,30 +48,30 @@ def claim(out: Path) -> Path:
             number += 1
             free = out.with_name(f"{out.name}-{number}")
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise unwritable(out, error) from None
 
 
 def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
-    """Leaves nothing behind.
-
-    Raises:
-        UserError: ``out`` is a file, cannot be written, or has contents without ``overwrite`` or ``resuming``.
-    """
-    # os.path: Path's own raise where a folder above must not be searched.
-    there = next(path for path in (out, *out.parents) if os.path.exists(path))
-    if there == out and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise _unwritable(out, error) from None
+    """A UserError where ``out`` cannot be written, or has contents and no ``overwrite`` or ``resuming``."""
+    check_writable(out, "--out")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (out / CONFIG).is_file():
         raise UserError(f"--out {out} has files in it and is not a run folder; give a new or an empty folder")
     if not (overwrite or resuming):
         raise UserError(f"--out {out} holds an earlier run; give another folder, or --overwrite to replace it")
+
+
+def check_writable(folder: Path, option: str) -> Path:
+    """The first of ``folder`` and those above it that is there; a UserError where nothing can be written in it."""
+    # os.path: Path's own raise where a folder above must not be searched.
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        raise unwritable(folder, error, option) from None
+    return there
 
 
 def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
@@ -124,7 +124,7 @@ def _held(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise unwritable(out, error) from None
     try:
         with suppress(OSError):  # file systems without such locks, NFS among them
             try:
@@ -158,7 +158,7 @@ def _take(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: 
     except FileExistsError:
         raise _taken(out) from None
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise unwritable(out, error) from None
 
 
 def _put_back(out: Path) -> None:
@@ -173,8 +173,10 @@ def _taken(out: Path) -> UserError:
     return UserError(f"--out {out} has been taken by another run; wait for its end, or give another folder")
 
 
-def _unwritable(out: Path, error: OSError) -> UserError:
-    return UserError(f"--out {out} cannot be written: {error.strerror}; give another folder")
+def unwritable(folder: Path, error: OSError, option: str = "--out") -> UserError:
+    """What is wrong with the ``folder`` of the ``option``, and what to do."""
+    what = "is a file" if os.path.isfile(folder) else f"cannot be written: {error.strerror}"
+    return UserError(f"{option} {folder} {what}; give another folder")
 
 
 def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Mapping[str, int]) -> None:

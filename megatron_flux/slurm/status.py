@@ -107,8 +107,11 @@ def describe(root: Path, now: float) -> list[str]:
     if known.states and known.source != "controller":
         states += f" (by {known.source})"
     resumed = f", resumed as {number}" if number != first else ""
-    lines = [f"{name} job {first}{resumed}: {states}"]
-    for repetition in repetitions(root):
+    lines, begun = [f"{name} job {first}{resumed}: {states}"], repetitions(root)
+    if known.states and not known.active and not begun:
+        submitted = Path(text(root / SUBMITTED).partition("\n")[0])
+        lines += [f"    last line of {log}: {_last_line(log)}" for log in submitted.glob(f"{name}-{number}*.log")]
+    for repetition in begun:
         task = known.states.get(repetition.index, "")
         steps = ", ".join(f"{arm} {n}/{repetition.steps}" for arm, n in repetition.iterations.items())
         said = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]

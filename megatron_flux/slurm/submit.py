@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.summary import ARMS
+from megatron_flux.run.folder import check_writable
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import check_time
 from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
@@ -25,11 +26,12 @@ FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is t
 
 def environment(runs: Path, root: Path | None = None) -> str:
     """The option of sbatch that hands a job the submitter's environment, the folder of all jobs and, if it is to go on
-    in one that is there, its own. A path that sbatch would take apart is a :class:`UserError`.
+    in one that is there, its own. A path that sbatch would take apart, or that cannot be written, is a UserError.
     """
     path = str(root or runs)
     if not path.isprintable() or "," in path:
         raise UserError(f"--runs {path!r}: line breaks, control characters and commas are not allowed")
+    check_writable(runs, "--runs")
     return f"--export=ALL,MEGATRON_FLUX_RUNS={runs},{FOLDER}={root or ''}"
 
 

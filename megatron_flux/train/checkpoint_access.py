@@ -18,7 +18,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from typing import Any, TextIO
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.summary import ARMS
+from megatron_flux.run import folder as run_folder
 from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig, Text
 from megatron_flux.train.presets import parameters
@@ -139,40 +139,21 @@ def check_save(config: RunConfig) -> None:
             if value is not None:
                 raise UserError(f"{name} {value} without --save: nothing would be saved; add --save FOLDER")
         return
-    missing = [path for path in (config.save, *config.save.parents) if not path.exists()]
-    try:
-        try:
-            config.save.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=config.save, prefix=".megatron_flux.", buffering=0) as file:
-                file.write(b"\0" * 4096)
-        except OSError as error:
-            raise _unwritable(config.save, error) from None
-        needed, free = least_bytes(config), shutil.disk_usage(config.save).free
-        if free < needed:
-            one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
-            room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
-            raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
+    there = run_folder.check_writable(config.save, "--save")
+    needed, free = least_bytes(config), shutil.disk_usage(there).free
+    if free < needed:
+        one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+        room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
+        raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
+    if there == config.save:
         _check_owner(config)
         with _locked(config):
             pass
-    finally:
-        for path in missing:
-            with suppress(OSError):  # something was put there meanwhile
-                path.rmdir()
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    what = "is a file" if folder.is_file() else f"cannot be written: {error.strerror}"
-    return UserError(f"--save {folder} {what}; give a folder that can be written")
 
 
 @contextmanager
 def held(config: RunConfig) -> Iterator[str]:
     """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints."""
-    try:
-        config.save.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(config.save, error) from None
     with _locked(config):
         _check_owner(config)  # something may have come since check_save
         for folder in folders(config.save, config):
@@ -254,9 +235,10 @@ def _lock_file(path: Path, config: RunConfig) -> TextIO:
     deadline = time.monotonic() + OWN_LOCK_SECONDS
     while True:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+")
         except OSError as error:
-            raise _unwritable(config.save, error) from None
+            raise run_folder.unwritable(config.save, error, "--save") from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows both

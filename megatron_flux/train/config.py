@@ -137,7 +137,7 @@ def resolve(
     pp = options.pp
     tp = options.tp or (1 if world_size % pp else world_size // pp)
     if world_size % (tp * pp):
-        use = f"use --nproc with a multiple of {tp * pp}, or other sizes of --tp and --pp"
+        use = f"use --nproc (of a job --nodes) for a multiple of {tp * pp}, or other sizes of --tp and --pp"
         raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none":

@@ -246,3 +246,25 @@ def test_a_job_of_before_has_no_script_to_resume(monkeypatch: pytest.MonkeyPatch
     assert f"{root} does not hold job.sbatch and submitted" in refused
     assert f"sbatch --export=ALL,MEGATRON_FLUX_JOB_FOLDER={root}" in refused
     assert "is no folder of a job" in slurm("resume", tmp_path, code=2)
+
+
+@pytest.mark.slow
+def test_a_job_that_never_began_says_why(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
+    said = slurm("submit", "--profile", "local", "--job", "tiny", "--mode", "flux", "--venv", str(tmp_path / "gone"))
+    number = said.split()[1].strip(":")
+    at_the_cluster.wait_for_job(number, ("FAILED",))
+    first, second = slurm("status").splitlines()
+    assert first == f"tiny-flux job {number}: FAILED"
+    log = tmp_path / f"tiny-flux-{number}.log"
+    assert second == f"    last line of {log}: megatron-flux: error: no virtual environment {tmp_path / 'gone'}"
+
+
+def test_runs_that_cannot_be_written_are_refused_before_a_job_waits(
+    at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    before = at_the_cluster.jobs()
+    for words in (("--dry-run",), ()):
+        said = slurm("submit", "--profile", "local", "--job", "tiny", "--runs", tmp_path / "file", *words, code=2)
+        assert said == f"megatron-flux: error: --runs {tmp_path}/file is a file; give another folder\n"
+    assert at_the_cluster.jobs() == before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -61,10 +61,14 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
 
     run = resolved(given, special, command, given.preset)
     checkpoint_access.check_resume(run)
-    saved = checkpoint_access.rates(run)
-    if left := {name: rate for name, rate in saved.items() if name not in given.model_fields_set}:
-        run = resolved(given.model_copy(update=left), special, command, given.preset)
-    changed = [f"{name} {getattr(run, name)}, not {rate}" for name, rate in saved.items() if getattr(run, name) != rate]
+    if saved := checkpoint_access.going_on(run):
+
+        def going_on(options: Any) -> Any:
+            left = saved.keys() & type(options).model_fields.keys() - options.model_fields_set
+            return options.model_copy(update={name: saved[name] for name in left})
+
+        run = resolved(going_on(given), going_on(special), command, given.preset)
+    changed = [f"{name} {now}, not {then}" for name, then in saved.items() if (now := getattr(run, name)) != then]
     first = rank.is_first()
     if first:
         checkpoint_access.check_save(run)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.errors import FluxError, StorageError, UserError, one_line
 from megatron_flux.train import checkpoint_folder
-from megatron_flux.train.checkpoint_access import MUST_MATCH, RATES, check_fits, held, instead
+from megatron_flux.train.checkpoint_access import GO_ON, MUST_MATCH, check_fits, held, instead
 from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
@@ -75,7 +75,7 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
             "iteration": iteration,
             "consumed_sequences": trainer.batches.consumed,
             "shape": config.shape.model_dump(mode="json"),
-            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT, *RATES)},
+            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT, *GO_ON)},
             "run": {"id": run, "folder": str(config.out.resolve())},
             "data": config.text.model_dump() if config.text is not None else None,
             "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},

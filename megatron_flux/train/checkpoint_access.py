@@ -36,8 +36,10 @@ logger = logging.getLogger("megatron_flux")
 
 MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl")
 """Of a checkpoint and the run that loads it, beside the model's shape."""
-RATES = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay")
-"""Which a resumed run has of the checkpoint, but for those that it is given."""
+GO_ON = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "block_steps")
+"""What a resumed run has of the checkpoint where it is given no other. Turns of another length would be numbered as
+earlier ones are, and times of both paired.
+"""
 OWN_LOCK_SECONDS = 150.0
 """How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
 
@@ -65,12 +67,12 @@ def check_resume(config: RunConfig) -> None:
         raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
 
 
-def rates(config: RunConfig) -> dict[str, Any]:
-    """:data:`RATES` of the checkpoint that ``config``, which :func:`check_resume` has passed, resumes from."""
+def going_on(config: RunConfig) -> dict[str, Any]:
+    """:data:`GO_ON` of the checkpoint that ``config``, which :func:`check_resume` has passed, resumes from."""
     if config.load is None:
         return {}
     saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step))
-    return {name: saved[name] for name in RATES if name in saved}
+    return {name: saved[name] for name in GO_ON if name in saved}
 
 
 def check_fits(folder: Path, config: RunConfig) -> int:

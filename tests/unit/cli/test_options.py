@@ -143,6 +143,20 @@ def test_another_preset_over_a_runs_config_brings_its_own_sizes(told: Told, tmp_
     assert config(told, "train", "--config", options, "--preset", "llama2-70b")["shape"]["num_layers"] == 6
 
 
+def test_a_resumed_comparison_keeps_its_turns(told: Told, tmp_path: Path) -> None:
+    """Their default depends on the steps: longer ones took the numbers of earlier ones, and were paired with them."""
+    saved, run = tmp_path / "saved", config(told, "compare", "--nproc", "2", "--steps", "80")
+    for arm in ("baseline", "flux"):
+        checkpoint = saved / arm / "iter_0000010"
+        checkpoint.mkdir(parents=True)
+        about = {"iteration": 10, "consumed_sequences": 80, "files": {}, **run}
+        (checkpoint / "megatron_flux.json").write_text(json.dumps(about))
+        (saved / arm / "latest_checkpointed_iteration.txt").write_text("10")
+    resumed = ["compare", "--nproc", "2", "--steps", "160", "--load", saved]
+    assert config(told, *resumed)["block_steps"] == run["block_steps"] == 10
+    assert config(told, *resumed, "--block-steps", "7")["block_steps"] == 7
+
+
 def test_a_comparison_from_the_config_of_a_training(told: Told, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(told("train", "--nproc", "2", "--steps", "50", "--no-flux", "--dry-run"))

@@ -327,7 +327,8 @@ def _may_write(found: Found, out: Path) -> None:
         raise UserError(f"{out} is inside {found.folder}; name a folder beside it")
     needed = sum(path.stat().st_size for path in found.folder.rglob("*") if path.is_file())
     if (free := shutil.disk_usage(out.parent).free) < needed:
-        raise StorageError(f"{out}: {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+        room = f"{needed / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are free"
+        raise StorageError(f"{out}: {room}; make room, or name a folder on another disk")
 
 
 @contextmanager

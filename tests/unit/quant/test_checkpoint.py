@@ -267,7 +267,7 @@ def test_where_it_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UserError, match=said):
             checkpoint.run(found, out)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
-    with pytest.raises(StorageError, match="GB are needed"):
+    with pytest.raises(StorageError, match=r"e-05 GB are needed, 5e-09 GB are free; make room"):
         checkpoint.run(found, tmp_path / "out")
 
 

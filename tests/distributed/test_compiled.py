@@ -1,0 +1,64 @@
+"""torch.compile around patched layers: they run flux between the compiled pieces, with stock's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.init import normal_
+
+from tests.distributed.data import normals
+from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+
+def rank_compiled(whole_step: bool) -> dict[str, Any]:
+    """Two steps of two layers with the forward compiled, or with forward and backward compiled as one function."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    with megatron(tp=2):
+        how: dict[str, Any] = {"config": model_config(), "init_method": normal_, "bias": True, "skip_bias_add": False}
+        column = ColumnParallelLinear(8, 12, gather_output=False, **how)
+        row = RowParallelLinear(12, 8, input_is_parallel=True, **how)
+        x = normals(6, 2, 8, seed=1).requires_grad_()
+        leaves = [x, *column.parameters(), *row.parameters()]
+
+        def forward() -> torch.Tensor:
+            return row(torch.relu(column(x)[0]))[0]
+
+        def step() -> torch.Tensor:
+            y = forward()
+            y.square().sum().backward()
+            return y
+
+        def run(made: Any) -> list[torch.Tensor]:
+            for leaf in leaves:
+                leaf.grad = None
+            y = made()
+            if made is not step and not whole_step:
+                y.square().sum().backward()
+            return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+        expected = run(step)
+        torch._dynamo.reset()
+        with flux() as seen:
+            compiled = torch.compile(step if whole_step else forward, backend="aot_eager")
+            for _ in range(2):
+                assert all(torch.equal(*pair) for pair in zip(expected, run(compiled), strict=True))
+        torch._dynamo.reset()
+        return seen.as_dict()
+
+
+@pytest.mark.parametrize("whole_step", [False, True], ids=["forward", "step"])
+def test_compiled(world2: WorkerPool, whole_step: bool) -> None:
+    for seen in world2.run(rank_compiled, whole_step):
+        assert seen["active_layers"] == 2
+        assert not seen["fallbacks"]
+        assert seen["calls"] == {
+            "all_gather_gemm/reference": 4,
+            "gemm_reduce_scatter/reference": 4,
+            "all_gather/reference": 2,
+        }
